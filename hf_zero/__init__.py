@@ -1,0 +1,40 @@
+"""hf_zero: ZeRO sharded training for transformers and accelerate, with an engine of its own.
+
+The public names are loaded on first use, so that `import hf_zero` costs nothing in scripts that only need one of them.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME_OF = {
+    "ConfigError": "config",
+    "ZeroConfig": "config",
+    "ZeroEngine": "engine.engine",
+    "engine_of": "integrations.engine_of",
+    "ZeroAccelerator": "integrations.accelerate",
+    "ZeroPlugin": "integrations.accelerate",
+    "ZeroCallback": "integrations.callback",
+    "ZeroTrainingArguments": "integrations.arguments",
+}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]
+
+if TYPE_CHECKING:
+    from .config import ConfigError, ZeroConfig
+    from .engine.engine import ZeroEngine
+    from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
+    from .integrations.arguments import ZeroTrainingArguments
+    from .integrations.callback import ZeroCallback
+    from .integrations.engine_of import engine_of
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
+    return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,35 @@
+"""One rank: nothing travels."""
+
+import torch
+
+from .transport import Handle, Label, Transport
+
+
+class LocalTransport(Transport):
+    """The transport of world size 1, with or without a process group."""
+
+    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+        if out.data_ptr() != flat.data_ptr() or out.dtype != flat.dtype:
+            out.copy_(flat)
+        return self._nothing(label)
+
+    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
+        return self._nothing(label)
+
+    def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
+        return self._nothing(label)
+
+    def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
+        """One rank already holds its own values."""
+
+    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        return values
+
+    def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        return values
+
+    def exchange(self, value: object) -> list[object]:
+        return [value]
+
+    def _nothing(self, label: Label) -> Handle:
+        return Handle(label, self.ledger, lambda: None)

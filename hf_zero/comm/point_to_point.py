@@ -1,0 +1,71 @@
+"""Reduce-scatter and all-gather by send and receive, straight from and into the flat buffer.
+
+gloo has no reduce-scatter of its own: the stock one is an all-reduce and a copy, twice the bytes on the wire. Here each
+rank sends a peer the peer's part and adds what it receives in rank order, so that the sum does not depend on timing.
+"""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..kernels.reduce import sum_in_rank_order
+from .collectives import CollectiveTransport
+from .groups import Groups
+from .transport import Handle, Label
+
+
+_TAG = 0x5A45
+"""Keeps our messages apart from sends of the script's own in the same process group."""
+
+
+class PointToPointTransport(CollectiveTransport):
+    """The transport for gloo on host tensors. Small agreements and all-reduces stay gloo's own."""
+
+    def __init__(self, groups: Groups, timeout_s: float):
+        super().__init__(groups)
+        self._timeout = timedelta(seconds=timeout_s)
+
+    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        own_rank, size = self._groups.shard_rank, self._groups.shard_size
+        parts = list(flat.chunk(size))
+        received = {peer: torch.empty_like(parts[peer]) for peer in self._peers[1:]}
+        # `out` takes the first peer's part, unless it lies in `flat` itself or has another dtype.
+        first = self._peers[0]
+        received[first] = out if self._is_scratch(out, flat) else torch.empty_like(parts[first])
+        works = [self._receive(received[peer], peer) for peer in self._peers]
+        works += [self._send(parts[peer], peer) for peer in self._peers]
+
+        def complete() -> None:
+            self._wait(works)
+            received[own_rank] = parts[own_rank]
+            sum_in_rank_order([received[rank] for rank in range(size)], out)
+
+        return Handle(label, self.ledger, complete)
+
+    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
+        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        parts = flat.chunk(self._groups.shard_size)
+        works = [self._receive(parts[peer], peer) for peer in self._peers]
+        works += [self._send(parts[self._groups.shard_rank], peer) for peer in self._peers]
+        return Handle(label, self.ledger, lambda: self._wait(works))
+
+    @property
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self._groups.shard_size) if peer != self._groups.shard_rank]
+
+    @staticmethod
+    def _is_scratch(out: torch.Tensor, flat: torch.Tensor) -> bool:
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        return out.dtype == flat.dtype and not begin <= out.data_ptr() < end
+
+    def _receive(self, tensor: torch.Tensor, peer: int) -> dist.Work:
+        return dist.irecv(tensor, src=peer, group=self._groups.data, tag=_TAG)
+
+    def _send(self, tensor: torch.Tensor, peer: int) -> dist.Work:
+        return dist.isend(tensor, dst=peer, group=self._groups.data, tag=_TAG)
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        for work in works:
+            work.wait(self._timeout)

@@ -1,0 +1,95 @@
+"""What the engine asks of a transport, and the handle it gets back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .ledger import Ledger
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed: names it, and the reason the backend gave."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What a collective is for, as it stands in the ledger and in errors: its kind and the bucket it serves."""
+
+    kind: str
+    subject: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.subject}"
+
+
+class Handle:
+    """A started collective. `finish` waits for it once; later calls return at once.
+
+    The buffers handed to `start_…` belong to the transport until then.
+    """
+
+    def __init__(self, label: Label, ledger: Ledger, complete: Callable[[], None]):
+        self._label = label
+        self._ledger = ledger
+        self._complete: Callable[[], None] | None = complete
+
+    @property
+    def finished(self) -> bool:
+        return self._complete is None
+
+    def finish(self) -> None:
+        """Raises `CommunicationError` when a peer failed or did not come within the group's time limit."""
+        if self._complete is None:
+            return
+        complete, self._complete = self._complete, None
+        with self._ledger.waiting(self._label.kind):
+            try:
+                complete()
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"hf_zero: the {self._label} failed: {error}\nA peer ended, or did not reach this collective in "
+                    "time. Look at the first rank that stopped: its own error is the reason."
+                ) from error
+
+
+class Transport(ABC):
+    """Moves flat, contiguous buffers between the ranks of one engine.
+
+    `start_…` returns at once with a `Handle`. All ranks must start the same collectives in the same order.
+    """
+
+    def __init__(self):
+        self.ledger = Ledger()
+
+    @abstractmethod
+    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+        """Sums `flat` (shard_size x n elements) over the ranks; this rank's n elements land in `out`.
+
+        `out` may be this rank's part of `flat`. The rest of `flat` is undefined afterwards.
+        """
+
+    @abstractmethod
+    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
+        """Fills `flat` (shard_size x n elements) in place with each rank's own n elements of it."""
+
+    @abstractmethod
+    def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
+        """Sums `flat` over all ranks in place."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
+        """Rank 0's `tensor` on every rank, in place."""
+
+    @abstractmethod
+    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        """Elementwise sum over the ranks of a small tensor, on its own device."""
+
+    @abstractmethod
+    def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        """Elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
+
+    @abstractmethod
+    def exchange(self, value: object) -> list[object]:
+        """Every rank's picklable `value`, in rank order."""

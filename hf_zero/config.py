@@ -1,0 +1,220 @@
+"""Everything a user may say to hf_zero, as frozen dataclasses read from YAML, a dict or a flag, and checked at once.
+
+There is no learning rate, batch size, clipping threshold or scheduler here: those have one source, the training
+arguments or the script itself.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+AUTO = "auto"
+DTYPES = ("float32", "bfloat16", "float16")
+_BYTES_PER_UNIT = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be honoured: names the field, the value, and what is allowed."""
+
+
+def _refuse(name: str, value: Any, allowed: str) -> ConfigError:
+    return ConfigError(f"hf_zero config: `{name}` is {value!r}; allowed: {allowed}.")
+
+
+def _one_of(name: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed or isinstance(value, bool) != any(isinstance(a, bool) for a in allowed):
+        raise _refuse(name, value, ", ".join(str(a) for a in allowed))
+
+
+def _not_built(name: str, value: Any, instead: str) -> ConfigError:
+    return ConfigError(f"hf_zero config: `{name}: {value}` is not built yet in this version; {instead}.")
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """`16777216`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, zero and negatives too."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        number = value.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
+        unit = value.strip().lower()[len(number) :].strip() or "b"
+        if number.replace(".", "", 1).isdigit() and unit in _BYTES_PER_UNIT and float(number) > 0:
+            return int(float(number) * _BYTES_PER_UNIT[unit])
+    raise _refuse(name, value, "a number of bytes above 0, or text such as '16MiB'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where a shard's state lives; `none` is the training device."""
+
+    optimizer: str = "none"
+    params: str = "none"
+
+    def __post_init__(self):
+        for name in ("optimizer", "params"):
+            value = getattr(self, name)
+            _one_of(f"offload.{name}", value, ("none", "cpu", "nvme"))
+            if value != "none":
+                raise _not_built(f"offload.{name}", value, "leave it at none: state stays on the training device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """How bytes travel between ranks."""
+
+    shard_group_size: int | str = AUTO
+    """Ranks that share one copy of the state; `auto` is the whole world."""
+    timeout_s: float = 1800.0
+    """Seconds after which a collective that a peer never joined is an error that names it."""
+
+    def __post_init__(self):
+        if self.shard_group_size != AUTO:
+            raise _not_built("comm.shard_group_size", self.shard_group_size, "leave it at auto: the whole world")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float) or self.timeout_s <= 0:
+            raise _refuse("comm.timeout_s", self.timeout_s, "a number of seconds above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroConfig:
+    """What the engine is asked to do. Every field has a default that suits BERT- and GPT-class fine-tuning.
+
+    Args:
+        stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients.
+        bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model.
+        grad_buffers: how many whole-bucket gradient buffers stage 2 holds at a time before it waits for the oldest.
+        grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
+            addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2.
+        param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
+            through an fp32 master copy held by the shard.
+        reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
+        overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
+            a parameter through its module waits for it.
+        broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
+        check_nonfinite: refuse to step with a NaN or infinite gradient.
+    """
+
+    stage: int = 2
+    bucket_bytes: int | str = AUTO
+    grad_buffers: int = 3
+    grad_accumulation: str = AUTO
+    param_dtype: str = AUTO
+    reduce_dtype: str = AUTO
+    overlap_param_gather: bool = True
+    broadcast_buffers: bool = True
+    check_nonfinite: bool = True
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+
+    def __post_init__(self):
+        _one_of("stage", self.stage, (0, 1, 2, 3))
+        if self.stage == 3:
+            raise _not_built("stage", 3, "stage 2 is the furthest that is")
+        if self.bucket_bytes != AUTO:
+            object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
+        if isinstance(self.grad_buffers, bool) or not isinstance(self.grad_buffers, int) or self.grad_buffers < 1:
+            raise _refuse("grad_buffers", self.grad_buffers, "a whole number from 1")
+        _one_of("grad_accumulation", self.grad_accumulation, (AUTO, "local", "sharded"))
+        if self.grad_accumulation == "sharded" and self.stage < 2:
+            raise ConfigError(
+                f"hf_zero config: `grad_accumulation: sharded` needs stage 2 (stage is {self.stage}): below it a rank "
+                "keeps whole gradients. Use `local` or `auto`, or set `stage: 2`."
+            )
+        for name in ("param_dtype", "reduce_dtype"):
+            _one_of(name, getattr(self, name), (AUTO, *DTYPES))
+            if getattr(self, name) == "float16":
+                raise _not_built(name, "float16", "use bfloat16, which needs no loss scaling")
+        for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
+            if not isinstance(getattr(self, name), bool):
+                raise _refuse(name, getattr(self, name), "true, false")
+        for name, kind in (("offload", OffloadConfig), ("comm", CommConfig)):
+            if not isinstance(getattr(self, name), kind):
+                raise _refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """True when whole gradients are kept between micro-batches."""
+        return self.grad_accumulation == "local" or (self.grad_accumulation == AUTO and self.stage < 2)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> "ZeroConfig":
+        """A nested mapping, as YAML gives it. Unknown keys are errors that name the nearest known one."""
+        return _build(cls, settings, "")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> "ZeroConfig":
+        """The settings in a YAML file. An empty file is all defaults."""
+        path = Path(path)
+        if not path.is_file():
+            near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+            found = f"that folder holds {', '.join(near)}" if near else "there is no YAML file in that folder"
+            raise ConfigError(f"hf_zero config: no file {str(path)!r}; {found}. Give a YAML path or a stage number.")
+        try:
+            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"hf_zero config: {path} is not valid YAML: {error}") from error
+        if settings is not None and not isinstance(settings, Mapping):
+            raise ConfigError(f"hf_zero config: {path} holds {type(settings).__name__}, not a mapping such as `stage: 2`.")
+        return cls.from_dict(settings or {})
+
+    @classmethod
+    def from_flag(cls, text: str) -> "ZeroConfig":
+        """A command-line value: a stage (`2`), settings (`stage=2,grad_accumulation=local`) or a YAML path."""
+        text = text.strip()
+        if text.lstrip("-").isdigit():
+            return cls(stage=int(text))
+        if "=" in text and not Path(text).suffix.lower().startswith((".yml", ".yaml")):
+            settings: dict[str, Any] = {}
+            for part in text.split(","):
+                name, _, value = part.partition("=")
+                *path, leaf = name.strip().split(".")
+                place = settings
+                for step in path:
+                    place = place.setdefault(step, {})
+                place[leaf] = yaml.safe_load(value)
+            return cls.from_dict(settings)
+        return cls.from_yaml(text)
+
+    @classmethod
+    def of(cls, value: "ZeroConfig | Mapping | str | Path | int | None") -> "ZeroConfig":
+        """Whatever a user hands over as a config: a stage number, YAML path, flag text, mapping, config, or None."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            return cls.from_dict(value)
+        if isinstance(value, Path):
+            return cls.from_yaml(value)
+        if isinstance(value, str):
+            return cls.from_flag(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return cls(stage=value)
+        raise _refuse("config", value, "a stage number, a YAML path, a mapping or a ZeroConfig")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The nested plain dict that `from_dict` reads back to an equal config."""
+        return dataclasses.asdict(self)
+
+
+def _names(kind: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(kind)]
+
+
+def _build(kind: type, settings: Mapping[str, Any], prefix: str):
+    nested = {"offload": OffloadConfig, "comm": CommConfig} if kind is ZeroConfig else {}
+    arguments = {}
+    for name, value in settings.items():
+        if name not in _names(kind):
+            near = difflib.get_close_matches(str(name), _names(kind), n=1, cutoff=0.0)
+            raise ConfigError(
+                f"hf_zero config: unknown key `{prefix}{name}`; the nearest known one is `{prefix}{near[0]}`. "
+                f"Known: {', '.join(_names(kind))}."
+            )
+        if name in nested and isinstance(value, Mapping):
+            value = _build(nested[name], value, f"{name}.")
+        arguments[name] = value
+    return kind(**arguments)

@@ -1,0 +1,153 @@
+"""Buckets: parameters as views of one flat buffer, and this rank's rows of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..device import alias, allocate
+from ..layout.intervals import Interval
+from ..layout.shards import RowLayout, rows_of_shard
+from ..layout.slots import BucketLayout
+from ..offload.tier import Tier
+from .precision import Precision
+from .sharded_gradient import ShardedGradient
+
+
+@dataclass(eq=False)
+class ParameterSlot:
+    """A parameter in its bucket, and what is known of its gradient in the running backward pass.
+
+    Attributes:
+        arrived: a gradient has been put in the bucket's open buffer.
+        used: a gradient arrived on this rank at any time in the pass.
+        continues: what arrives adds to a gradient reduced earlier and not zeroed since.
+        version: autograd's count of in-place edits of the parameter when the master last followed it.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    interval: Interval
+    bucket: "Bucket" = field(repr=False)
+    stand_in: ShardedGradient = field(repr=False)
+    arrived: bool = False
+    used: bool = False
+    continues: bool = False
+    version: int = 0
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This slot of a flat buffer laid out as the bucket, in the parameter's shape, row-major."""
+        return flat[self.interval.start : self.interval.stop].view(self.parameter.shape)
+
+
+@dataclass(eq=False)
+class Row:
+    """The part of one parameter that this rank owns.
+
+    Attributes:
+        tensor: what the optimizer updates: 1-D, of the master dtype. The parameter itself where a rank owns it whole and
+            keeps no separate master.
+    """
+
+    slot: ParameterSlot
+    layout: RowLayout
+    tensor: nn.Parameter
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.tensor is self.slot.parameter
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
+        piece = shard[self.layout.in_shard.start : self.layout.in_shard.stop]
+        return piece if self.tensor.dim() == 1 else self.slot.view_of(shard)
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        flat: the parameters, (numel,) of the param dtype; every parameter is a view of it.
+        own: this rank's shard of `flat`, (shard_numel,).
+        master: (shard_numel,) of the master dtype; `own` itself without a separate master.
+        slots, rows: all parameters of the bucket, and this rank's parts of them.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], precision: Precision, shard_rank: int, tier: Tier
+    ):
+        self.layout = layout
+        self.precision = precision
+        self.device = parameters[0].device
+        self.flat = allocate(layout.numel, precision.param, self.device)
+        for gap in layout.padding:
+            self.flat[gap.start : gap.stop].zero_()
+        self.own_interval = layout.shard(shard_rank)
+        self.own = self.flat[self.own_interval.start : self.own_interval.stop]
+        self.slots = [
+            ParameterSlot(
+                name=slot.name,
+                parameter=parameter,
+                interval=slot.interval,
+                bucket=self,
+                stand_in=ShardedGradient(slot.name, parameter),
+            )
+            for slot, parameter in zip(layout.slots, parameters, strict=True)
+        ]
+        self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
+        self.rows = self._make_rows(shard_rank)
+        for row in self.rows:
+            if precision.has_master:
+                # From the values as loaded: a model in fp32 trained in bf16 keeps its full digits in the master.
+                cut = row.layout.in_parameter
+                row.of(self.master).copy_(row.slot.parameter.detach().reshape(-1)[cut.start : cut.stop])
+        for slot in self.slots:
+            self.adopt(slot)
+
+    @property
+    def name(self) -> str:
+        return f"bucket {self.layout.index}"
+
+    @property
+    def whole(self) -> bool:
+        """True when this rank's rows are the parameters themselves."""
+        return self.layout.shards == 1 and not self.precision.has_master
+
+    def adopt(self, slot: ParameterSlot) -> None:
+        """Copies a parameter into its slot and makes it a view of it, with a storage of its own extent."""
+        parameter = slot.parameter
+        with torch.no_grad():
+            slot.view_of(self.flat).copy_(parameter)
+        parameter.data = alias(slot.view_of(self.flat))
+        slot.stand_in = ShardedGradient(slot.name, parameter)
+        slot.version = parameter._version
+
+    def holds(self, slot: ParameterSlot) -> bool:
+        """Whether the parameter still lives in its slot."""
+        parameter = slot.parameter
+        expected = self.flat.data_ptr() + slot.interval.start * self.flat.element_size()
+        return parameter.data_ptr() == expected and parameter.dtype == self.flat.dtype
+
+    def follow_edits(self) -> None:
+        """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
+        for row in self.rows:
+            slot = row.slot
+            if self.precision.has_master and slot.parameter._version != slot.version:
+                row.of(self.master).copy_(row.of(self.own))
+            slot.version = slot.parameter._version
+
+    def write_back(self) -> None:
+        """The updated master into this rank's shard of the parameters."""
+        if self.precision.has_master:
+            self.own.copy_(self.master)
+
+    def _make_rows(self, shard_rank: int) -> list[Row]:
+        slot_of = {slot.name: slot for slot in self.slots}
+        rows = []
+        for layout in rows_of_shard(self.layout, shard_rank):
+            slot = slot_of[layout.name]
+            piece = self.master[layout.in_shard.start : layout.in_shard.stop]
+            tensor = slot.parameter if self.whole else nn.Parameter(piece, requires_grad=slot.parameter.requires_grad)
+            rows.append(Row(slot=slot, layout=layout, tensor=tensor))
+        return rows

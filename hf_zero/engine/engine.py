@@ -1,0 +1,403 @@
+"""The engine: one object that trains one model with sharded state. The only file that knows all of engine/."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..comm.choose import choose_transport
+from ..comm.groups import Groups
+from ..comm.transport import Label
+from ..config import ZeroConfig
+from ..device import alias, allocate, peak_bytes
+from ..offload.tier import DeviceTier
+from .agreement import describe, refuse_disagreement
+from .buckets import Bucket, ParameterSlot, Row
+from .buffers import ModelBuffers
+from .build import build_buckets, owners, trained_parameters
+from .clip import clamp_values, scale_to_norm, total_norm
+from .elementwise import refuse_unless_elementwise
+from .gradient_store import BufferPool, GradientStore, PooledGradients, ReplicatedGradients, WholeGradients
+from .gradients import Gradients
+from .hooks import WeakHook
+from .nonfinite import NonFiniteCheck
+from .optimizer import ShardedOptimizer
+from .parameters import ParameterGather, caches_parameters, is_compiled
+from .reports import CommReport, MemoryReport, MemoryRow
+from .sharded_gradient import ShardedGradient
+
+
+class EngineReference:
+    """A model's weak pointer to its engine; copies and pickles of the model get an empty one."""
+
+    def __init__(self, engine: "ZeroEngine | None" = None):
+        self._engine = weakref.ref(engine) if engine is not None else lambda: None
+
+    def __call__(self) -> "ZeroEngine | None":
+        return self._engine()
+
+    def __deepcopy__(self, memo: dict) -> "EngineReference":
+        return EngineReference()
+
+    def __reduce__(self):
+        return EngineReference, ()
+
+
+ENGINE_ATTRIBUTE = "_hf_zero_engine"
+
+
+class ZeroEngine:
+    """Trains `model` in place with its state sharded over the ranks of torch.distributed (or on one rank without it).
+
+    After construction an ordinary loop does the rest: forward, `loss.backward()`, `clip_grad_norm_`, `optimizer.step()`,
+    `optimizer.zero_grad()`. Building it is collective: parameters and buffers become rank 0's on every rank.
+
+    Args:
+        model: any module on its device, with trainable floating-point parameters.
+        optimizers: element-wise torch optimizers over its parameters. They stay the same objects.
+        config: anything `ZeroConfig.of` takes.
+        entry: what the script calls in place of `model`, where that is another module (a compiled one).
+
+    Raises:
+        ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
+
+    ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: object = None,
+        *,
+        entry: nn.Module | None = None,
+    ):
+        self.config = ZeroConfig.of(config)
+        self.model = model
+        trained = trained_parameters(model)
+        owner = owners(trained, optimizers, model)
+        self.device = trained[0][1].device
+        comm = self.config.comm
+        self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
+        if self.groups.shard_size > 1:
+            for optimizer in optimizers:
+                refuse_unless_elementwise(optimizer)
+        self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
+        refuse_disagreement(describe(list(model.named_parameters()), optimizers, self.config), self.transport)
+        self._buffers = ModelBuffers(model, self.transport)
+        self._start_alike()
+        self.buckets = build_buckets(trained, owner, self.config, self.groups, DeviceTier(self.device))
+        self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
+        self._store = self._make_store()
+        self._gradients = Gradients(self.buckets, self._store, self.transport, self.groups.world_size)
+        self._parameters = ParameterGather(model, self.buckets, self.transport)
+        self._nonfinite = NonFiniteCheck(self.transport)
+        self._checked_norm = False
+        self._no_sync_depth = 0
+        self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
+        self._handles = self._gradients.install() + self._hook_forward(entry or model)
+        model.__dict__[ENGINE_ATTRIBUTE] = EngineReference(self)
+        if entry is not None:
+            entry.__dict__[ENGINE_ATTRIBUTE] = EngineReference(self)
+
+    # ---- a training step ----
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches that only accumulate. With `grad_accumulation: sharded` they are reduced all the same."""
+        self._no_sync_depth += 1
+        self._gradients.reducing = not self.config.accumulates_locally
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+            self._gradients.reducing = self._no_sync_depth == 0 or not self.config.accumulates_locally
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """Clips the gradients by their total norm over all ranks; returns that norm, a float32 scalar on the device.
+
+        Args:
+            max_norm: inf only measures.
+            parameters: some of the model's parameters; None is all of them. Collective.
+        """
+        wanted = list(self._slot_of) if parameters is None else [p for p in parameters if p in self._slot_of]
+        rows = self._rows_of(wanted)
+        norm = total_norm(
+            rows, norm_type=norm_type, transport=self.transport, replicated=self._is_replicated, device=self.device
+        )
+        if self.config.check_nonfinite:
+            self._nonfinite.look(norm, rows)
+        # By the parameters asked for, not the rows found: the ranks must come to the same answer.
+        self._checked_norm = len(set(wanted)) == len(self._slot_of)
+        scale_to_norm(rows, norm, max_norm)
+        return norm
+
+    def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Clamps the gradients' elements to [-clip_value, clip_value]."""
+        clamp_values(self._rows_of(self._slot_of if parameters is None else parameters), clip_value)
+
+    def finish_parameters(self) -> None:
+        """Waits for the parameter all-gathers behind the last step. Reads through the model's modules do so themselves."""
+        self._parameters.finish_all()
+
+    # ---- looking in ----
+
+    @torch.no_grad()
+    def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
+        slot = self._slot(parameter)
+        row = self._row_of.get(parameter)
+        mine = None if row is None or not self._has_gradient(row) else row.tensor.grad
+        return self._gather_row(slot, mine)
+
+    @torch.no_grad()
+    def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:
+        """The optimizer's state of a whole parameter: tensors with one value an element in its shape, the rest as it is.
+
+        Collective. Empty before the first step.
+        """
+        slot = self._slot(parameter)
+        row = self._row_of.get(parameter)
+        mine = {} if row is None else self._state_of(row)
+        kinds = [
+            {name: torch.is_tensor(v) and v.dim() > 0 and v.numel() == row.tensor.numel() for name, v in mine.items()}
+            if row is not None
+            else {}
+        ]
+        everyone = [kind for kinds_of_rank in self.transport.exchange(kinds) for kind in kinds_of_rank]
+        names = dict.fromkeys(name for kind in everyone for name in kind)
+        state: dict[str, torch.Tensor | object] = {}
+        for name in names:
+            if any(kind.get(name) for kind in everyone):
+                state[name] = self._gather_row(slot, mine.get(name))
+            else:
+                state[name] = next(v for v in self.transport.exchange(mine.get(name)) if v is not None)
+        return state
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
+        param = sum(b.flat.nbytes for b in self.buckets)
+        trained_numel = sum(slot.parameter.numel() for slot in self._slot_of.values())
+        trained_bytes = sum(slot.parameter.nbytes for slot in self._slot_of.values())
+        others = [p for p in self.model.parameters() if p not in self._slot_of] + list(self.model.buffers())
+        other = sum(t.nbytes for t in others)
+        held = self._store.held_bytes()
+        state = sum(optimizer.state_bytes() for optimizer in self.optimizers)
+        own_numel = sum(row.tensor.numel() for row in self._row_of.values() if self._state_of(row))
+        whole_state = state * trained_numel // own_numel if own_numel else 0
+        master = sum(b.master.nbytes for b in self.buckets if b.precision.has_master)
+        rows = (
+            MemoryRow(kind="parameters", bytes=param, ddp_bytes=trained_bytes),
+            MemoryRow(kind="frozen parameters and buffers", bytes=other, ddp_bytes=other),
+            MemoryRow(kind="fp32 master", bytes=master, ddp_bytes=0),
+            MemoryRow(kind="gradients", bytes=held["gradients"], ddp_bytes=trained_bytes),
+            MemoryRow(kind="gradient buffers", bytes=held["gradient buffers"], ddp_bytes=trained_bytes),
+            MemoryRow(kind="optimizer state", bytes=state, ddp_bytes=whole_state),
+        )
+        return MemoryReport(rows=rows, peak_bytes=peak_bytes(self.device))
+
+    def comm_report(self) -> CommReport:
+        """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""
+        return CommReport(rows=self.transport.ledger.rows())
+
+    # ---- moving in and out ----
+
+    def readopt(self) -> None:
+        """Takes back parameters that left their slots (`.to(dtype)`, `load_state_dict(assign=True)`), values and all.
+
+        Raises:
+            ValueError: one has another number of elements now; prepare the model anew.
+        """
+        self.finish_parameters()
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                if bucket.holds(slot):
+                    continue
+                if slot.parameter.numel() != slot.interval.numel:
+                    raise ValueError(
+                        f"hf_zero: {slot.name!r} had {slot.interval.numel} elements and has {slot.parameter.numel()} now. "
+                        "Resize the model before accelerator.prepare, or prepare model and optimizer anew."
+                    )
+                bucket.adopt(slot)
+                slot.version = -1
+            bucket.follow_edits()
+
+    def close(self) -> None:
+        """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
+
+        The optimizer's state, which only exists in rows, is dropped where it is sharded.
+        """
+        self.finish_parameters()
+        self._gradients.drop()
+        for handle in self._handles:
+            handle.remove()
+        for optimizer in self.optimizers:
+            optimizer.release()
+        for slot in self._slot_of.values():
+            slot.parameter.data = slot.parameter.detach().clone()
+        self.model.__dict__.pop(ENGINE_ATTRIBUTE, None)
+
+    # ---- how it is put together ----
+
+    @property
+    def _is_replicated(self) -> bool:
+        return self.groups.shard_size == 1
+
+    def _make_store(self) -> GradientStore:
+        world_size, tier = self.groups.world_size, DeviceTier(self.device)
+        if all(bucket.whole for bucket in self.buckets):
+            return ReplicatedGradients(self.transport, world_size)
+        if self.config.stage < 2 or self._is_replicated:
+            return WholeGradients(self.transport, world_size, tier)
+        largest = max(bucket.layout.numel for bucket in self.buckets)
+        pool = BufferPool(largest, self.config.grad_buffers, self.device)
+        return PooledGradients(self.transport, world_size, tier, pool)
+
+    def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
+        groups = self.groups
+        identity = (
+            f"rank {groups.shard_rank} of {groups.shard_size}, stage {self.config.stage}, {len(self.buckets)} buckets of "
+            f"{sum(bucket.layout.numel for bucket in self.buckets)} elements"
+        )
+        mine = [bucket for bucket in self.buckets if bucket.layout.key[2] == index]
+        return ShardedOptimizer(
+            optimizer,
+            rows=self._row_of,
+            trained=set(self._slot_of),
+            identity=identity,
+            before_step=lambda: self._before_step(mine),
+            after_step=lambda: self._after_step(mine),
+        )
+
+    def _hook_forward(self, entry: nn.Module) -> list:
+        self._waits_at_the_root = is_compiled(entry) or caches_parameters(self.model)
+        self._has_buffers = next(iter(self.model.buffers()), None) is not None
+        return [
+            entry.register_forward_pre_hook(WeakHook(self, ZeroEngine._before_forward)),
+            entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward)),
+        ]
+
+    def _start_alike(self) -> None:
+        # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
+        label = Label(kind="broadcast parameters", subject="the model")
+        for parameter in self.model.parameters():
+            with torch.no_grad():
+                values = parameter.detach().contiguous()
+                self.transport.broadcast(values, label)
+                if values.data_ptr() != parameter.data_ptr():
+                    parameter.copy_(values)
+        self._buffers.broadcast()
+
+    def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            # Activation checkpointing runs the forward again inside backward.
+            return
+        self._gradients.recover()
+        if self._waits_at_the_root:
+            self._parameters.finish_all()
+        synced = self._no_sync_depth == 0 and self.model.training and torch.is_grad_enabled()
+        if self._has_buffers and self.config.broadcast_buffers and self.groups.world_size > 1 and synced:
+            self._buffers.broadcast()
+
+    def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
+        if torch.is_grad_enabled():
+            self._gradients.end.watch(outputs)
+
+    def _before_step(self, buckets: Sequence[Bucket]) -> None:
+        # The last gathers still send from the shards that the optimizer is about to write.
+        self._parameters.finish_all()
+        unreduced = self._gradients.unreduced()
+        if unreduced:
+            raise RuntimeError(
+                f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
+                "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
+            )
+        for bucket in buckets:
+            self._refuse_strays(bucket)
+            bucket.follow_edits()
+            for row in bucket.rows:
+                if not self._has_gradient(row):
+                    row.tensor.grad = None
+        if self.config.check_nonfinite and not self._checked_norm:
+            self.clip_grad_norm_(float("inf"))
+        self._checked_norm = False
+
+    def _after_step(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.write_back()
+            if bucket.whole:
+                continue
+            # Trainer only ever calls model.zero_grad(): what is left here would be added to the next step.
+            for row in bucket.rows:
+                row.tensor.grad = None
+            for slot in bucket.slots:
+                slot.parameter.grad = None
+        if not self._is_replicated:
+            self._parameters.start(reversed(buckets))
+            if self.config.overlap_param_gather:
+                self._parameters.guard()
+            else:
+                self._parameters.finish_all()
+
+    def _has_gradient(self, row: Row) -> bool:
+        # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
+        gone = not row.is_parameter and row.slot.parameter.grad is None
+        return row.tensor.grad is not None and not gone
+
+    def _refuse_strays(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not bucket.holds(slot):
+                raise RuntimeError(
+                    f"hf_zero: {slot.name!r} has left the engine's memory since it was prepared (by .to(), .half(), "
+                    "load_state_dict(assign=True), resize_token_embeddings or merge_and_unload), so a step would not reach "
+                    "it. Do that before accelerator.prepare, or call engine_of(model).readopt() after it."
+                )
+
+    def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
+        rows = [self._row_of[p] for p in parameters if p in self._row_of]
+        return [row for row in rows if self._has_gradient(row)]
+
+    def _slot(self, parameter: nn.Parameter) -> ParameterSlot:
+        if parameter not in self._slot_of:
+            raise ValueError(
+                f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
+                "parameter object (model.get_parameter(name)), not a copy or a frozen one."
+            )
+        return self._slot_of[parameter]
+
+    def _state_of(self, row: Row) -> dict:
+        for optimizer in self.optimizers:
+            if row.tensor in optimizer.optimizer.state:
+                return optimizer.optimizer.state[row.tensor]
+        return {}
+
+    def _gather_row(self, slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
+        """The whole of what each rank holds a row of; None where no rank has any."""
+        have = torch.tensor([mine is not None], dtype=torch.uint8)
+        if not self.transport.agree_max(have, Label(kind="agree on a look", subject=slot.name)).item():
+            return None
+        bucket = slot.bucket
+        dtype = bucket.precision.master if mine is None else mine.dtype
+        if self._is_replicated:
+            return mine.detach().reshape(slot.parameter.shape).clone()
+        flat = allocate(bucket.layout.numel, dtype, bucket.device)
+        if mine is not None:
+            row = self._row_of[slot.parameter]
+            own = flat[bucket.own_interval.start : bucket.own_interval.stop]
+            own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine)
+        self.transport.start_all_gather(flat, Label(kind="all-gather a look", subject=slot.name)).finish()
+        return alias(slot.view_of(flat).clone())
+
+
+def engine_attached_to(module: nn.Module) -> ZeroEngine | None:
+    """The live engine of a module that was handed to `ZeroEngine`, or None."""
+    reference = module.__dict__.get(ENGINE_ATTRIBUTE)
+    return reference() if isinstance(reference, EngineReference) else None
+
+
+__all__ = ["ENGINE_ATTRIBUTE", "EngineReference", "ShardedGradient", "ZeroEngine", "engine_attached_to"]

@@ -1,0 +1,377 @@
+"""Where gradients lie between the backward hook and the optimizer: the difference between the stages.
+
+A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
+the bucket's rows. The three stores keep those buffers for different times; the pass above them (gradients.py) is one.
+"""
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+
+from ..comm.transport import Handle, Label, Transport
+from ..device import allocate
+from ..offload.tier import Tier
+from .buckets import Bucket, ParameterSlot
+from .sharded_gradient import ShardedGradient
+
+
+class GradientStore(ABC):
+    """Takes whole local gradients, gives reduced shards.
+
+    Args:
+        transport: moves the buckets.
+        world_size: gradients are divided by it as they are put, in DDP's order: divided, then summed.
+    """
+
+    def __init__(self, transport: Transport, world_size: int):
+        self._transport = transport
+        self._share = 1.0 / world_size
+        self._open: dict[Bucket, torch.Tensor] = {}
+        self._started: dict[Bucket, Handle] = {}
+
+    @abstractmethod
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of gradient memory by kind: "gradients" lasting from backward to step, "gradient buffers" in passing."""
+
+    @abstractmethod
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """Keeps a whole gradient, unreduced, until a reducing pass (gradient accumulation without communication)."""
+
+    @abstractmethod
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+        """A flat buffer (numel,) of the reduce dtype to fill."""
+
+    @abstractmethod
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        """Starts the reduction of a filled buffer."""
+
+    @abstractmethod
+    def _deliver(self, bucket: Bucket) -> None:
+        """Leaves the reduced gradient in the rows, once the reduction has ended."""
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already."""
+        flat = self._buffer(slot.bucket)
+        view = slot.view_of(flat)
+        if slot.arrived:
+            view.add_(gradient, alpha=self._share)
+        elif gradient.data_ptr() == view.data_ptr():
+            view.mul_(self._share)
+        else:
+            torch.mul(gradient, self._share, out=view)
+        slot.arrived = True
+
+    @abstractmethod
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing)."""
+
+    @abstractmethod
+    def settle(self, slot: ParameterSlot) -> None:
+        """Ends the pass for a slot whose gradient some rank contributed to."""
+
+    def start(self, bucket: Bucket) -> None:
+        """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
+        flat = self._buffer(bucket)
+        for slot in bucket.slots:
+            if not slot.arrived:
+                slot.view_of(flat).zero_()
+            slot.arrived = False
+        self._started[bucket] = self._start_reduction(bucket, self._open.pop(bucket))
+
+    def is_started(self, bucket: Bucket) -> bool:
+        return bucket in self._started
+
+    def finish(self, bucket: Bucket) -> None:
+        """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
+        handle = self._started.pop(bucket, None)
+        if handle is not None:
+            handle.finish()
+            self._deliver(bucket)
+
+    def finish_all(self) -> None:
+        for bucket in list(self._started):
+            self.finish(bucket)
+
+    def discard_open(self) -> None:
+        """Forgets buffers that a failed backward left half filled."""
+        for bucket in self._open:
+            for slot in bucket.slots:
+                slot.arrived = False
+        self._open.clear()
+
+    def _buffer(self, bucket: Bucket) -> torch.Tensor:
+        if bucket not in self._open:
+            self._open[bucket] = self._open_buffer(bucket)
+        return self._open[bucket]
+
+
+def _add_or_set(bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor) -> None:
+    """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
+
+    `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into.
+    """
+    for row in bucket.rows:
+        piece = row.of(reduced)
+        if row.tensor.grad is not None and row.slot.continues:
+            row.tensor.grad.add_(piece)
+            continue
+        place = row.of(home)
+        if home is not reduced:
+            place.copy_(piece)
+        row.tensor.grad = place
+
+
+class ReplicatedGradients(GradientStore):
+    """Every rank keeps and reduces whole gradients by all-reduce; `p.grad` is a view of the bucket, as under DDP.
+
+    A view that is still there in the next backward has been accumulated into by autograd, so it is divided and reduced
+    again: sum of (average / W) is the average.
+    """
+
+    def __init__(self, transport: Transport, world_size: int):
+        super().__init__(transport, world_size)
+        self._flat: dict[Bucket, torch.Tensor] = {}
+
+    def held_bytes(self) -> dict[str, int]:
+        return {"gradients": sum(flat.nbytes for flat in self._flat.values()), "gradient buffers": 0}
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        view = slot.view_of(self._home(slot.bucket))
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            slot.parameter.grad = view
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        super().put(slot, gradient)
+        slot.parameter.grad = None
+
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self.finish(slot.bucket)
+        slot.parameter.grad.add_(gradient)
+
+    def settle(self, slot: ParameterSlot) -> None:
+        """`p.grad` is the reduced gradient already."""
+
+    def start(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not slot.arrived and slot.parameter.grad is not None:
+                slot.used = True
+                self.put(slot, slot.parameter.grad)
+        super().start(bucket)
+
+    def _home(self, bucket: Bucket) -> torch.Tensor:
+        if bucket not in self._flat:
+            self._flat[bucket] = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+        return self._flat[bucket]
+
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+        return self._home(bucket)
+
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        return self._transport.start_all_reduce(flat, Label(kind="all-reduce gradients", subject=bucket.name))
+
+    def _deliver(self, bucket: Bucket) -> None:
+        _add_or_set(bucket, self._flat[bucket], self._flat[bucket])
+
+
+class ShardedStore(GradientStore):
+    """What stages 1 and 2 share: the reduced gradient lies in rows, and a stand-in in `p.grad`."""
+
+    def __init__(self, transport: Transport, world_size: int, tier: Tier):
+        super().__init__(transport, world_size)
+        self._tier = tier
+        self._shards: dict[Bucket, torch.Tensor] = {}
+        self._targets: dict[Bucket, torch.Tensor] = {}
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if not slot.arrived:
+            slot.continues = isinstance(slot.parameter.grad, ShardedGradient)
+        super().put(slot, gradient)
+        slot.parameter.grad = slot.stand_in
+
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self.finish(slot.bucket)
+        self.put(slot, gradient)
+
+    def settle(self, slot: ParameterSlot) -> None:
+        slot.parameter.grad = slot.stand_in
+
+    def start(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not slot.arrived:
+                gradient = slot.parameter.grad
+                slot.continues = isinstance(gradient, ShardedGradient)
+                if slot.continues:
+                    gradient = gradient.take_pending()
+                if gradient is not None:
+                    slot.used = True
+                    self.put(slot, gradient)
+        super().start(bucket)
+
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        target = self._targets[bucket] = self._target(bucket, flat)
+        if bucket.layout.shards > 1:
+            return self._transport.start_reduce_scatter(
+                flat, target, Label(kind="reduce-scatter gradients", subject=bucket.name)
+            )
+        handle = self._transport.start_all_reduce(flat, Label(kind="all-reduce gradients", subject=bucket.name))
+
+        def complete() -> None:
+            handle.finish()
+            target.copy_(flat)
+
+        return Handle(Label(kind="all-reduce gradients", subject=bucket.name), self._transport.ledger, complete)
+
+    @abstractmethod
+    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """Where the reduced shard (shard_numel,) of the master dtype lands."""
+
+    def _shard(self, bucket: Bucket) -> torch.Tensor:
+        if bucket not in self._shards:
+            self._shards[bucket] = self._tier.empty(bucket.layout.shard_numel, bucket.precision.master)
+        return self._shards[bucket]
+
+    def _shard_or_scratch(self, bucket: Bucket) -> torch.Tensor:
+        if any(row.tensor.grad is not None for row in bucket.rows):
+            return self._tier.empty(bucket.layout.shard_numel, bucket.precision.master)
+        return self._shard(bucket)
+
+
+class WholeGradients(ShardedStore):
+    """Stage 1: a lasting whole buffer a bucket, so that micro-batches accumulate in it without communication.
+
+    The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it.
+    """
+
+    def __init__(self, transport: Transport, world_size: int, tier: Tier):
+        super().__init__(transport, world_size, tier)
+        self._flat: dict[Bucket, torch.Tensor] = {}
+
+    def held_bytes(self) -> dict[str, int]:
+        held = [*self._flat.values(), *self._shards.values()]
+        return {"gradients": sum(tensor.nbytes for tensor in held), "gradient buffers": 0}
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if isinstance(gradient, ShardedGradient):
+            return
+        view = slot.view_of(self._home(slot.bucket))
+        if gradient.data_ptr() != view.data_ptr():
+            self._spill(slot.bucket)
+            view.copy_(gradient)
+            slot.parameter.grad = view
+
+    def _home(self, bucket: Bucket) -> torch.Tensor:
+        if bucket not in self._flat:
+            self._flat[bucket] = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+        return self._flat[bucket]
+
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+        flat = self._home(bucket)
+        self._spill(bucket)
+        return flat
+
+    def _spill(self, bucket: Bucket) -> None:
+        """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
+        flat = self._home(bucket)
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        for row in bucket.rows:
+            if row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end:
+                row.tensor.grad = row.tensor.grad.clone()
+
+    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        if flat.dtype == bucket.precision.master:
+            return flat[bucket.own_interval.start : bucket.own_interval.stop]
+        return self._shard_or_scratch(bucket)
+
+    def _deliver(self, bucket: Bucket) -> None:
+        reduced = self._targets.pop(bucket)
+        home = reduced if self._flat[bucket].dtype == bucket.precision.master else self._shard(bucket)
+        _add_or_set(bucket, reduced, home)
+
+
+class PooledGradients(ShardedStore):
+    """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
+
+    def __init__(self, transport: Transport, world_size: int, tier: Tier, pool: "BufferPool"):
+        super().__init__(transport, world_size, tier)
+        self._pool = pool
+        self._lent: dict[Bucket, torch.Tensor] = {}
+        self._in_flight: deque[Bucket] = deque()
+
+    def held_bytes(self) -> dict[str, int]:
+        gradients = sum(shard.nbytes for shard in self._shards.values())
+        return {"gradients": gradients, "gradient buffers": self._pool.nbytes}
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """Autograd itself keeps adding to `p.grad` until the reducing pass."""
+
+    def discard_open(self) -> None:
+        for bucket in self._open:
+            self._pool.give_back(self._lent.pop(bucket))
+        super().discard_open()
+
+    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+        while self._pool.exhausted_for(bucket.layout.numel) and self._in_flight:
+            self.finish(self._in_flight[0])
+        flat = self._lent[bucket] = self._pool.take(bucket.layout.numel, bucket.precision.reduce)
+        flat = flat[: bucket.layout.numel]
+        for gap in bucket.layout.padding:
+            flat[gap.start : gap.stop].zero_()
+        return flat
+
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        self._in_flight.append(bucket)
+        return super()._start_reduction(bucket, flat)
+
+    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        return self._shard_or_scratch(bucket)
+
+    def _deliver(self, bucket: Bucket) -> None:
+        self._in_flight.remove(bucket)
+        self._pool.give_back(self._lent.pop(bucket))
+        _add_or_set(bucket, self._targets.pop(bucket), self._shard(bucket))
+
+
+class BufferPool:
+    """At most `limit` buffers of the largest bucket's size, made when first needed and kept; small ones beside them.
+
+    A bucket of less than a quarter of that size gets a buffer of its own size, so that a handful of biases does not hold
+    a large one through the whole backward. When gradients come in another order than the buckets, more than `limit` may be
+    open at a time; the pool then grows rather than stand still.
+
+    Attributes:
+        nbytes: of all buffers made.
+    """
+
+    SMALL_PART = 4
+
+    def __init__(self, largest_numel: int, limit: int, device: torch.device):
+        self._largest_numel = largest_numel
+        self._limit = limit
+        self._device = device
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._lent_large = 0
+        self.nbytes = 0
+
+    def exhausted_for(self, numel: int) -> bool:
+        """True when a buffer for `numel` elements would be one large buffer more than the limit."""
+        return self._is_large(numel) and self._lent_large >= self._limit
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A buffer of at least `numel` elements, of undefined contents."""
+        self._lent_large += self._is_large(numel)
+        size = self._largest_numel if self._is_large(numel) else numel
+        free = self._free.setdefault((size, dtype), [])
+        if free:
+            return free.pop()
+        buffer = allocate(size, dtype, self._device)
+        self.nbytes += buffer.nbytes
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._lent_large -= self._is_large(buffer.numel())
+        self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+
+    def _is_large(self, numel: int) -> bool:
+        return numel * self.SMALL_PART >= self._largest_numel

@@ -1,0 +1,147 @@
+"""One backward pass: every gradient into its bucket, every full bucket on its way, all of them home at the end."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.transport import Label, Transport
+from .backward import BackwardEnd
+from .buckets import Bucket, ParameterSlot
+from .gradient_store import GradientStore
+from .hooks import WeakHook
+from .sharded_gradient import ShardedGradient
+
+
+class Gradients:
+    """Takes gradients from autograd's hooks and drives the store.
+
+    Buckets are started in their fixed order on every rank, each as soon as it and all before it are full, so that ranks
+    whose gradients come in different orders still meet in the same collectives. Whatever did not fill up is started at the
+    end of backward, with zeros where nothing came. The ranks then agree on which parameters were used at all: one that no
+    rank used keeps its gradient as it was, None included, as under DDP.
+
+    Attributes:
+        reducing: False while micro-batches only accumulate.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], store: GradientStore, transport: Transport, world_size: int):
+        self._world_size = world_size
+        self._buckets = list(buckets)
+        self._store = store
+        self._transport = transport
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._awaited: dict[Bucket, int] = {}
+        self._next = 0
+        self._held: set[ParameterSlot] = set()
+        self._late: set[Bucket] = set()
+        self._touched = False
+        self.reducing = True
+        self.end = BackwardEnd(self._finish_pass)
+        self._begin_pass()
+
+    def install(self) -> list[RemovableHandle]:
+        """Puts a hook on every parameter; the handles take them off again."""
+        return [
+            slot.parameter.register_post_accumulate_grad_hook(WeakHook(self, partial(Gradients._on_gradient, slot=slot)))
+            for slot in self._slots
+        ]
+
+    def unreduced(self) -> list[str]:
+        """Names of parameters whose gradient was accumulated without communication and not reduced since."""
+        return [slot.name for slot in self._held if slot.parameter.grad is not None]
+
+    def recover(self) -> None:
+        """Puts away what a backward left behind that an exception ended. Called outside any backward.
+
+        Raises:
+            RuntimeError: reductions were already under way, so the ranks may no longer agree.
+        """
+        if not self.end.armed and not self._touched:
+            return
+        self.end.abandon()
+        if self._next > 0 and self._world_size > 1:
+            raise RuntimeError(
+                "hf_zero: the last backward ended with an error after some of its gradients had been sent to the other "
+                "ranks, so the ranks no longer agree. End the run and resume it from a checkpoint."
+            )
+        self._store.finish_all()
+        self._store.discard_open()
+        self.drop()
+        self._begin_pass()
+
+    def drop(self) -> None:
+        """Forgets all gradients, reduced or not."""
+        for slot in self._slots:
+            slot.parameter.grad = None
+            slot.stand_in.pending = None
+        for bucket in self._buckets:
+            for row in bucket.rows:
+                row.tensor.grad = None
+        self._held.clear()
+
+    def _begin_pass(self) -> None:
+        self._awaited = {bucket: len(bucket.slots) for bucket in self._buckets}
+        self._next = 0
+        self._late.clear()
+        self._touched = False
+        for slot in self._slots:
+            slot.used = slot.continues = False
+
+    def _on_gradient(self, _parameter: torch.Tensor, slot: ParameterSlot) -> None:
+        gradient = slot.parameter.grad
+        self.end.arm()
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
+                "with sparse=False."
+            )
+        if not self.reducing:
+            self._store.hold(slot, gradient)
+            self._held.add(slot)
+            return
+        self._touched = slot.used = True
+        if isinstance(gradient, ShardedGradient):
+            gradient = gradient.take_pending()
+        bucket = slot.bucket
+        if bucket.layout.index < self._next:
+            self._late.add(bucket)
+            self._store.put_late(slot, gradient)
+            return
+        self._awaited[bucket] -= not slot.arrived
+        self._store.put(slot, gradient)
+        self._start_full()
+
+    def _start_full(self) -> None:
+        while self._next < len(self._buckets) and self._awaited[self._buckets[self._next]] == 0:
+            self._store.start(self._buckets[self._next])
+            self._next += 1
+
+    def _finish_pass(self) -> None:
+        if not self._touched:
+            return
+        for bucket in self._buckets[self._next :]:
+            self._store.start(bucket)
+        for bucket in self._agree():
+            self._store.finish(bucket)
+            self._store.start(bucket)
+        self._store.finish_all()
+        for slot in self._slots:
+            if slot.used:
+                self._store.settle(slot)
+        for bucket in self._buckets:
+            for row in bucket.rows:
+                if not row.slot.used and not row.slot.continues:
+                    row.tensor.grad = None
+        self._held.clear()
+        self._begin_pass()
+
+    def _agree(self) -> list[Bucket]:
+        """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
+        flags = [slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets]
+        local = torch.tensor(flags, dtype=torch.uint8)
+        agreed = self._transport.agree_max(local, Label(kind="agree on used parameters", subject="this pass")).tolist()
+        for slot, used in zip(self._slots, agreed):
+            slot.used = bool(used)
+        return [bucket for bucket, late in zip(self._buckets, agreed[len(self._slots) :]) if late]

@@ -1,0 +1,123 @@
+"""The user's own optimizer object, given this rank's rows instead of whole parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout.intervals import Interval
+from .buckets import Row
+from .hooks import WeakHook
+
+_MARK = "hf_zero_shard"
+
+
+class ShardedOptimizer:
+    """Swaps the parameters in an optimizer's groups for rows, and calls the engine around each step.
+
+    The object, its groups and their order stay, so schedulers, per-group settings and later edits of them go on working.
+    A parameter of which this rank owns nothing leaves its group; a group may be empty.
+
+    Args:
+        optimizer: any element-wise `torch.optim.Optimizer`; state that it has already is cut to the rows.
+        rows: this rank's row of each parameter that it owns a part of.
+        trained: all parameters that the engine has in buckets.
+        identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
+        before_step, after_step: called around each step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rows: Mapping[nn.Parameter, Row],
+        trained: set[nn.Parameter],
+        identity: str,
+        before_step: Callable[[], None],
+        after_step: Callable[[], None],
+    ):
+        self.optimizer = optimizer
+        self._identity = identity
+        self._before_step = before_step
+        self._after_step = after_step
+        self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.rows = [rows[p] for group in self._whole_groups for p in group if p in rows]
+        for group, whole in zip(optimizer.param_groups, self._whole_groups):
+            group["params"] = [rows[p].tensor if p in rows else p for p in whole if p in rows or p not in trained]
+        for row in self.rows:
+            self._cut_state(row)
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._hooks = [
+            optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
+            optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_stepped)),
+            optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
+            optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
+        ]
+        # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
+        optimizer._hf_zero_keeps = self
+
+    def state_bytes(self) -> int:
+        """Bytes of optimizer state that this rank holds, without scalars such as the step count."""
+        return sum(
+            value.nbytes
+            for row in self.rows
+            for value in self.optimizer.state.get(row.tensor, {}).values()
+            if torch.is_tensor(value) and value.numel() == row.tensor.numel()
+        )
+
+    def release(self) -> None:
+        """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        for group, whole in zip(self.optimizer.param_groups, self._whole_groups):
+            group["params"] = whole
+        if not all(row.is_parameter for row in self.rows):
+            self.optimizer.state.clear()
+        del self.optimizer._hf_zero_keeps
+
+    def _cut_state(self, row: Row) -> None:
+        parameter = row.slot.parameter
+        if row.is_parameter or parameter not in self.optimizer.state:
+            return
+        cut = row.layout.in_parameter
+        self.optimizer.state[row.tensor] = {
+            name: cut_to(value, cut, parameter.numel()) for name, value in self.optimizer.state.pop(parameter).items()
+        }
+
+    def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
+        # args[0] is the optimizer itself.
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise ValueError(
+                "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
+                "step. Call backward first, then optimizer.step()."
+            )
+        for group in self.optimizer.param_groups:
+            strangers = [p for p in group["params"] if id(p) not in self._known]
+            if strangers:
+                raise ValueError(
+                    f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
+                    f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
+                )
+        self._before_step()
+
+    def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        self._after_step()
+
+    def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, _MARK: self._identity}
+
+    def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
+        if state_dict["state"] and state_dict.get(_MARK) != self._identity:
+            raise ValueError(
+                f"hf_zero: this state dict is of {state_dict.get(_MARK, 'a whole optimizer')}, and this optimizer is "
+                f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
+                "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
+            )
+
+
+def cut_to(value: Any, interval: Interval, numel: int) -> Any:
+    """The elements `interval` of a state tensor that has one value an element (flat); anything else unchanged."""
+    if torch.is_tensor(value) and value.dim() > 0 and value.numel() == numel:
+        return value.reshape(-1)[interval.start : interval.stop].clone()
+    return value

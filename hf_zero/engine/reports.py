@@ -1,0 +1,78 @@
+"""What a rank holds and what it sent, as rows and as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from ..comm.ledger import CommRow
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """Bytes of one kind on this rank, and what the same kind takes under DDP."""
+
+    kind: str
+    bytes: int
+    ddp_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all."""
+
+    rows: tuple[MemoryRow, ...]
+    peak_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def ddp_total_bytes(self) -> int:
+        return sum(row.ddp_bytes for row in self.rows)
+
+    def table(self) -> str:
+        rows = [(row.kind, mib(row.bytes), mib(row.ddp_bytes)) for row in self.rows]
+        rows.append(("total", mib(self.total_bytes), mib(self.ddp_total_bytes)))
+        rows.append(("peak of the process", mib(self.peak_bytes), ""))
+        return render("Memory a rank", ("kind", "MiB", "DDP would hold"), rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommReport:
+    """What this rank has sent and waited for since the engine was built."""
+
+    rows: tuple[CommRow, ...]
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(row.bytes_sent for row in self.rows)
+
+    @property
+    def wait_seconds(self) -> float:
+        return sum(row.wait_seconds for row in self.rows)
+
+    def table(self) -> str:
+        rows = [(r.kind, str(r.calls), mib(r.bytes_sent), f"{r.wait_seconds:.2f}") for r in self.rows]
+        rows.append(("total", "", mib(self.bytes_sent), f"{self.wait_seconds:.2f}"))
+        return render("Sent by this rank", ("kind", "calls", "MiB", "waited s"), rows)
+
+
+def mib(nbytes: int) -> str:
+    """Bytes as MiB with one decimal."""
+    return f"{nbytes / 2**20:,.1f}"
+
+
+def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A plain-text table; numbers to the right."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    buffer = StringIO()
+    Console(file=buffer, width=100, color_system=None).print(table)
+    return buffer.getvalue()

@@ -1,0 +1,40 @@
+"""Which saved pieces fill which wanted interval: how any world size reads what any other wrote."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .intervals import Interval, doubly_covered, uncovered
+
+Source = TypeVar("Source")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Copy elements `in_source` of one saved piece to elements `in_target` of the wanted interval (both from 0)."""
+
+    source: object
+    in_source: Interval
+    in_target: Interval
+
+
+def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece]:
+    """The copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
+
+    Raises:
+        ValueError: an element of `wanted` is in no saved interval, or in more than one.
+    """
+    pieces = []
+    for interval, source in sorted(saved, key=lambda pair: pair[0]):
+        common = interval.intersect(wanted)
+        if common is not None:
+            pieces.append(
+                Piece(source=source, in_source=common.shift(-interval.start), in_target=common.shift(-wanted.start))
+            )
+    targets = [piece.in_target for piece in pieces]
+    missing, twice = uncovered(Interval(0, wanted.numel), targets), doubly_covered(targets)
+    if missing or twice:
+        fault, run = ("saved nowhere", missing[0]) if missing else ("saved more than once", twice[0])
+        run = run.shift(wanted.start)
+        raise ValueError(f"elements {run.start} to {run.stop} are {fault}")
+    return pieces

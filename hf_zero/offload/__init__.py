@@ -1,0 +1,1 @@
+"""Where a shard's state lives."""
