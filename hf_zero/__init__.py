@@ -19,7 +19,17 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
 }
 
-__all__ = ["__version__", *sorted(_HOME_OF)]
+__all__ = [
+    "ConfigError",
+    "ZeroAccelerator",
+    "ZeroCallback",
+    "ZeroConfig",
+    "ZeroEngine",
+    "ZeroPlugin",
+    "ZeroTrainingArguments",
+    "__version__",
+    "engine_of",
+]
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig

@@ -157,7 +157,9 @@ class ZeroConfig:
         except yaml.YAMLError as error:
             raise ConfigError(f"hf_zero config: {path} is not valid YAML: {error}") from error
         if settings is not None and not isinstance(settings, Mapping):
-            raise ConfigError(f"hf_zero config: {path} holds {type(settings).__name__}, not a mapping such as `stage: 2`.")
+            raise ConfigError(
+                f"hf_zero config: {path} holds {type(settings).__name__}, not a mapping such as `stage: 2`."
+            )
         return cls.from_dict(settings or {})
 
     @classmethod

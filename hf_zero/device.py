@@ -37,8 +37,6 @@ def alias(view: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(view.detach())
 
 
-
-
 def peak_bytes(device: torch.device) -> int:
     """The most memory the process has held: on an accelerator by the allocator, on the host the resident high-water mark."""
     if device.type == "cpu":

@@ -14,7 +14,6 @@ from .collectives import CollectiveTransport
 from .groups import Groups
 from .transport import Handle, Label
 
-
 _TAG = 0x5A45
 """Keeps our messages apart from sends of the script's own in the same process group."""
 

@@ -20,7 +20,9 @@ def describe(
     facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
     for name, p in named_parameters:
         facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
-    facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[:16]
+    facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
+        :16
+    ]
     for index, optimizer in enumerate(optimizers):
         sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
         facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
@@ -43,4 +45,6 @@ def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
                     f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank 0, {there} on rank {rank}. "
                     "Build model, optimizer and config the same way on every rank (the same seed, config and data vocabulary)."
                 )
-    raise ValueError("hf_zero: the ranks list the same facts in different orders; build the model the same way on each.")
+    raise ValueError(
+        "hf_zero: the ranks list the same facts in different orders; build the model the same way on each."
+    )

@@ -75,7 +75,12 @@ class Bucket:
     """
 
     def __init__(
-        self, layout: BucketLayout, parameters: Sequence[nn.Parameter], precision: Precision, shard_rank: int, tier: Tier
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        precision: Precision,
+        shard_rank: int,
+        tier: Tier,
     ):
         self.layout = layout
         self.precision = precision

@@ -28,7 +28,9 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         )
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trained:
-        raise ValueError("hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard.")
+        raise ValueError(
+            "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard."
+        )
     strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
     if strange:
         raise ValueError(f"hf_zero: {strange[0][0]!r} is trained in {strange[0][1]}; only floating-point dtypes are.")
@@ -72,9 +74,7 @@ def build_buckets(
     """Moves the parameters into flat buckets. Never mixes dtypes, devices, optimizers or groups in one."""
     parameter_of = dict(trained)
     precision_of: dict[torch.dtype, Precision] = {p.dtype: resolve_precision(config, p.dtype) for _, p in trained}
-    specs = [
-        ParameterSpec(name=name, numel=p.numel(), key=(str(p.device), p.dtype, *owner[p])) for name, p in trained
-    ]
+    specs = [ParameterSpec(name=name, numel=p.numel(), key=(str(p.device), p.dtype, *owner[p])) for name, p in trained]
     smallest_itemsize = min(precision.reduce.itemsize for precision in precision_of.values())
     total_bytes = sum(p.numel() * precision_of[p.dtype].reduce.itemsize for _, p in trained)
     bucket_bytes = auto_bucket_bytes(total_bytes) if config.bucket_bytes == AUTO else config.bucket_bytes

@@ -7,8 +7,26 @@ import torch
 from torch import nn
 
 _NEED_WHOLE_MATRICES = frozenset(
-    "adafactor adalomo apolloadamw came galoreadafactor galoreadamw galoreadamw8bit kron lamb lars lbfgs lomo muon "
-    "shampoo sm3 soap sparseadam stableadamw".split()
+    [
+        "adafactor",
+        "adalomo",
+        "apolloadamw",
+        "came",
+        "galoreadafactor",
+        "galoreadamw",
+        "galoreadamw8bit",
+        "kron",
+        "lamb",
+        "lars",
+        "lbfgs",
+        "lomo",
+        "muon",
+        "shampoo",
+        "sm3",
+        "soap",
+        "sparseadam",
+        "stableadamw",
+    ]
 )
 """Names (lower case) of optimizers that look at whole parameters and cannot be tried on a small example."""
 
@@ -42,9 +60,7 @@ def _fault_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
         return None
     flat, flat_gradient = start.reshape(-1), gradient.reshape(-1)
     try:
-        pieces = _stepped(
-            optimizer, group, [flat[:_CUT], flat[_CUT:]], [flat_gradient[:_CUT], flat_gradient[_CUT:]]
-        )
+        pieces = _stepped(optimizer, group, [flat[:_CUT], flat[_CUT:]], [flat_gradient[:_CUT], flat_gradient[_CUT:]])
     except Exception as error:
         return f"fails on flat pieces of a parameter ({error})"
     if torch.allclose(torch.cat(pieces), whole.reshape(-1), rtol=1e-5, atol=1e-7):

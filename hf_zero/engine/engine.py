@@ -1,7 +1,7 @@
 """The engine: one object that trains one model with sharded state. The only file that knows all of engine/."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
 from ..device import alias, allocate, peak_bytes
+from ..layout.intervals import Interval
 from ..offload.tier import DeviceTier
 from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
@@ -26,7 +27,7 @@ from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
 from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reports import CommReport, MemoryReport, MemoryRow
-from .sharded_gradient import ShardedGradient
+from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 
 
 class EngineReference:
@@ -141,6 +142,10 @@ class ZeroEngine:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
         clamp_values(self._rows_of(self._slot_of if parameters is None else parameters), clip_value)
 
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter lies in this engine's buckets."""
+        return parameter in self._slot_of
+
     def finish_parameters(self) -> None:
         """Waits for the parameter all-gathers behind the last step. Reads through the model's modules do so themselves."""
         self._parameters.finish_all()
@@ -206,6 +211,33 @@ class ZeroEngine:
         return CommReport(rows=self.transport.ledger.rows())
 
     # ---- moving in and out ----
+
+    def state_rows(self) -> Iterator[StateRow]:
+        """This rank's masters and optimizer state, row by row, for a checkpoint."""
+        return state_rows(self.optimizers, list(self._row_of.values()))
+
+    def state_scalars(self) -> dict[str, dict[str, object]]:
+        """Optimizer state of this rank's rows that is one value for a whole parameter (`step`)."""
+        return state_scalars(self.optimizers, list(self._row_of.values()))
+
+    def fill_state(
+        self,
+        read: Callable[[str, str, Interval], torch.Tensor],
+        kinds_of: Callable[[str], Sequence[str]],
+        scalars_of: Callable[[str], dict[str, object]],
+    ) -> None:
+        """Replaces masters and optimizer state; the arguments are `fill_rows`'s. The parameters are loaded beforehand."""
+        for bucket in self.buckets:
+            bucket.follow_edits()
+        fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of)
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every trained parameter."""
+        return {slot.name: tuple(slot.parameter.shape) for slot in self._slot_of.values()}
+
+    def named_groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
+        """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
+        return [(sharded.optimizer, sharded.group_names(self._slot_of)) for sharded in self.optimizers]
 
     def readopt(self) -> None:
         """Takes back parameters that left their slots (`.to(dtype)`, `load_state_dict(assign=True)`), values and all.
@@ -398,6 +430,3 @@ def engine_attached_to(module: nn.Module) -> ZeroEngine | None:
     """The live engine of a module that was handed to `ZeroEngine`, or None."""
     reference = module.__dict__.get(ENGINE_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None
-
-
-__all__ = ["ENGINE_ATTRIBUTE", "EngineReference", "ShardedGradient", "ZeroEngine", "engine_attached_to"]

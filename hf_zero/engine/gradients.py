@@ -44,7 +44,9 @@ class Gradients:
     def install(self) -> list[RemovableHandle]:
         """Puts a hook on every parameter; the handles take them off again."""
         return [
-            slot.parameter.register_post_accumulate_grad_hook(WeakHook(self, partial(Gradients._on_gradient, slot=slot)))
+            slot.parameter.register_post_accumulate_grad_hook(
+                WeakHook(self, partial(Gradients._on_gradient, slot=slot))
+            )
             for slot in self._slots
         ]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ..layout.intervals import Interval
-from .buckets import Row
+from .buckets import ParameterSlot, Row
 from .hooks import WeakHook
 
 _MARK = "hf_zero_shard"
@@ -56,6 +56,10 @@ class ShardedOptimizer:
         ]
         # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
         optimizer._hf_zero_keeps = self
+
+    def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
+        """Names of the trained parameters in each group, in the user's order."""
+        return [[slot_of[p].name for p in whole if p in slot_of] for whole in self._whole_groups]
 
     def state_bytes(self) -> int:
         """Bytes of optimizer state that this rank holds, without scalars such as the step count."""

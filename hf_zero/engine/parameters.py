@@ -16,7 +16,6 @@ from torch import nn
 from ..comm.transport import Handle, Label, Transport
 from .buckets import Bucket
 
-
 _FRAMES_TO_ZERO_GRAD = 8
 """zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
 
@@ -123,7 +122,9 @@ class ParameterGather:
     def guard(self) -> None:
         """Makes every module that holds a parameter in flight wait for it when it is read."""
         for module, held in self._homes:
-            if not isinstance(module._parameters, InFlightParameters) and any(b in self._in_flight for b in held.values()):
+            if not isinstance(module._parameters, InFlightParameters) and any(
+                b in self._in_flight for b in held.values()
+            ):
                 self._guard_module(module, held)
 
     def finish(self, bucket: Bucket) -> None:

@@ -51,6 +51,14 @@ class CommReport:
     def bytes_sent(self) -> int:
         return sum(row.bytes_sent for row in self.rows)
 
+    def bytes_by_verb(self) -> dict[str, int]:
+        """Bytes sent by collective: the first word of the kind ("reduce-scatter gradients")."""
+        sums: dict[str, int] = {}
+        for row in self.rows:
+            verb = row.kind.split(" ")[0]
+            sums[verb] = sums.get(verb, 0) + row.bytes_sent
+        return sums
+
     @property
     def wait_seconds(self) -> float:
         return sum(row.wait_seconds for row in self.rows)

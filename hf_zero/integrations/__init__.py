@@ -1,0 +1,1 @@
+"""The doors: accelerate, Trainer, and the objects and flags that open them."""

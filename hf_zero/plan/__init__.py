@@ -1,0 +1,1 @@
+"""What a configuration costs, from the layout alone."""

@@ -1,0 +1,88 @@
+"""Reading a checkpoint: only the bytes that a rank wants, whatever world size and stage wrote them."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..layout.intervals import Interval
+from ..layout.reshard import pieces_for
+from .manifest import CheckpointError, Manifest, SavedRow
+
+
+class CheckpointReader:
+    """The rows of one `zero/` folder. A context manager; files stay open while it is entered."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self.manifest = Manifest.read(folder)
+        self._files: dict[str, Any] = {}
+        self._stack = ExitStack()
+        self._rows: dict[tuple[str, str], list[tuple[Interval, SavedRow]]] = {}
+        for row in self.manifest.rows:
+            self._rows.setdefault((row.kind, row.name), []).append((row.interval, row))
+
+    def __enter__(self) -> "CheckpointReader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._files.clear()
+
+    def kinds_of(self, name: str) -> list[str]:
+        return [kind for kind, saved in self._rows if saved == name]
+
+    def scalars_of(self, name: str) -> dict[str, Any]:
+        """State that holds for all elements of a parameter; tensors are made anew."""
+        return {key: _revive(value) for key, value in self.manifest.scalars.get(name, {}).items()}
+
+    def check_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Raises `CheckpointError` unless the checkpoint is of exactly these parameters and shapes."""
+        saved = self.manifest.shapes
+        missing = [name for name in shapes if name not in saved]
+        extra = [name for name in saved if name not in shapes]
+        other = [name for name in shapes if name in saved and saved[name] != shapes[name]]
+        for names, fault in (
+            (missing, "is not in the checkpoint"),
+            (extra, "is in the checkpoint but is not trained now"),
+        ):
+            if names:
+                raise CheckpointError(
+                    f"hf_zero: {self._folder}: {names[0]!r} {fault} ({len(names)} such parameters). Resume with the model "
+                    "and the frozen parameters that the checkpoint was made with."
+                )
+        if other:
+            raise CheckpointError(
+                f"hf_zero: {self._folder}: {other[0]!r} has shape {saved[other[0]]} there and {shapes[other[0]]} in the "
+                "model. Resume with the model config that the checkpoint was made with."
+            )
+
+    def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
+        """The elements `interval` of one kind of state of one parameter, a 1-D host tensor."""
+        try:
+            pieces = pieces_for(interval, self._rows.get((kind, name), []))
+        except ValueError as error:
+            raise CheckpointError(
+                f"hf_zero: {self._folder}: {kind} of {name!r}: {error}; the checkpoint is damaged, resume from an earlier one."
+            ) from error
+        parts = [self._slice(piece.source, piece.in_source) for piece in pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _slice(self, row: SavedRow, interval: Interval) -> torch.Tensor:
+        path = self._folder / row.file
+        try:
+            if row.file not in self._files:
+                self._files[row.file] = self._stack.enter_context(safe_open(path, framework="pt"))
+            return self._files[row.file].get_slice(row.key)[interval.start : interval.stop]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"hf_zero: {path} cannot be read ({error}); the checkpoint is damaged, resume from an earlier one."
+            ) from error
+
+
+def _revive(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"dtype", "value"}:
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+    return value

@@ -1,0 +1,315 @@
+"""The accelerate doors: a plugin object for `Accelerator(parallelism_config=…)`, and an Accelerator of our own.
+
+accelerate hands any truthy `parallelism_config` its Accelerator, in `_validate_accelerator`, before models exist. There the
+plugin turns that very instance into one whose methods know the engine; nothing in accelerate is patched.
+"""
+
+import os
+import warnings
+import weakref
+from collections.abc import Iterable
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from torch import nn
+
+from ..config import ConfigError, ZeroConfig
+from ..engine.engine import ZeroEngine, engine_attached_to
+from ..engine.precision import check_cast_owner
+from .announce import announce
+from .checkpointing import ZERO_FOLDER, load_engine, save_engine
+from .environment import check_environment
+from .leaving import end_cleanly
+from .trainer import install_in_trainer, trainer_under_construction
+
+CONFIG_VARIABLE = "HF_ZERO_CONFIG"
+
+
+class ZeroPlugin(ParallelismConfig):
+    """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
+
+    Args:
+        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, the file named
+            by the environment variable HF_ZERO_CONFIG, or else all defaults.
+        settings: fields of ZeroConfig by name, in place of `config`.
+    """
+
+    def __init__(self, config: object = None, **settings: Any):
+        if config is not None and settings:
+            raise ConfigError(
+                f"hf_zero: ZeroPlugin got a config ({config!r}) and the settings {', '.join(settings)}; give one of the two."
+            )
+        if config is None and not settings:
+            config = os.environ.get(CONFIG_VARIABLE)
+        self.config = ZeroConfig.from_dict(settings) if settings else ZeroConfig.of(config)
+        super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+        held = AcceleratorState._shared_state.get("parallelism_config")
+        if AcceleratorState._shared_state and not isinstance(held, ZeroPlugin):
+            warnings.warn(
+                "An Accelerator exists in this process already, and accelerate ignores a plugin that is given to a second one: "
+                "call plugin.attach(accelerator) instead.",
+                stacklevel=2,
+            )
+
+    def attach(self, accelerator: Accelerator) -> Accelerator:
+        """Installs the engine's methods in an existing Accelerator, before it prepares anything; returns it."""
+        if accelerator._models or accelerator._optimizers:
+            raise ConfigError(
+                "hf_zero: plugin.attach(accelerator) came after accelerator.prepare; attach first, then prepare."
+            )
+        self._install(accelerator)
+        return accelerator
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings, for TrainingArguments.to_dict and trackers."""
+        return self.config.to_dict()
+
+    def __repr__(self) -> str:
+        return f"ZeroPlugin({self.config})"
+
+    def get_device_mesh(self, device_type: str | None = None) -> None:
+        """No mesh: the engine makes its own groups."""
+
+    def _validate_accelerator(self, accelerator: Accelerator) -> None:
+        self._install(accelerator)
+        trainer = trainer_under_construction()
+        if trainer is not None:
+            install_in_trainer(trainer)
+
+    def _install(self, accelerator: Accelerator) -> None:
+        check_environment(accelerator)
+        if not isinstance(accelerator, ZeroAcceleratorMixin):
+            accelerator.__class__ = _with_engine(type(accelerator))
+            end_cleanly(accelerator)
+        accelerator.zero_config = self.config
+        accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
+        accelerator.zero_engines = []
+
+
+@cache
+def _with_engine(kind: type[Accelerator]) -> type[Accelerator]:
+    return type("ZeroAccelerator", (ZeroAcceleratorMixin, kind), {})
+
+
+class ZeroAcceleratorMixin:
+    """The methods of an Accelerator that know engines. Engines are built when a model and its optimizers are both there.
+
+    Attributes:
+        zero_config: what engines are built with.
+        zero_cast_owner: who casts, in words.
+        zero_engines: one a model, in the order built.
+    """
+
+    zero_config: ZeroConfig
+    zero_cast_owner: str
+    zero_engines: list[ZeroEngine]
+
+    # ---- prepare ----
+
+    def prepare(self, *args, device_placement=None):
+        result = super().prepare(*args, device_placement=device_placement)
+        self._build_engines()
+        return result
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
+        prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        original = self.unwrap_model(prepared, keep_torch_compile=False)
+        engine = engine_attached_to(original)
+        if engine is not None and engine not in self.zero_engines:
+            self.zero_engines.append(engine)
+        if engine is None and self.num_processes > 1:
+            prepared.register_forward_pre_hook(_RefuseTrainingAlone(original))
+        return prepared
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _build_engines(self) -> None:
+        """An engine for each prepared model whose optimizers are prepared and not yet in one."""
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.named_groups()}
+        waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
+        for prepared in self._models:
+            model = self.unwrap_model(prepared, keep_torch_compile=False)
+            parameters = set(model.parameters())
+            mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
+            if not mine:
+                continue
+            waiting = [o for o in waiting if o not in mine]
+            former = engine_attached_to(model)
+            if former is not None:
+                former.close()
+                self.zero_engines.remove(former)
+            engine = ZeroEngine(model, mine, self.zero_config, entry=prepared if prepared is not model else None)
+            self.zero_engines.append(engine)
+            announce(engine, self.zero_cast_owner)
+        for optimizer in waiting:
+            self._refuse_foreign(optimizer)
+
+    def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._models:
+            raise ValueError(
+                f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it would train "
+                "nothing. Build it from the model that you prepare, after any step that replaces parameters "
+                "(resize_token_embeddings, get_peft_model), and prepare the model with it or before it."
+            )
+
+    # ---- a step ----
+
+    @contextmanager
+    def no_sync(self, model: nn.Module):
+        engine = self._engine_for(model)
+        if engine is None:
+            yield
+        else:
+            with engine.no_sync():
+                yield
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2):
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = self._engine_with(parameters)
+        if engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        engine = self._engine_with(parameters)
+        if engine is None:
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            engine.clip_grad_value_(clip_value, parameters)
+
+    def join_uneven_inputs(self, joinables, even_batches=None):
+        raise NotImplementedError(
+            "hf_zero: join_uneven_inputs needs DistributedDataParallel's shadow collectives. Let accelerate make the batches "
+            "even (DataLoaderConfiguration(even_batches=True), its default) or drop the last uneven one."
+        )
+
+    # ---- state ----
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True):
+        engine = self._engine_for(model)
+        if engine is not None:
+            engine.finish_parameters()
+        return super().get_state_dict(model, unwrap=unwrap)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
+        with self._engines_optimizers_aside():
+            location = super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
+        for index, engine in enumerate(self.zero_engines):
+            save_engine(engine, _zero_folder(location, index))
+        return location
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
+        if input_dir is not None and self.zero_engines:
+            _refuse_unless_state(Path(input_dir).expanduser())
+        for engine in self.zero_engines:
+            engine.finish_parameters()
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
+        with self._engines_optimizers_aside():
+            super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
+        for index, engine in enumerate(self.zero_engines):
+            load_engine(engine, _zero_folder(folder, index))
+
+    def free_memory(self, *objects):
+        # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
+        self.zero_engines = []
+        return super().free_memory(*objects)
+
+    def _newest_state(self) -> Path:
+        """Where accelerate's automatic checkpoint naming wrote last."""
+        folder = Path(self.project_dir) / "checkpoints"
+        numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
+        if not self.project_configuration.automatic_checkpoint_naming or not numbered:
+            raise ValueError(f"hf_zero: load_state() was called without a folder, and {folder} holds no checkpoint_N.")
+        return max(numbered, key=lambda p: int(p.name.rpartition("_")[2]))
+
+    @contextmanager
+    def _engines_optimizers_aside(self):
+        """accelerate pickles whole optimizers on rank 0; the engines' own are saved and loaded as rows."""
+        held = self._optimizers
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.named_groups()}
+        self._optimizers = [o for o in held if id(_bare(o)) not in bound]
+        try:
+            yield
+        finally:
+            self._optimizers = held
+
+    def _engine_for(self, model: nn.Module) -> ZeroEngine | None:
+        return engine_attached_to(self.unwrap_model(model, keep_torch_compile=False))
+
+    def _engine_with(self, parameters: Iterable[nn.Parameter]) -> ZeroEngine | None:
+        found = [engine for engine in self.zero_engines if any(engine.trains(p) for p in parameters)]
+        if len(found) > 1:
+            raise ValueError(
+                "hf_zero: clip_grad_norm_ was given parameters of several models; clip each model's by itself, as each has a "
+                "gradient norm of its own."
+            )
+        return found[0] if found else None
+
+
+class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
+    """An Accelerator with the engine built in: `ZeroAccelerator(zero_plugin=ZeroPlugin(stage=2), …)`.
+
+    Args:
+        zero_plugin: a ZeroPlugin, or anything that one can be made from.
+    """
+
+    def __init__(self, *args, zero_plugin: object = None, **kwargs):
+        if "parallelism_config" in kwargs:
+            raise ConfigError("hf_zero: ZeroAccelerator takes zero_plugin, not parallelism_config.")
+        plugin = zero_plugin if isinstance(zero_plugin, ZeroPlugin) else ZeroPlugin(zero_plugin)
+        super().__init__(*args, parallelism_config=plugin, **kwargs)
+        if not hasattr(self, "zero_config"):
+            # The shared state came from an earlier Accelerator, which had no plugin.
+            plugin.attach(self)
+
+
+class _RefuseTrainingAlone:
+    """A forward hook that stops a model from training on each rank by itself, while it has no engine."""
+
+    def __init__(self, model: nn.Module):
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, _args: tuple) -> None:
+        model = self._model()
+        if model is None or not (module.training and torch.is_grad_enabled()) or engine_attached_to(model) is not None:
+            return
+        if any(p.requires_grad for p in model.parameters()):
+            raise RuntimeError(
+                f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
+                "Call accelerator.prepare(model, optimizer) (also in separate calls) before training; for inference use "
+                "torch.no_grad() or model.eval()."
+            )
+
+    def __deepcopy__(self, memo: dict) -> "_RefuseTrainingAlone":
+        return _RefuseTrainingAlone(nn.Module())
+
+    def __reduce__(self):
+        return _RefuseTrainingAlone, (nn.Module(),)
+
+
+def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _zero_folder(location: str | Path, index: int) -> Path:
+    return Path(location) / (ZERO_FOLDER if index == 0 else f"{ZERO_FOLDER}_{index}")
+
+
+def _refuse_unless_state(folder: Path) -> None:
+    if not (folder / ZERO_FOLDER).is_dir():
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        raise ValueError(
+            f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "
+            "that accelerator.save_state wrote in a run with the plugin."
+        )

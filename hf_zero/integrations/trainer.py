@@ -1,0 +1,149 @@
+"""What a stock Trainer has to do otherwise once an engine trains its model: save, load, resume, log.
+
+The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
+"""
+
+import inspect
+import os
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers import Trainer, logging
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from ..config import ConfigError
+from ..engine.engine import ZeroEngine
+from .checkpointing import ZERO_FOLDER, load_engine, save_engine
+from .frames import find_in_callers
+
+logger = logging.get_logger(__name__)
+
+
+def trainer_under_construction() -> Trainer | None:
+    """The Trainer whose `__init__` is running further up the stack, or None."""
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
+
+
+def install_in_trainer(trainer: Trainer) -> None:
+    """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
+    if not isinstance(trainer, ZeroTrainerMixin):
+        trainer.__class__ = _with_engine(type(trainer))
+
+
+@cache
+def _with_engine(kind: type[Trainer]) -> type[Trainer]:
+    return type(kind.__name__, (ZeroTrainerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class ZeroTrainerMixin:
+    """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
+        if trial is not None:
+            self.hyperparameter_search()
+        if isinstance(resume_from_checkpoint, str | os.PathLike):
+            _refuse_unless_checkpoint(Path(resume_from_checkpoint), self.args.output_dir)
+        if self.is_world_process_zero():
+            _warn_of_scaled_loss(self)
+        return super().train(
+            resume_from_checkpoint=resume_from_checkpoint,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
+            **kwargs,
+        )
+
+    def hyperparameter_search(self, *args, **kwargs):
+        raise NotImplementedError(
+            "hf_zero: hyperparameter_search makes a new Accelerator and model each trial inside one process, which the engine "
+            "does not follow. Run one process group a trial instead: one `accelerate launch` each with its own arguments."
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        engine = _only_engine(self)
+        if "loss" in logs and engine is not None:
+            report = engine.comm_report()
+            for verb, sent in report.bytes_by_verb().items():
+                logs[f"zero/{verb.replace('-', '_')}_mib"] = round(sent / 2**20, 3)
+            logs["zero/wait_s"] = round(report.wait_seconds, 3)
+            logs["zero/peak_mib"] = round(engine.memory_report().peak_bytes / 2**20, 1)
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        for engine in self.accelerator.zero_engines:
+            engine.finish_parameters()
+        super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        engine = _only_engine(self)
+        if engine is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_engine(engine, Path(output_dir) / ZERO_FOLDER)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = _only_engine(self)
+        if engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder = Path(checkpoint) / ZERO_FOLDER
+        if not folder.is_dir():
+            self._resume_without_state(checkpoint)
+            return
+        load_engine(engine, folder)
+        scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+
+    def _resume_without_state(self, checkpoint: str) -> None:
+        if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
+            raise ConfigError(
+                f"hf_zero: {checkpoint} has a {OPTIMIZER_NAME} of plain Trainer and no {ZERO_FOLDER}/ folder; reading it is "
+                "not built yet. Resume it without --zero, or start from its weights with --model_name_or_path."
+            )
+        # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
+        logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
+
+    def _load_best_model(self) -> None:
+        for engine in self.accelerator.zero_engines:
+            engine.finish_parameters()
+        super()._load_best_model()
+
+
+def _only_engine(trainer: Trainer) -> ZeroEngine | None:
+    engines = trainer.accelerator.zero_engines
+    return engines[0] if engines else None
+
+
+def _refuse_unless_checkpoint(folder: Path, output_dir: str) -> None:
+    if folder.is_dir() and (any(folder.glob("*.safetensors*")) or any(folder.glob("*.bin*"))):
+        return
+    there = sorted(p.name for p in Path(output_dir).glob("checkpoint-*")) if Path(output_dir).is_dir() else []
+    raise ValueError(
+        f"hf_zero: cannot resume from {str(folder)!r}: "
+        f"{'it holds no model weights' if folder.is_dir() else 'there is no such folder'}. Checkpoints in "
+        f"{output_dir!r}: {', '.join(there) or 'none'}. Pass one of those, or start without resume_from_checkpoint."
+    )
+
+
+def _warn_of_scaled_loss(trainer: Trainer) -> None:
+    """Names a trap of stock Trainer, which multiplies some heads' loss by world size and accumulation."""
+    factor = trainer.args.world_size * trainer.args.gradient_accumulation_steps
+    if factor == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+        return
+    head = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    try:
+        source = inspect.getsource(type(head).forward)
+    except (OSError, TypeError):
+        # No source to judge by (a compiled or generated class): nothing to name.
+        return
+    if "loss_function" in source or "num_items_in_batch" in source or "CrossEntropyLoss" not in source:
+        return
+    print(
+        f"hf_zero: Trainer takes {type(head).__name__} for a model that normalises its loss by num_items_in_batch, which it "
+        f"does not: loss and gradient norm will be {factor} times too large (true without hf_zero as well). Set "
+        "`trainer.model_accepts_loss_kwargs = False` before train() for the true mean.",
+        file=sys.stderr,
+    )

@@ -1,0 +1,96 @@
+"""The plan printed at the start: dtypes, buckets, and the bytes of state that a rank will hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import ZeroConfig
+from ..layout.slots import BucketLayout
+
+_STATE_VALUES = {
+    "adam": 2,
+    "adamw": 2,
+    "adamax": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adagrad": 1,
+    "adadelta": 2,
+    "lion": 1,
+    "rmsprop": 1,
+}
+"""Values of state an element, by optimizer class. What is not here is told after the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCost:
+    """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master, and in state.
+
+    `state_bytes` is None for an optimizer whose state is not known beforehand.
+    """
+
+    layout: BucketLayout
+    param_bytes: int
+    reduce_bytes: int
+    master_bytes: int
+    has_master: bool
+    state_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatePlan:
+    """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step."""
+
+    parameters: int
+    masters: int
+    gradients: int
+    gradient_buffers: int
+    optimizer: int | None
+
+    @property
+    def total(self) -> int:
+        """All that lasts, as far as it is known beforehand."""
+        return self.parameters + self.masters + self.gradients + (self.optimizer or 0)
+
+
+def state_values(optimizer_name: str, settings: dict) -> int | None:
+    """Values of state an element that an optimizer of this class keeps with these group settings; None if unknown."""
+    name = optimizer_name.lower()
+    if name == "sgd":
+        return 1 if settings.get("momentum") else 0
+    values = _STATE_VALUES.get(name)
+    if values is None:
+        return None
+    return values + bool(settings.get("amsgrad")) + bool(settings.get("centered")) + _rmsprop_momentum(name, settings)
+
+
+def _rmsprop_momentum(name: str, settings: dict) -> int:
+    return int(name == "rmsprop" and bool(settings.get("momentum")))
+
+
+def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
+    """The bytes of state for these buckets under this stage.
+
+    Stage 1 keeps whole gradients and reduces them in place; stage 2 keeps the shard and passes whole buckets through at
+    most `grad_buffers` buffers of the largest bucket's size.
+    """
+    whole = {True: 0, False: 0}
+    for cost in costs:
+        whole[cost.layout.shards == 1] += cost.layout.numel
+    pooled = config.stage >= 2 and whole[False] > 0
+    gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
+    sizes = sorted((cost.layout.numel * cost.reduce_bytes for cost in costs), reverse=True)
+    known = all(cost.state_bytes is not None for cost in costs)
+    return StatePlan(
+        parameters=sum(cost.layout.numel * cost.param_bytes for cost in costs),
+        masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.has_master),
+        gradients=gradients,
+        gradient_buffers=sum(sizes[: config.grad_buffers]) if pooled else 0,
+        optimizer=sum(cost.layout.shard_numel * (cost.state_bytes or 0) for cost in costs) if known else None,
+    )
+
+
+def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
+    shard = cost.layout.shard_numel * cost.master_bytes
+    if pooled:
+        return shard
+    # Reduced in place where the dtypes are equal, into a shard beside the whole gradient where they are not.
+    return cost.layout.numel * cost.reduce_bytes + (shard if cost.has_master else 0)
