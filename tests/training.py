@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
@@ -61,16 +60,49 @@ def gpt2_batch(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]
     return {"input_ids": ids, "labels": ids}
 
 
+@dataclass
+class Answer:
+    loss: torch.Tensor
+
+
+class Unruly(nn.Module):
+    """What models do besides a plain chain: a branch that sleeps on odd ranks or altogether, a layer used twice, a tied
+    weight, a frozen one, batch-norm buffers, a scalar parameter."""
+
+    def __init__(self, sleeping: str = "none"):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.norm = nn.BatchNorm1d(24)
+        self.shared = nn.Linear(24, 24)
+        self.branch = nn.Linear(24, 24)
+        self.never = nn.Linear(24, 8)
+        self.frozen = nn.Linear(24, 24)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.head = nn.Linear(24, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.frozen.requires_grad_(False)
+        self.sleeping = sleeping
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Answer:
+        self.calls += 1
+        hidden = self.embed(input_ids).mean(1)
+        hidden = self.norm(hidden) * self.scale
+        hidden = self.frozen(self.shared(torch.tanh(self.shared(hidden))))
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        asleep = {"none": False, "odd ranks": rank % 2 == 1, "even steps": self.calls % 2 == 0}[self.sleeping]
+        if not asleep:
+            hidden = hidden + self.branch(hidden)
+        return Answer(nn.functional.cross_entropy(self.head(hidden), labels[:, 0]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run of a few steps, the same for every engine.
+    """One training run of a few steps, the same for every engine. `settings` of None trains with DDP."""
 
-    `settings` of None trains with DistributedDataParallel.
-    """
-
-    make_model: Callable[[], nn.Module] = gpt2
+    make_model: Callable[..., nn.Module] = gpt2
     make_batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]] = gpt2_batch
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = None
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     settings: dict | None = None
     steps: int = 20
     accumulation: int = 1
@@ -78,17 +110,34 @@ class Job:
     batch_size: int = 2
     autocast: bool = False
     find_unused: bool = False
-    prepare: Callable[[nn.Module], None] = None
+    prepare: Callable[[nn.Module], None] | None = None
     model_arguments: dict = field(default_factory=dict)
+    uneven_last_batch: bool = False
 
 
 @dataclass
 class Outcome:
-    """What a rank saw: losses and norms a step, parameters at the end."""
+    """What a rank saw: losses and norms a step, and the state dict at the end."""
 
     losses: list[float]
     norms: list[float]
-    parameters: dict[str, np.ndarray]
+    tensors: dict[str, np.ndarray]
+    parameter_names: list[str]
+
+    def equals(self, other: "Outcome") -> bool:
+        """Bit for bit: losses, parameters and buffers."""
+        return (
+            self.losses == other.losses
+            and self.tensors.keys() == other.tensors.keys()
+            and all(np.array_equal(self.tensors[name], other.tensors[name]) for name in self.tensors)
+        )
+
+    def loss_error(self, other: "Outcome") -> float:
+        """The largest relative difference of a loss."""
+        return max(abs(a - b) / abs(b) for a, b in zip(self.losses, other.losses, strict=True))
+
+    def norm_error(self, other: "Outcome") -> float:
+        return max(abs(a - b) / abs(b) for a, b in zip(self.norms, other.norms, strict=True))
 
 
 def adamw_in_two_groups(model: nn.Module, **kwargs) -> torch.optim.Optimizer:
@@ -122,10 +171,11 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
     generator = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)
     losses, norms = [], []
-    for _ in range(job.steps):
+    for step in range(job.steps):
         total = 0.0
         for micro in range(job.accumulation):
-            batch = job.make_batch(generator, job.batch_size)
+            short = job.uneven_last_batch and step == job.steps - 1 and rank > 0
+            batch = job.make_batch(generator, 1 if short else job.batch_size)
             autocast = torch.autocast("cpu", dtype=torch.bfloat16) if job.autocast else nullcontext()
             with nullcontext() if micro == job.accumulation - 1 else no_sync():
                 with autocast:
@@ -134,24 +184,20 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
             total += loss.item()
         losses.append(total)
         if job.max_norm is not None:
-            clip = _clip_stock if engine is None else engine.clip_grad_norm_
-            norms.append((clip(job.max_norm) if engine else clip(model, job.max_norm)).item())
+            norm = engine.clip_grad_norm_(job.max_norm) if engine else clip_stock(model, job.max_norm)
+            norms.append(norm.item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    parameters = {name: p.detach().float().numpy().copy() for name, p in model.named_parameters()}
-    return Outcome(losses, norms, parameters)
+    tensors = {name: value.detach().float().numpy().copy() for name, value in model.state_dict().items()}
+    return Outcome(losses, norms, tensors, [name for name, _ in model.named_parameters()])
 
 
-def _clip_stock(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_stock(model: nn.Module, max_norm: float) -> torch.Tensor:
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def compare_with_ddp(rank: int, world_size: int, job: Job, variants: list[dict]) -> list[tuple[Outcome, Outcome]]:
     """The same job under DDP and under each of the engine's settings, in one process group."""
-    from dataclasses import replace
-
     reference = train(rank, world_size, replace(job, settings=None))
-    pairs = [(reference, train(rank, world_size, replace(job, settings=settings))) for settings in variants]
-    dist.barrier()
-    return pairs
+    return [(reference, train(rank, world_size, replace(job, settings=settings))) for settings in variants]

@@ -308,7 +308,9 @@ class ZeroEngine:
 
     def _hook_forward(self, entry: nn.Module) -> list:
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self.model)
-        self._has_buffers = next(iter(self.model.buffers()), None) is not None
+        has_buffers = next(iter(self.model.buffers()), None) is not None
+        self._broadcasts_buffers = has_buffers and self.config.broadcast_buffers and self.groups.world_size > 1
+        self._buffers_due = self._broadcasts_buffers
         return [
             entry.register_forward_pre_hook(WeakHook(self, ZeroEngine._before_forward)),
             entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward)),
@@ -332,13 +334,14 @@ class ZeroEngine:
         self._gradients.recover()
         if self._waits_at_the_root:
             self._parameters.finish_all()
-        synced = self._no_sync_depth == 0 and self.model.training and torch.is_grad_enabled()
-        if self._has_buffers and self.config.broadcast_buffers and self.groups.world_size > 1 and synced:
+        if self._buffers_due and self.model.training and torch.is_grad_enabled():
             self._buffers.broadcast()
 
     def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
         if torch.is_grad_enabled():
             self._gradients.end.watch(outputs)
+            # As DDP: the forward after one under no_sync keeps its own buffers.
+            self._buffers_due = self._broadcasts_buffers and self._no_sync_depth == 0
 
     def _before_step(self, buckets: Sequence[Bucket]) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.

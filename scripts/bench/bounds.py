@@ -1,0 +1,41 @@
+"""What this package's engine promises against DDP, and whether a run kept it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from summary import EngineSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """The highest ratio to DDP that is allowed, for CPU time, bytes sent and peak memory."""
+
+    cpu_ratio: float
+    sent_ratio: float
+    peak_ratio: float
+
+
+# Equal work and equal bytes, less memory. Medians of paired rounds still move by 0.05 on a busy machine, and each
+# bucket's framing is a few hundred bytes on top of the payload.
+BOUNDS = {
+    "hf_zero0": Bound(cpu_ratio=1.05, sent_ratio=1.01, peak_ratio=1.05),
+    "hf_zero1": Bound(cpu_ratio=1.05, sent_ratio=1.01, peak_ratio=0.95),
+    "hf_zero2": Bound(cpu_ratio=1.05, sent_ratio=1.01, peak_ratio=0.90),
+}
+
+
+def bounds_for(workload_name: str) -> dict[str, Bound]:
+    """The bounds by engine; none for the tiny model, whose steps are all fixed costs."""
+    return {} if workload_name == "tiny" else BOUNDS
+
+
+def broken_bounds(summary: EngineSummary, bound: Bound) -> list[str]:
+    """Each limit that the engine did not keep, in words; empty where it kept all that was measured."""
+    checks = [
+        ("CPU", summary.cpu_ratio.median, bound.cpu_ratio),
+        ("wire", summary.sent_ratio.median, bound.sent_ratio),
+    ]
+    if summary.peak_ratio is not None:
+        checks.append(("peak", summary.peak_ratio, bound.peak_ratio))
+    return [f"{what} {ratio:.3f} > {limit:.2f}" for what, ratio, limit in checks if ratio > limit]

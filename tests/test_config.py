@@ -1,0 +1,94 @@
+"""Every way of writing a config gives the same object; every wrong one a sentence that helps."""
+
+import pytest
+import yaml
+
+from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
+from hf_zero.engine.precision import check_cast_owner
+
+SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
+
+
+def test_yaml_dict_and_flag_agree(tmp_path):
+    path = tmp_path / "zero.yaml"
+    path.write_text(yaml.safe_dump(SETTINGS))
+    expected = ZeroConfig(stage=1, bucket_bytes=2 * 2**20, grad_accumulation="local", comm=CommConfig(timeout_s=60))
+    assert ZeroConfig.from_dict(SETTINGS) == expected
+    assert ZeroConfig.of(str(path)) == ZeroConfig.of(path) == expected
+    assert ZeroConfig.of("stage=1,bucket_bytes=2MiB,grad_accumulation=local,comm.timeout_s=60") == expected
+    assert ZeroConfig.from_dict(expected.to_dict()) == expected
+
+
+def test_a_number_is_a_stage():
+    assert ZeroConfig.of(1) == ZeroConfig.of("1") == ZeroConfig(stage=1)
+    assert ZeroConfig.of(None) == ZeroConfig() == ZeroConfig.of({})
+
+
+def test_frozen_and_keyword_only():
+    with pytest.raises(AttributeError):
+        ZeroConfig().stage = 1
+    with pytest.raises(TypeError):
+        ZeroConfig(2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"stagge": 2}, "unknown key `stagge`; the nearest known one is `stage`"),
+        ({"offload": {"optimiser": "cpu"}}, "unknown key `offload.optimiser`; the nearest known one is `offload.optimizer`"),
+        ({"learning_rate": 1e-3}, "unknown key `learning_rate`"),
+        ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
+        ({"stage": True}, "`stage` is True"),
+        ({"stage": "two"}, "`stage` is 'two'"),
+        ({"stage": 3}, "`stage: 3` is not built yet"),
+        ({"offload": {"optimizer": "cpu"}}, "`offload.optimizer: cpu` is not built yet"),
+        ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
+        ({"comm": {"shard_group_size": 4}}, "`comm.shard_group_size: 4` is not built yet"),
+        ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: a number of seconds above 0"),
+        ({"param_dtype": "float16"}, "`param_dtype: float16` is not built yet in this version; use bfloat16"),
+        ({"param_dtype": "bf16"}, "`param_dtype` is 'bf16'; allowed: auto, float32, bfloat16, float16"),
+        ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
+        ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
+        ({"grad_buffers": 0}, "`grad_buffers` is 0; allowed: a whole number from 1"),
+        ({"stage": 1, "grad_accumulation": "sharded"}, "`grad_accumulation: sharded` needs stage 2"),
+        ({"check_nonfinite": "yes"}, "`check_nonfinite` is 'yes'; allowed: true, false"),
+    ],
+)
+def test_wrong_settings_name_field_value_and_what_is_allowed(settings, says):
+    with pytest.raises(ConfigError) as error:
+        ZeroConfig.from_dict(settings)
+    assert says in str(error.value)
+
+
+def test_missing_and_broken_files(tmp_path):
+    (tmp_path / "zero2.yaml").write_text("stage: 2")
+    with pytest.raises(ConfigError, match=r"no file .*that folder holds zero2\.yaml"):
+        ZeroConfig.of(str(tmp_path / "zero3.yaml"))
+    (tmp_path / "broken.yaml").write_text("stage: [2")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        ZeroConfig.of(str(tmp_path / "broken.yaml"))
+    (tmp_path / "list.yaml").write_text("- stage")
+    with pytest.raises(ConfigError, match="holds list, not a mapping"):
+        ZeroConfig.of(str(tmp_path / "list.yaml"))
+
+
+def test_other_objects_are_refused():
+    with pytest.raises(ConfigError, match="a stage number, a YAML path"):
+        ZeroConfig.of(2.5)
+    with pytest.raises(ConfigError, match="`offload` is 'none'"):
+        ZeroConfig(offload="none")
+    assert ZeroConfig(offload=OffloadConfig()) == ZeroConfig()
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("16MiB", 2**24), ("1.5 GiB", 3 * 2**29), ("10 mb", 10**7), (512, 512)])
+def test_bytes_in_words(text, nbytes):
+    assert parse_bytes("x", text) == nbytes
+
+
+def test_one_owner_of_the_cast():
+    assert "accelerate" in check_cast_owner(ZeroConfig(), "bf16")
+    assert check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "no") == "the engine"
+    with pytest.raises(ConfigError, match="two owners of the cast"):
+        check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "bf16")
+    with pytest.raises(ConfigError, match="'fp16' is not built yet"):
+        check_cast_owner(ZeroConfig(), "fp16")

@@ -1,0 +1,68 @@
+"""The files in configs/: what the engine and accelerate make of them."""
+
+import math
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from launching import CPU2, ROOT, launch
+
+from hf_zero import ZeroConfig
+
+CONFIGS = ROOT / "configs"
+ACCELERATE_CONFIGS = sorted((CONFIGS / "accelerate").glob("*.yaml"))
+ZERO_CONFIGS = sorted(CONFIGS.glob("*.yaml"))
+KEYS = {
+    "stage",
+    "grad_accumulation",
+    "bucket_bytes",
+    "grad_buffers",
+    "param_dtype",
+    "reduce_dtype",
+    "overlap_param_gather",
+    "broadcast_buffers",
+    "check_nonfinite",
+}
+
+SAY_WHERE = """
+from accelerate import Accelerator
+from recipes.ranks import join_cpu_ranks
+join_cpu_ranks()
+accelerator = Accelerator()
+print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {accelerator.device.type}", flush=True)
+accelerator.end_training()
+"""
+
+
+def test_every_config_is_there():
+    assert [path.name for path in ZERO_CONFIGS] == ["zero0.yaml", "zero1.yaml", "zero2.yaml"]
+    assert [path.stem for path in ACCELERATE_CONFIGS] == ["cpu2", "eight_gpus", "one_gpu", "two_nodes"]
+
+
+@pytest.mark.parametrize("path", ZERO_CONFIGS, ids=lambda path: path.stem)
+def test_zero_config_sets_the_stage_of_its_name_and_known_keys_only(path):
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert set(settings) <= KEYS
+    assert ZeroConfig.from_yaml(path).stage == int(path.stem.removeprefix("zero"))
+
+
+@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_loads_its_config_and_can_launch_with_it(path):
+    config = load_config_from_file(str(path))
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    launched, _, _ = _validate_launch_command(arguments)
+    assert launched.num_processes == config.num_processes
+    assert launched.num_machines == config.num_machines
+    assert launched.multi_gpu == (config.num_processes > 1)
+    assert launched.mixed_precision == config.mixed_precision
+    assert math.gcd(launched.num_processes, launched.num_machines) == launched.num_machines
+
+
+@pytest.mark.timeout(120)
+def test_cpu2_starts_two_ranks_that_know_of_each_other(tmp_path):
+    script = tmp_path / "say_where.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\n{SAY_WHERE}", encoding="utf-8")
+    done = launch(script, caches=tmp_path, config=CPU2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]

@@ -1,0 +1,224 @@
+"""One loss trajectory: every stage, world size, accumulation, dtype and odd model follows DDP."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from training import Job, Unruly, adamw_in_two_groups, bert, bert_batch, compare_with_ddp, gpt2, gpt2_batch
+
+pytestmark = pytest.mark.timeout(180)
+
+SMALL_BUCKETS = "20KiB"
+STAGES = [{"stage": stage, "bucket_bytes": SMALL_BUCKETS} for stage in (0, 1, 2)]
+LOCAL = {"stage": 2, "bucket_bytes": SMALL_BUCKETS, "grad_accumulation": "local"}
+IN_ONE_BUCKET = {"stage": 2, "bucket_bytes": "1GiB", "overlap_param_gather": False}
+BERT = Job(make_model=bert, make_batch=bert_batch)
+GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch)
+
+
+def outcomes(job: Job, variants: list[dict], world_size: int = 2):
+    """(DDP's, the engine's) for every rank and variant; asserts that the ranks end with identical parameters."""
+    arguments = {"job": job, "variants": variants}
+    by_rank = run_ranks(compare_with_ddp, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    for variant in range(len(variants)):
+        first = by_rank[0][variant][1].tensors
+        for pairs in by_rank[1:]:
+            outcome = pairs[variant][1]
+            for name in outcome.parameter_names:
+                assert np.array_equal(outcome.tensors[name], first[name]), f"{name} differs between ranks with {variants[variant]}"
+    return [(variants[v], *pair) for pairs in by_rank for v, pair in enumerate(pairs)]
+
+
+def assert_bitwise(job: Job, variants: list[dict]) -> None:
+    for settings, ddp, engine in outcomes(job, variants):
+        assert engine.equals(ddp), f"{settings}: losses differ by {engine.loss_error(ddp)}"
+
+
+def assert_close(job: Job, variants: list[dict], world_size: int = 2) -> None:
+    for settings, ddp, engine in outcomes(job, variants, world_size):
+        assert engine.loss_error(ddp) <= 1e-5, settings
+        if job.max_norm is not None:
+            assert engine.norm_error(ddp) <= 1e-6, settings
+
+
+@pytest.mark.parametrize("job", [BERT, GPT2], ids=["bert", "gpt2"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"max_norm": 100.0},
+        {"make_optimizer": adamw_in_two_groups},
+        {"model_arguments": {"dropout": 0.1}},
+        {"uneven_last_batch": True},
+    ],
+    ids=["plain", "norm below the clip", "unfused AdamW", "dropout", "uneven last batch"],
+)
+def test_bitwise_at_two_ranks(job, change):
+    assert_bitwise(replace(job, **change), [*STAGES, IN_ONE_BUCKET])
+
+
+@pytest.mark.parametrize("job", [BERT, GPT2], ids=["bert", "gpt2"])
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_local_accumulation_is_bitwise(job, accumulation):
+    assert_bitwise(replace(job, accumulation=accumulation, steps=10), [*STAGES[:2], LOCAL])
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_sharded_accumulation_is_close(accumulation):
+    assert_close(replace(GPT2, accumulation=accumulation, steps=10, max_norm=0.5), [STAGES[2]])
+
+
+@pytest.mark.parametrize("job", [BERT, GPT2], ids=["bert", "gpt2"])
+def test_biting_clip_is_close(job):
+    assert_close(replace(job, max_norm=0.3), STAGES)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("job", [BERT, GPT2], ids=["bert", "gpt2"])
+def test_more_ranks_are_close(job, world_size):
+    assert_close(replace(job, max_norm=0.5, accumulation=2, steps=8), [*STAGES, LOCAL], world_size)
+
+
+def test_autocast_is_close():
+    assert_close(replace(BERT, autocast=True), STAGES)
+    assert_close(replace(GPT2, autocast=True, max_norm=100.0), STAGES)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3),
+    "radam": partial(torch.optim.RAdam, lr=1e-3),
+    "adam amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+    "adamw foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+}
+
+
+def of_all_parameters(make, model: nn.Module) -> torch.optim.Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_elementwise_optimizers_are_bitwise(name):
+    make = partial(of_all_parameters, OPTIMIZERS[name])
+    assert_bitwise(replace(GPT2, make_optimizer=make, steps=8), STAGES[1:])
+
+
+@pytest.mark.parametrize("sleeping", ["none", "odd ranks", "even steps"])
+def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
+    job = Job(make_model=Unruly, model_arguments={"sleeping": sleeping}, find_unused=True, batch_size=4, steps=10)
+    assert_bitwise(job, STAGES)
+    assert_bitwise(replace(job, accumulation=2), [*STAGES[:2], LOCAL])
+
+
+def checkpoint_activations(model: nn.Module, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("job", [BERT, GPT2], ids=["bert", "gpt2"])
+def test_activation_checkpointing_is_bitwise(job, reentrant):
+    assert_bitwise(replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant), steps=8), STAGES)
+
+
+class TwiceCheckpointed(nn.Module):
+    """A layer in two reentrant checkpoints: its gradient comes in two inner backward passes, which DDP refuses."""
+
+    def __init__(self, checkpointing: bool):
+        super().__init__()
+        self.embed = nn.Embedding(97, 32)
+        self.layer = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 97)
+        self.checkpointing = checkpointing
+
+    def forward(self, input_ids, labels):
+        from torch.utils.checkpoint import checkpoint
+        from training import Answer
+
+        hidden = self.embed(input_ids % 97)
+        for _ in range(3):
+            if self.checkpointing:
+                hidden = checkpoint(lambda h: torch.tanh(self.layer(h)), hidden, use_reentrant=True)
+            else:
+                hidden = torch.tanh(self.layer(hidden))
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten() % 97))
+
+
+def checkpointed_and_plain(rank: int, world_size: int, settings: dict):
+    from training import train
+
+    job = Job(make_model=TwiceCheckpointed, settings=settings, steps=6)
+    return [train(rank, world_size, replace(job, model_arguments={"checkpointing": on})) for on in (False, True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("bucket_bytes", [1000, "1GiB"])
+def test_parameter_in_several_reentrant_checkpoints_loses_no_gradient(stage, bucket_bytes):
+    settings = {"stage": stage, "bucket_bytes": bucket_bytes}
+    results = run_ranks(
+        checkpointed_and_plain, world_size=2, time_limit_s=100, keyword_arguments={"settings": settings}
+    )
+    for plain, checkpointed in results:
+        assert checkpointed.loss_error(plain) <= 1e-5
+        for name, value in plain.tensors.items():
+            assert np.allclose(value, checkpointed.tensors[name], rtol=1e-4, atol=1e-6), name
+
+
+def to_bf16(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def bf16_reference(rank: int, world_size: int, steps: int) -> list[float]:
+    """One process, both ranks' batches: bf16 gradients halved, summed in fp32, AdamW on an fp32 master."""
+    torch.manual_seed(0)
+    model = gpt2().to(torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    matrices = [m for m in masters if m.dim() > 1]
+    others = [m for m in masters if m.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    generators = [torch.Generator().manual_seed(100 + r) for r in range(world_size)]
+    losses = []
+    for _ in range(steps):
+        sums = [torch.zeros_like(m) for m in masters]
+        for r, generator in enumerate(generators):
+            loss = model(**gpt2_batch(generator, 2)).loss
+            loss.backward()
+            if r == rank:
+                losses.append(loss.item())
+            for total, p in zip(sums, model.parameters()):
+                total += p.grad / world_size
+                p.grad = None
+        for master, total in zip(masters, sums):
+            master.grad = total
+        optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters):
+                p.copy_(master)
+    return losses
+
+
+def bf16_engine_and_reference(rank: int, world_size: int, settings: dict) -> tuple[list[float], list[float]]:
+    from training import train
+
+    job = replace(GPT2, prepare=to_bf16, settings=settings, steps=10)
+    return train(rank, world_size, job).losses, bf16_reference(rank, world_size, 10)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_bf16_parameters_with_fp32_master_follow_a_single_process(stage):
+    # Stages 1 and 2 add what arrives in bf16 in the master's fp32. Stage 0's all-reduce adds in the dtype that travels.
+    travels = {"reduce_dtype": "float32"} if stage == 0 else {}
+    arguments = {"settings": {"stage": stage, "bucket_bytes": SMALL_BUCKETS, **travels}}
+    for engine, reference in run_ranks(
+        bf16_engine_and_reference, world_size=2, time_limit_s=100, keyword_arguments=arguments
+    ):
+        assert np.allclose(engine, reference, rtol=1e-5, atol=0)
