@@ -35,7 +35,10 @@ def test_frozen_and_keyword_only():
     ("settings", "says"),
     [
         ({"stagge": 2}, "unknown key `stagge`; the nearest known one is `stage`"),
-        ({"offload": {"optimiser": "cpu"}}, "unknown key `offload.optimiser`; the nearest known one is `offload.optimizer`"),
+        (
+            {"offload": {"optimiser": "cpu"}},
+            "unknown key `offload.optimiser`; the nearest known one is `offload.optimizer`",
+        ),
         ({"learning_rate": 1e-3}, "unknown key `learning_rate`"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
         ({"stage": True}, "`stage` is True"),

@@ -29,7 +29,9 @@ def outcomes(job: Job, variants: list[dict], world_size: int = 2):
         for pairs in by_rank[1:]:
             outcome = pairs[variant][1]
             for name in outcome.parameter_names:
-                assert np.array_equal(outcome.tensors[name], first[name]), f"{name} differs between ranks with {variants[variant]}"
+                assert np.array_equal(outcome.tensors[name], first[name]), (
+                    f"{name} differs between ranks with {variants[variant]}"
+                )
     return [(variants[v], *pair) for pairs in by_rank for v, pair in enumerate(pairs)]
 
 

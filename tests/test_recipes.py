@@ -269,7 +269,7 @@ def test_files_that_cannot_be_read(tmp_path):
         load_files(str(write(tmp_path / "reviews.txt", REVIEWS)), None)
     with pytest.raises(RecipeError, match=r"empty\.tsv is empty"):
         load_files(str(write(tmp_path / "empty.tsv", [])), None)
-    with pytest.raises(RecipeError, match="no rows below its header"):
+    with pytest.raises(RecipeError, match="a header line and no rows"):
         load_files(str(write(tmp_path / "header.tsv", [("sentence", "label")])), None)
 
 

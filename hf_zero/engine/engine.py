@@ -22,6 +22,7 @@ from .clip import clamp_values, scale_to_norm, total_norm
 from .elementwise import refuse_unless_elementwise
 from .gradient_store import BufferPool, GradientStore, PooledGradients, ReplicatedGradients, WholeGradients
 from .gradients import Gradients
+from .homes import Homes
 from .hooks import WeakHook
 from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
@@ -95,6 +96,7 @@ class ZeroEngine:
         self._store = self._make_store()
         self._gradients = Gradients(self.buckets, self._store, self.transport, self.groups.world_size)
         self._parameters = ParameterGather(model, self.buckets, self.transport)
+        self._homes = Homes(model, self.buckets)
         self._nonfinite = NonFiniteCheck(self.transport)
         self._checked_norm = False
         self._no_sync_depth = 0
@@ -246,17 +248,8 @@ class ZeroEngine:
             ValueError: one has another number of elements now; prepare the model anew.
         """
         self.finish_parameters()
+        self._homes.take_back()
         for bucket in self.buckets:
-            for slot in bucket.slots:
-                if bucket.holds(slot):
-                    continue
-                if slot.parameter.numel() != slot.interval.numel:
-                    raise ValueError(
-                        f"hf_zero: {slot.name!r} had {slot.interval.numel} elements and has {slot.parameter.numel()} now. "
-                        "Resize the model before accelerator.prepare, or prepare model and optimizer anew."
-                    )
-                bucket.adopt(slot)
-                slot.version = -1
             bucket.follow_edits()
 
     def close(self) -> None:
@@ -352,8 +345,8 @@ class ZeroEngine:
                 f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
                 "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
             )
+        self._refuse_strays()
         for bucket in buckets:
-            self._refuse_strays(bucket)
             bucket.follow_edits()
             for row in bucket.rows:
                 if not self._has_gradient(row):
@@ -384,14 +377,14 @@ class ZeroEngine:
         gone = not row.is_parameter and row.slot.parameter.grad is None
         return row.tensor.grad is not None and not gone
 
-    def _refuse_strays(self, bucket: Bucket) -> None:
-        for slot in bucket.slots:
-            if not bucket.holds(slot):
-                raise RuntimeError(
-                    f"hf_zero: {slot.name!r} has left the engine's memory since it was prepared (by .to(), .half(), "
-                    "load_state_dict(assign=True), resize_token_embeddings or merge_and_unload), so a step would not reach "
-                    "it. Do that before accelerator.prepare, or call engine_of(model).readopt() after it."
-                )
+    def _refuse_strays(self) -> None:
+        stray = self._homes.first_stray()
+        if stray is not None:
+            raise RuntimeError(
+                f"hf_zero: {stray.name!r} has left the engine's memory since it was prepared (by .to(), .half(), "
+                "load_state_dict(assign=True), resize_token_embeddings or merge_and_unload), so a step would not reach it. Do "
+                "that before accelerator.prepare, or call engine_of(model).readopt() after it."
+            )
 
     def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
         rows = [self._row_of[p] for p in parameters if p in self._row_of]

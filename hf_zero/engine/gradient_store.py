@@ -11,6 +11,7 @@ import torch
 
 from ..comm.transport import Handle, Label, Transport
 from ..device import allocate
+from ..layout.pool import is_large
 from ..offload.tier import Tier
 from .buckets import Bucket, ParameterSlot
 from .sharded_gradient import ShardedGradient
@@ -336,15 +337,12 @@ class PooledGradients(ShardedStore):
 class BufferPool:
     """At most `limit` buffers of the largest bucket's size, made when first needed and kept; small ones beside them.
 
-    A bucket of less than a quarter of that size gets a buffer of its own size, so that a handful of biases does not hold
-    a large one through the whole backward. When gradients come in another order than the buckets, more than `limit` may be
-    open at a time; the pool then grows rather than stand still.
+    When gradients come in another order than the buckets, more than `limit` may be open at a time; the pool then grows rather
+    than stand still.
 
     Attributes:
         nbytes: of all buffers made.
     """
-
-    SMALL_PART = 4
 
     def __init__(self, largest_numel: int, limit: int, device: torch.device):
         self._largest_numel = largest_numel
@@ -374,4 +372,4 @@ class BufferPool:
         self._free[(buffer.numel(), buffer.dtype)].append(buffer)
 
     def _is_large(self, numel: int) -> bool:
-        return numel * self.SMALL_PART >= self._largest_numel
+        return is_large(numel, self._largest_numel)

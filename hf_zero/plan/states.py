@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ZeroConfig
+from ..layout.pool import pool_numel
 from ..layout.slots import BucketLayout
 
 _STATE_VALUES = {
@@ -77,13 +78,13 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
         whole[cost.layout.shards == 1] += cost.layout.numel
     pooled = config.stage >= 2 and whole[False] > 0
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
-    sizes = sorted((cost.layout.numel * cost.reduce_bytes for cost in costs), reverse=True)
+    buffers = pool_numel([cost.layout.numel for cost in costs], config.grad_buffers)
     known = all(cost.state_bytes is not None for cost in costs)
     return StatePlan(
         parameters=sum(cost.layout.numel * cost.param_bytes for cost in costs),
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.has_master),
         gradients=gradients,
-        gradient_buffers=sum(sizes[: config.grad_buffers]) if pooled else 0,
+        gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
         optimizer=sum(cost.layout.shard_numel * (cost.state_bytes or 0) for cost in costs) if known else None,
     )
 

@@ -1,0 +1,207 @@
+"""What travels: the right sums, the bytes that a collective needs and no more, errors with a name."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import RankFailedError, run_ranks
+from training import gpt2, gpt2_batch
+from wire import tcp_bytes
+
+from hf_zero.comm.collectives import CollectiveTransport
+from hf_zero.comm.groups import Groups
+from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.transport import CommunicationError, Label
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.kernels.reduce import sum_in_rank_order
+from hf_zero.kernels.statistics import sum_of_squares
+
+pytestmark = pytest.mark.timeout(120)
+LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
+
+
+@given(st.integers(1, 5), st.integers(0, 300), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 4))
+def test_sum_in_rank_order_wherever_out_lies(ranks, numel, dtype, place):
+    generator = torch.Generator().manual_seed(numel)
+    parts = [torch.randn(numel, generator=generator).to(dtype) for _ in range(ranks)]
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected = expected + part
+    wide = parts[0].float()
+    for part in parts[1:]:
+        wide = wide + part.float()
+    out = torch.empty(numel, dtype=torch.float32)
+    sum_in_rank_order([p.clone() for p in parts], out)
+    assert torch.equal(out, wide if dtype != torch.float32 else expected)
+    own = place % ranks
+    copies = [p.clone() for p in parts]
+    sum_in_rank_order(copies, copies[own])
+    assert torch.equal(copies[own], expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 127, 65536, 65537, 1_000_003])
+def test_sum_of_squares_to_the_seventh_digit(numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1)) * 3
+    exact = np.square(values.numpy().astype(np.float64)).sum()
+    assert sum_of_squares(values).item() == pytest.approx(exact, rel=3e-7)
+    if numel:
+        values[numel // 2] = float("nan")
+        assert torch.isnan(sum_of_squares(values))
+
+
+def both_transports(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    groups = Groups.create(stage=2, device_type="cpu", timeout_s=30)
+    numel = 640 * world_size
+    mine = torch.arange(numel, dtype=torch.float32).to(dtype) * (rank + 1)
+    for transport in (PointToPointTransport(groups, 30), CollectiveTransport(groups)):
+        whole = sum(torch.arange(numel, dtype=torch.float32).to(dtype).float() * (r + 1) for r in range(world_size))
+        expected = whole.chunk(world_size)[rank]
+        tolerance = {"rtol": 0 if dtype == torch.float32 else 2e-2, "atol": 0}
+        flat, out = mine.clone(), torch.empty(numel // world_size)
+        transport.start_reduce_scatter(flat, out, LABEL).finish()
+        torch.testing.assert_close(out, expected, **tolerance)
+        flat = mine.clone()
+        transport.start_reduce_scatter(flat, flat.chunk(world_size)[rank], LABEL).finish()
+        torch.testing.assert_close(flat.chunk(world_size)[rank].float(), expected, **tolerance)
+        gathered = torch.zeros(numel, dtype=dtype)
+        gathered.chunk(world_size)[rank].fill_(rank + 1)
+        handle = transport.start_all_gather(gathered, LABEL)
+        handle.finish()
+        handle.finish()
+        assert all((part == r + 1).all() for r, part in enumerate(gathered.chunk(world_size)))
+        assert transport.exchange(rank) == list(range(world_size))
+        assert transport.agree_max(torch.tensor([rank, 3]), LABEL).tolist() == [world_size - 1, max(3, world_size - 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_both_transports_give_the_same(world_size, dtype):
+    run_ranks(both_transports, world_size=world_size, time_limit_s=60, keyword_arguments={"dtype": dtype})
+
+
+def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int, steps: int) -> dict:
+    torch.manual_seed(0)
+    model = gpt2()
+    # Large enough that the agreements' bytes vanish beside the parameters'.
+    model.resize_token_embeddings(40_000, mean_resizing=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ZeroEngine(model, [optimizer], settings)
+    generator = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        for micro in range(accumulation):
+            if micro < accumulation - 1:
+                with engine.no_sync():
+                    model(**gpt2_batch(generator, 1)).loss.backward()
+            else:
+                model(**gpt2_batch(generator, 1)).loss.backward()
+        optimizer.step()
+        engine.finish_parameters()
+
+    step()
+    dist.barrier()
+    sent, counted = tcp_bytes().sent, engine.comm_report().bytes_sent
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    return {
+        "socket": (tcp_bytes().sent - sent) / steps,
+        "ledger": (engine.comm_report().bytes_sent - counted) / steps,
+        "parameters": sum(p.nbytes for p in model.parameters()),
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("settings", "accumulation", "copies"),
+    [
+        ({"stage": 0}, 1, 2),
+        ({"stage": 1}, 1, 2),
+        ({"stage": 2}, 1, 2),
+        ({"stage": 1}, 3, 2),
+        ({"stage": 2, "grad_accumulation": "local"}, 3, 2),
+        ({"stage": 2, "grad_accumulation": "sharded"}, 3, 4),
+    ],
+    ids=["0", "1", "2", "1, accumulating 3", "2 local, 3", "2 sharded, 3"],
+)
+def test_bytes_at_the_socket_are_what_the_formula_says(settings, accumulation, copies, world_size):
+    """`copies` x (W-1)/W x parameter bytes: 2 for one reduction and one gather, A + 1 when every micro-batch is reduced."""
+    arguments = {"settings": settings, "accumulation": accumulation, "steps": 3}
+    for counted in run_ranks(bytes_of_steps, world_size=world_size, time_limit_s=90, keyword_arguments=arguments):
+        formula = copies * (world_size - 1) / world_size * counted["parameters"]
+        print(f"{settings} W={world_size} A={accumulation}: socket / formula = {counted['socket'] / formula:.4f}")
+        assert counted["socket"] <= 1.02 * formula
+        assert counted["ledger"] == pytest.approx(counted["socket"], rel=0.02)
+
+
+def one_rank_stays_away(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ZeroEngine(model, [optimizer], {"stage": 2, "comm": {"timeout_s": 2}})
+    if rank == 1:
+        time.sleep(8)
+        return
+    with pytest.raises(CommunicationError, match=r"reduce-scatter gradients of bucket|agree on used parameters"):
+        model(**gpt2_batch(torch.Generator(), 1)).loss.backward()
+    raise LookupError("rank 0 was told")
+
+
+def test_a_peer_that_does_not_come_is_an_error_with_a_name_not_a_hang():
+    begin = time.monotonic()
+    with pytest.raises(RankFailedError, match="rank 0 was told"):
+        run_ranks(one_rank_stays_away, world_size=2, time_limit_s=30)
+    assert time.monotonic() - begin < 25
+
+
+def differs(rank: int, world_size: int, how: str) -> str:
+    torch.manual_seed(0)
+    model = gpt2()
+    settings = {"stage": 2}
+    if how == "shape" and rank == 1:
+        model.resize_token_embeddings(300, mean_resizing=False)
+    if how == "frozen" and rank == 1:
+        model.transformer.wpe.weight.requires_grad_(False)
+    if how == "config" and rank == 1:
+        settings = {"stage": 1}
+    kind = torch.optim.SGD if how == "optimizer" and rank == 1 else torch.optim.AdamW
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(ValueError, match="do not train the same thing") as error:
+        ZeroEngine(model, [optimizer], settings)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            "shape",
+            "parameter transformer.wte.weight: shape (211, 40), torch.float32, trained on rank 0, shape (300, 40)",
+        ),
+        ("frozen", "parameter transformer.wpe.weight: shape (16, 40), torch.float32, trained on rank 0"),
+        ("config", "config: "),
+        ("optimizer", "optimizer 0: AdamW over groups"),
+    ],
+)
+def test_ranks_that_differ_are_told_at_the_start(how, says):
+    for message in run_ranks(differs, world_size=2, time_limit_s=60, keyword_arguments={"how": how}):
+        assert says in message
+
+
+def seeded_apart(rank: int, world_size: int, stage: int) -> np.ndarray:
+    torch.manual_seed(rank)
+    model = gpt2()
+    ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().copy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_every_rank_starts_from_rank_0s_parameters(stage):
+    first, second = run_ranks(seeded_apart, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
+    assert np.array_equal(first, second)
+    torch.manual_seed(0)
+    assert np.array_equal(first, torch.cat([p.detach().flatten() for p in gpt2().parameters()]).numpy())

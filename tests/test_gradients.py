@@ -1,0 +1,356 @@
+"""What scripts do with gradients between backward and step, and what they get."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
+
+from hf_zero.engine.engine import ZeroEngine, engine_attached_to
+from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.engine.sharded_gradient import ShardedGradientError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def ranks(target, **arguments):
+    return run_ranks(target, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+
+
+def built(stage: int, make=gpt2, optimizer=torch.optim.SGD, **settings):
+    torch.manual_seed(0)
+    model = make()
+    opt = optimizer(model.parameters(), lr=0.1)
+    return model, opt, ZeroEngine(model, [opt], {"stage": stage, "bucket_bytes": "20KiB", **settings})
+
+
+def batch(rank: int, seed: int = 0):
+    return gpt2_batch(torch.Generator().manual_seed(10 * seed + rank), 2)
+
+
+def whole_gradients(world_size: int, seeds: list[int], weight: float = 1.0) -> dict[str, torch.Tensor]:
+    """The mean over ranks of the gradients summed over `seeds`, by one process."""
+    torch.manual_seed(0)
+    model = gpt2()
+    for seed in seeds:
+        for rank in range(world_size):
+            (model(**batch(rank, seed)).loss * weight / world_size).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def check(engine: ZeroEngine, model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(engine.full_grad(p), expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def several_backwards(rank: int, world_size: int, stage: int) -> None:
+    model, optimizer, engine = built(stage)
+    for seed in (1, 2, 3):
+        model(**batch(rank, seed)).loss.backward()
+    check(engine, model, whole_gradients(world_size, [1, 2, 3]))
+    optimizer.step()
+    optimizer.zero_grad()
+    first, second = model(**batch(rank, 1)).loss, model(**batch(rank, 2)).loss
+    (first + second).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_several_backward_calls_add_up(stage):
+    ranks(several_backwards, stage=stage)
+
+
+def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
+    model, optimizer, engine = built(stage)
+    model(**batch(rank, 1)).loss.backward()
+    (model if by == "model" else optimizer).zero_grad()
+    model(**batch(rank, 2)).loss.backward()
+    check(engine, model, whole_gradients(world_size, [2]))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (model if by == "model" else optimizer).zero_grad()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]), f"{name} moved by a gradient that was zeroed"
+
+
+@pytest.mark.parametrize("by", ["model", "optimizer"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zero_grad_drops_what_was_reduced(stage, by):
+    ranks(zeroed_between, stage=stage, by=by)
+
+
+def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None:
+    model, _, engine = built(**settings)
+    model(**batch(rank, 1)).loss.backward()
+    with engine.no_sync():
+        model(**batch(rank, 2)).loss.backward()
+        with engine.no_sync():
+            model(**batch(rank, 3)).loss.backward()
+    model(**batch(rank, 4)).loss.backward()
+    check(engine, model, whole_gradients(world_size, [1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}], ids=str
+)
+def test_no_sync_after_a_reduced_backward_and_nested(settings):
+    ranks(accumulated_then_reduced, settings=settings)
+
+
+def never_reduced(rank: int, world_size: int, settings: dict) -> str:
+    model, optimizer, engine = built(**settings)
+    with engine.no_sync():
+        model(**batch(rank, 1)).loss.backward()
+    with pytest.raises(RuntimeError, match="never reduced") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2, "grad_accumulation": "local"}], ids=str)
+def test_step_on_unreduced_gradients_is_refused(settings):
+    assert "outside no_sync" in ranks(never_reduced, settings=settings)[0]
+
+
+def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
+    model, optimizer, engine = built(stage)
+    model(**batch(rank, 1)).loss.backward()
+    parameter = model.get_parameter("transformer.ln_f.weight")
+    with pytest.raises(ShardedGradientError, match=r"transformer\.ln_f\.weight.*full_grad"):
+        parameter.grad.abs()
+    with pytest.raises(ShardedGradientError, match=r"accelerator\.clip_grad_norm_"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    expected = whole_gradients(world_size, [1])
+    norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
+    torch.testing.assert_close(engine.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=0)
+    check(engine, model, {name: g * (0.1 / (norm + 1e-6)) for name, g in expected.items()})
+    largest = max(g.abs().max() for g in expected.values()) * 0.1 / norm
+    torch.testing.assert_close(engine.clip_grad_norm_(float("inf"), float("inf")), largest, rtol=1e-4, atol=0)
+    engine.clip_grad_value_(1e-4)
+    assert engine.full_grad(parameter).abs().max() <= 1e-4
+    torch.testing.assert_close(
+        engine.clip_grad_norm_(float("inf"), 1.0, [parameter]),
+        engine.full_grad(parameter).abs().sum(),
+        rtol=1e-4,
+        atol=0,
+    )
+    optimizer.step()
+    assert parameter.grad is None
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharded_gradients_are_clipped_truly_or_raise(stage):
+    ranks(reads_and_clips, stage=stage)
+
+
+def replicated_gradients(rank: int, world_size: int) -> None:
+    model, _, engine = built(0)
+    model(**batch(rank, 1)).loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, whole_gradients(world_size, [1])[name], rtol=1e-4, atol=1e-6)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.testing.assert_close(engine.clip_grad_norm_(float("inf")), torch.tensor(0.1), rtol=1e-4, atol=0)
+
+
+def test_stage_0_has_ordinary_gradients():
+    ranks(replicated_gradients)
+
+
+def poisoned(rank: int, world_size: int, stage: int, clip: bool) -> str:
+    model, optimizer, engine = built(stage)
+    loss = model(**batch(rank, 1)).loss
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    (loss * (float("nan") if rank == 1 else 1.0)).backward()
+    with pytest.raises(NonFiniteGradientError) as error:
+        if clip:
+            engine.clip_grad_norm_(1.0)
+        optimizer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return str(error.value)
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_nan_on_one_rank_stops_all_ranks_before_the_step(stage, clip):
+    messages = ranks(poisoned, stage=stage, clip=clip)
+    assert messages[0] == messages[1]
+    assert "the gradient norm is nan" in messages[0] and "check_nonfinite: false" in messages[0]
+
+
+def unused_keep_none(rank: int, world_size: int, stage: int) -> None:
+    model, optimizer, engine = built(stage, Unruly)
+    model(**batch(rank, 1)).loss.backward()
+    assert engine.full_grad(model.never.weight) is None
+    assert engine.full_grad(model.shared.weight) is not None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_no_rank_used_keeps_no_gradient(stage):
+    ranks(unused_keep_none, stage=stage)
+
+
+def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
+    model, optimizer, engine = built(stage)
+    # torch.autograd.grad passes the outputs' hooks and reaches no parameter's.
+    loss = model(**batch(rank, 1)).loss
+    torch.autograd.grad(loss, [model.transformer.wte.weight], retain_graph=True)
+    loss.backward()
+    check(engine, model, whole_gradients(world_size, [1]))
+    optimizer.step()
+    # A loss of a part of the model never goes through the root's outputs.
+    ids = batch(rank, 2)["input_ids"]
+    model.transformer(input_ids=ids).last_hidden_state.sum().backward()
+    assert engine.full_grad(model.transformer.wpe.weight) is not None
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_autograd_grad_and_losses_past_the_root(stage):
+    ranks(grad_api_and_bypass, stage=stage)
+
+
+def two_engines(rank: int, world_size: int) -> None:
+    teacher, teacher_opt, _ = built(1)
+    student, student_opt, _ = built(2, bert)
+    for seed in range(3):
+        data = batch(rank, seed)
+        student_loss = student(input_ids=data["input_ids"], labels=data["input_ids"][:, 0] % 3).loss
+        (teacher(**data).loss + student_loss).backward()
+        for optimizer in (teacher_opt, student_opt):
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        teacher(**batch(rank, 9))
+
+
+def test_two_engines_in_one_process():
+    ranks(two_engines)
+
+
+def full_state(rank: int, world_size: int, stage: int) -> None:
+    model, optimizer, engine = built(stage, optimizer=torch.optim.AdamW)
+    assert engine.full_state(model.transformer.wte.weight) == {}
+    model(**batch(rank, 1)).loss.backward()
+    optimizer.step()
+    state = engine.full_state(model.transformer.wte.weight)
+    expected = whole_gradients(world_size, [1])["transformer.wte.weight"]
+    assert state["step"] == 1
+    torch.testing.assert_close(state["exp_avg"], expected * 0.1, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_full_state_of_a_parameter(stage):
+    ranks(full_state, stage=stage)
+
+
+def late_failure(rank: int, world_size: int) -> None:
+    model, _optimizer, _engine = built(2)
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("out of luck")
+
+    hidden = model.transformer(inputs_embeds=Broken.apply(model.transformer.wte(batch(rank)["input_ids"])))
+    with pytest.raises(ValueError, match="out of luck"):
+        model.lm_head(hidden.last_hidden_state).sum().backward()
+    with pytest.raises(RuntimeError, match="resume it from a checkpoint"):
+        model(**batch(rank))
+
+
+def test_a_backward_that_broke_off_is_not_trained_on():
+    ranks(late_failure)
+
+
+# ---- one rank, no process group ----
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_world_size_one_trains_without_a_process_group(stage, dtype):
+    torch.manual_seed(0)
+    model = gpt2().to(dtype)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = ZeroEngine(model, [optimizer], {"stage": stage})
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for seed in range(4):
+        loss, expected = model(**batch(0, seed)).loss, reference(**batch(0, seed)).loss
+        if dtype == torch.float32:
+            assert loss.item() == expected.item()
+        for value, opt in ((loss, optimizer), (expected, theirs)):
+            value.backward()
+            opt.step()
+            opt.zero_grad()
+    assert torch.isfinite(loss)
+    assert engine.comm_report().bytes_sent == 0
+
+
+def test_copies_and_pickles_leave_the_engine_behind():
+    model, optimizer, engine = built(2)
+    copied = copy.deepcopy(model)
+    revived = pickle.loads(pickle.dumps(model))
+    for other in (copied, revived):
+        assert engine_attached_to(other) is None
+        loss = other(**batch(0)).loss
+        loss.backward()
+        assert all(type(p.grad) is torch.Tensor for p in other.parameters())
+    assert engine_attached_to(model) is engine
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+
+
+def test_closed_engine_hands_back_an_ordinary_model():
+    model, optimizer, engine = built(2, optimizer=torch.optim.AdamW)
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    engine.close()
+    assert engine_attached_to(model) is None
+    model(**batch(0)).loss.backward()
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in model.parameters()]
+    before = model.transformer.wte.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model.transformer.wte.weight)
+
+
+def test_parameters_that_left_are_named_and_taken_back():
+    model, optimizer, engine = built(2)
+    values = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    model.load_state_dict({**model.state_dict(), **values}, assign=True)
+    model(**batch(0)).loss.backward()
+    with pytest.raises(RuntimeError, match=r"has left the engine's memory.*readopt\(\)"):
+        optimizer.step()
+    engine.readopt()
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    assert all(bucket.holds(slot) for bucket in engine.buckets for slot in bucket.slots)
+
+
+def test_sparse_gradients_and_closures_are_refused():
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True))
+    ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    with pytest.raises(RuntimeError, match="sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()
+    model, optimizer, _ = built(2)
+    with pytest.raises(ValueError, match=r"optimizer\.step\(closure\) is not supported"):
+        optimizer.step(lambda: model(**batch(0)).loss)
+
+
+def test_state_dict_of_an_optimizer_fits_its_own_shard_only():
+    model, optimizer, _ = built(1, optimizer=torch.optim.AdamW)
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    stock = torch.optim.AdamW(copy.deepcopy(model).parameters())
+    for p in stock.param_groups[0]["params"]:
+        p.grad = torch.zeros_like(p)
+    stock.step()
+    with pytest.raises(ValueError, match="a whole optimizer"):
+        optimizer.load_state_dict(stock.state_dict())
