@@ -12,3 +12,12 @@ for folder in (SCRIPTS / "bench", SCRIPTS):
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import ranks  # noqa: E402
+
+# Imported once, by the process that the tests' ranks are forked from.
+ranks.PRELOADED_MODULES += [
+    "transformers.trainer_seq2seq",
+    "hf_zero.integrations.callback",
+    "hf_zero.integrations.arguments",
+]

@@ -32,6 +32,7 @@ class Manifest:
 
     Attributes:
         shapes: parameter name → its whole shape.
+        kinds: parameter name → kinds of state it has rows of, so that a kind whose rows are lost is missed.
         scalars: parameter name → state name → value that holds for all its elements.
         optimizers: for each optimizer its class, and its groups: settings and parameter names.
     """
@@ -39,6 +40,7 @@ class Manifest:
     world_size: int
     stage: int
     shapes: dict[str, tuple[int, ...]]
+    kinds: dict[str, tuple[str, ...]]
     rows: tuple[SavedRow, ...]
     scalars: dict[str, dict[str, Any]]
     optimizers: tuple[dict[str, Any], ...]
@@ -54,6 +56,7 @@ class Manifest:
                 "versions": self.versions,
                 "optimizers": list(self.optimizers),
                 "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+                "kinds": {name: list(kinds) for name, kinds in self.kinds.items()},
                 "scalars": self.scalars,
                 "rows": [[r.kind, r.name, *r.interval, r.file, r.key] for r in self.rows],
             },
@@ -85,6 +88,7 @@ class Manifest:
                 world_size=content["world_size"],
                 stage=content["stage"],
                 shapes={name: tuple(shape) for name, shape in content["shapes"].items()},
+                kinds={name: tuple(kinds) for name, kinds in content["kinds"].items()},
                 rows=tuple(_row(folder, *row) for row in content["rows"]),
                 scalars=content["scalars"],
                 optimizers=tuple(content["optimizers"]),

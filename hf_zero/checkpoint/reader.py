@@ -31,8 +31,8 @@ class CheckpointReader:
         self._stack.close()
         self._files.clear()
 
-    def kinds_of(self, name: str) -> list[str]:
-        return [kind for kind, saved in self._rows if saved == name]
+    def kinds_of(self, name: str) -> tuple[str, ...]:
+        return self.manifest.kinds.get(name, ())
 
     def scalars_of(self, name: str) -> dict[str, Any]:
         """State that holds for all elements of a parameter; tensors are made anew."""

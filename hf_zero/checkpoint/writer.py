@@ -79,6 +79,7 @@ def _manifest(
     shapes: dict[str, tuple[int, ...]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     rows: list[SavedRow] = []
+    kinds: dict[str, dict[str, None]] = {}
     for report in reports:
         shapes.update(report["shapes"])
         scalars.update(report["scalars"])
@@ -86,11 +87,14 @@ def _manifest(
             SavedRow(kind=kind, name=name, interval=Interval(*interval), file=file, key=key)
             for kind, name, interval, file, key in report["rows"]
         )
+    for row in rows:
+        kinds.setdefault(row.name, {})[row.kind] = None
     versions = {library: importlib.metadata.version(library) for library in _LIBRARIES}
     return Manifest(
         world_size=world_size,
         stage=stage,
         shapes=shapes,
+        kinds={name: tuple(found) for name, found in kinds.items()},
         rows=tuple(rows),
         scalars=scalars,
         optimizers=tuple(optimizers),

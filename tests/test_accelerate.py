@@ -1,0 +1,254 @@
+"""accelerate's doors: an unchanged loop has DDP's losses, saves what others can read, resumes, and is refused by name."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from accelerate_job import Texts, run
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+from trainer_job import as_launched
+from training import bert, bert_batch, gpt2, gpt2_batch
+
+from hf_zero import ConfigError, ZeroAccelerator, ZeroPlugin, engine_of
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def launched(rank: int, world_size: int, **arguments) -> dict:
+    as_launched(rank, world_size)
+    return run(rank, world_size, **arguments)
+
+
+def ranks(target, world_size: int = 2, **arguments):
+    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    """Stock DDP's outcome a rank, run once for each set of arguments."""
+    known: dict[str, list[dict]] = {}
+
+    def outcome(**arguments) -> list[dict]:
+        key = repr(sorted(arguments.items()))
+        if key not in known:
+            known[key] = ranks(launched, door="ddp", **arguments)
+        return known[key]
+
+    return outcome
+
+
+def assert_same(outcomes: list[dict], expected: list[dict]) -> None:
+    for mine, theirs in zip(outcomes, expected, strict=True):
+        assert mine["losses"] == theirs["losses"]
+        assert np.allclose(mine["norms"], theirs["norms"], rtol=1e-6, atol=0)
+        assert mine["state"] == {name.removeprefix("module."): value for name, value in theirs["state"].items()}
+        assert mine["model"] == "GPT2LMHeadModel"
+
+
+@pytest.mark.parametrize("door", ["plugin 0", "plugin 1", "plugin 2", "attach 2", "class 1", "yaml 2", "variable 1"])
+def test_every_door_has_ddps_losses(door, ddp):
+    outcomes = ranks(launched, door=door)
+    assert_same(outcomes, ddp())
+    assert all(outcome["class"] == "ZeroAccelerator" and outcome["sent"] > 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "one by one", "optimizer alone first"])
+def test_prepare_in_any_order(order, ddp):
+    assert_same(ranks(launched, door="plugin 2", order=order, steps=6), ddp(steps=6))
+
+
+def test_accumulate_and_plain_backward(ddp):
+    expected = ddp(accumulation=2, steps=8)
+    assert_same(ranks(launched, door="plugin 1", accumulation=2, steps=8), expected)
+    assert_same(ranks(launched, door="plugin 1", accumulation=2, steps=8, plain_backward=True), expected)
+    for mine, theirs in zip(ranks(launched, door="plugin 2", accumulation=2, steps=8), expected):
+        assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
+def test_compiled_model_has_ddps_losses(stage, ddp):
+    for mine, theirs in zip(ranks(launched, door=f"plugin {stage}", steps=6, compile_model=True), ddp(steps=6)):
+        assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_save_state_and_load_state_continue_bit_for_bit(stage, tmp_path):
+    whole = ranks(launched, door=f"plugin {stage}", steps=8, save_to=str(tmp_path / "state"))
+    saved = load_file(tmp_path / "state" / "model.safetensors")
+    assert len(saved) == len(whole[0]["state"]) - 1
+    assert not list((tmp_path / "state").glob("optimizer*"))
+    resumed = ranks(launched, door=f"plugin {stage}", steps=8, load_from=str(tmp_path / "state"))
+    for a, b in zip(whole, resumed):
+        assert b["losses"] == a["losses"][-4:]
+        assert b["state"] == a["state"]
+
+
+def saved_by_accelerate(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(**gpt2_batch(torch.Generator(), 2)).loss)
+    optimizer.step()
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    state = model.state_dict()
+    saved = load_file(f"{folder}/model.safetensors")
+    assert set(state) - set(saved) == {"lm_head.weight"} or set(state) - set(saved) == {"transformer.wte.weight"}
+    assert all(torch.equal(saved[name], state[name]) for name in saved)
+
+
+def test_save_model_writes_every_name(tmp_path):
+    ranks(saved_by_accelerate, folder=str(tmp_path))
+
+
+def several_models(rank: int, world_size: int) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    torch.manual_seed(rank)
+    first, second, teacher = gpt2(), bert(), bert().requires_grad_(False)
+    body = torch.optim.AdamW([p for n, p in second.named_parameters() if "classifier" not in n], lr=1e-3)
+    head = torch.optim.SGD(second.classifier.parameters(), lr=0.1)
+    opt = torch.optim.AdamW(first.parameters(), lr=1e-3)
+    first, opt, second, body, head, teacher = accelerator.prepare(first, opt, second, body, head, teacher)
+    with pytest.raises(ValueError, match="2: pass the model"):
+        engine_of(accelerator)
+    assert engine_of(first) is not engine_of(second)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(10 * seed + rank)
+        data = bert_batch(generator, 2)
+        with torch.no_grad():
+            teacher(**data)
+        accelerator.backward(first(**gpt2_batch(generator, 2)).loss + second(**data).loss)
+        accelerator.clip_grad_norm_(first.parameters(), 1.0)
+        with pytest.raises(ValueError, match="parameters of several models"):
+            accelerator.clip_grad_norm_([*first.parameters(), *second.parameters()], 1.0)
+        for optimizer in (opt, body, head):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine_of(second).full_state(second.classifier.weight) == {}
+    assert "exp_avg" in engine_of(second).full_state(second.bert.pooler.dense.weight)
+
+
+def test_several_models_and_optimizers_in_one_accelerator():
+    ranks(several_models)
+
+
+def prepared_again(rank: int, world_size: int) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    torch.manual_seed(0)
+    model = gpt2()
+    first = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    prepared, first = accelerator.prepare(model, first)
+    engine = engine_of(prepared)
+    accelerator.backward(prepared(**gpt2_batch(torch.Generator(), 2)).loss)
+    first.step()
+    accelerator.free_memory()
+    second = torch.optim.SGD(prepared.parameters(), lr=0.1)
+    prepared, second = accelerator.prepare(prepared, second)
+    assert engine_of(prepared) is not engine
+    accelerator.backward(prepared(**gpt2_batch(torch.Generator(), 2)).loss)
+    second.step()
+    second.zero_grad()
+
+
+def test_free_memory_and_a_new_optimizer():
+    ranks(prepared_again)
+
+
+def refusals(rank: int, world_size: int) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    model = gpt2()
+    with pytest.raises(ValueError, match="cannot be given shards of parameters"):
+        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))
+    accelerator.free_memory()
+    with pytest.raises(ValueError, match="holds none of the parameters of the prepared models"):
+        accelerator.prepare(gpt2(), torch.optim.SGD(gpt2().parameters(), lr=0.1))
+    accelerator.free_memory()
+    strangers = [*model.parameters(), *gpt2().parameters()]
+    with pytest.raises(ValueError, match="parameters that are not in the model"):
+        accelerator.prepare(model, torch.optim.SGD(strangers, lr=0.1))
+    accelerator.free_memory()
+    with torch.device("meta"):
+        empty = gpt2()
+    with pytest.raises((ValueError, NotImplementedError), match="meta"):
+        accelerator.prepare(empty, torch.optim.SGD(empty.parameters(), lr=0.1))
+    accelerator.free_memory()
+    frozen = gpt2().requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train or shard"):
+        accelerator.prepare(frozen, torch.optim.SGD(frozen.parameters(), lr=0.1))
+    accelerator.free_memory()
+    alone = accelerator.prepare(gpt2())
+    with pytest.raises(RuntimeError, match="prepared without its optimizer"):
+        alone(**gpt2_batch(torch.Generator(), 1))
+    with torch.no_grad():
+        alone(**gpt2_batch(torch.Generator(), 1))
+    with pytest.raises(NotImplementedError, match="join_uneven_inputs"):
+        accelerator.join_uneven_inputs([alone])
+    with pytest.raises(ValueError, match="is not a state saved with hf_zero"):
+        good = gpt2()
+        accelerator.prepare(good, torch.optim.SGD(good.parameters(), lr=0.1))
+        accelerator.load_state("/")
+
+
+def test_what_cannot_work_is_refused_by_name():
+    ranks(refusals)
+
+
+@pytest.fixture
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_one_process_without_a_group(fresh_state):
+    outcome = run(0, 1, "plugin 2", steps=4)
+    assert outcome["class"] == "ZeroAccelerator" and outcome["sent"] == 0
+    assert len(outcome["losses"]) == 4
+
+
+def test_a_second_accelerators_plugin_is_called_ignored(fresh_state):
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="plugin.attach"):
+        plugin = ZeroPlugin(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert type(Accelerator(cpu=True, parallelism_config=plugin)) is Accelerator
+        assert type(ZeroAccelerator(zero_plugin=plugin, cpu=True)) is not Accelerator
+    plugin.attach(accelerator)
+    loader = accelerator.prepare(DataLoader(Texts(4)))
+    assert next(iter(loader))["input_ids"].shape == (1, 16)
+    with pytest.raises(ConfigError, match="came after accelerator.prepare"):
+        model = gpt2()
+        other = Accelerator(cpu=True)
+        other.prepare(model)
+        plugin.attach(other)
+
+
+def test_a_plugin_takes_one_source_of_settings():
+    with pytest.raises(ConfigError, match="give one of the two"):
+        ZeroPlugin(2, stage=1)
+
+
+def test_other_sharders_are_refused(fresh_state, monkeypatch):
+    plugin = ZeroPlugin(2)
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "distributed_type", property(lambda self: DistributedType.FSDP))
+    with pytest.raises(ConfigError, match="two engines cannot own one model"):
+        plugin.attach(accelerator)
+
+
+def test_mixed_precision_has_one_owner(fresh_state):
+    with pytest.raises(ConfigError, match="two owners of the cast"):
+        Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ZeroPlugin(param_dtype="bfloat16"))

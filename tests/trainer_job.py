@@ -1,0 +1,99 @@
+"""A Trainer run through one of the doors, for tests that start ranks themselves and as a script for `accelerate launch`."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from training import bert, bert_batch, gpt2, gpt2_batch
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+
+from hf_zero import ZeroCallback, ZeroTrainingArguments
+
+MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch)}
+
+
+def as_launched(rank: int, world_size: int) -> None:
+    """What a launcher sets, for ranks that a test has started and joined."""
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    # The group has met already; accelerate only asks that an address is there.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+
+
+def make_trainer(
+    door: str, model: str, output_dir: str | Path, seed: int = 0, dropout: float = 0.1, **overrides
+) -> Trainer:
+    """A Trainer behind `door`: "ddp", "flag 2", "callback 1", "both 2" or "seq2seq 2".
+
+    Overrides are training arguments; `callbacks` and `compute_metrics` go to the Trainer.
+    """
+    kind, _, stage = door.partition(" ")
+    make_model, make_batch = MODELS[model]
+    torch.manual_seed(seed)
+    built = make_model(dropout=dropout)
+    generator = torch.Generator().manual_seed(5)
+    data = [{key: value[0] for key, value in make_batch(generator, 1).items()} for _ in range(240)]
+    passed = {name: overrides.pop(name) for name in ("compute_metrics",) if name in overrides}
+    callbacks = list(overrides.pop("callbacks", []))
+    settings = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 4,
+        "max_steps": 20,
+        "logging_steps": 1,
+        "warmup_steps": 5,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 100.0,
+        "use_cpu": not torch.cuda.is_available(),
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 3,
+        **overrides,
+    }
+    if kind in ("flag", "both"):
+        arguments = ZeroTrainingArguments(zero=stage, **settings)
+    elif kind == "seq2seq":
+        arguments = Seq2SeqTrainingArguments(**settings)
+    else:
+        arguments = TrainingArguments(**settings)
+    if kind in ("callback", "seq2seq"):
+        callbacks.append(ZeroCallback(int(stage)))
+    if kind == "both":
+        callbacks.append(ZeroCallback())
+    trainer_class = Seq2SeqTrainer if kind == "seq2seq" else Trainer
+    return trainer_class(
+        model=built, args=arguments, train_dataset=data, eval_dataset=data[:24], callbacks=callbacks, **passed
+    )
+
+
+def history(trainer: Trainer) -> dict[str, list[float]]:
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": [entry["loss"] for entry in logged], "norms": [float(entry["grad_norm"]) for entry in logged]}
+
+
+def run(rank: int, world_size: int, door: str, model: str, output_dir: str, resume: object = None, **overrides) -> dict:
+    """Trains; returns losses and norms, the last log entry, the state dict as lists, and class names."""
+    as_launched(rank, world_size)
+    trainer = make_trainer(door, model, output_dir, **overrides)
+    trainer.train(resume_from_checkpoint=resume)
+    if overrides.get("save_strategy", "no") == "no":
+        trainer.save_model()
+    return {
+        **history(trainer),
+        "log": next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry),
+        "state": {name: value.float().tolist() for name, value in trainer.model.state_dict().items()},
+        "best": trainer.state.best_model_checkpoint,
+        "classes": [type(trainer).__name__, type(trainer.accelerator).__name__],
+    }
+
+
+if __name__ == "__main__":
+    door, model, output_dir = sys.argv[1:4]
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    outcome = run(
+        int(os.environ.get("RANK", 0)), world, door, model, output_dir, **json.loads((sys.argv[4:] or ["{}"])[0])
+    )
+    if int(os.environ.get("RANK", 0)) == 0:
+        Path(output_dir, "outcome.json").write_text(json.dumps(outcome))
