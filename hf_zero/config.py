@@ -31,6 +31,27 @@ def _one_of(name: str, value: Any, allowed: tuple) -> None:
         raise _refuse(name, value, ", ".join(str(a) for a in allowed))
 
 
+_SAID_ELSEWHERE = (
+    "lr",
+    "learning_rate",
+    "batch_size",
+    "train_batch_size",
+    "max_grad_norm",
+    "gradient_clipping",
+    "scheduler",
+)
+"""Keys that people bring from other engines' files; they have one source, and it is not this one."""
+
+
+def _unknown(key: str, prefix: str, known: list[str]) -> ConfigError:
+    if any(key == name or key.endswith(f"_{name}") for name in _SAID_ELSEWHERE):
+        hint = "it is said in the training arguments or the script, and only there"
+    else:
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"the nearest known one is `{prefix}{near[0]}`" if near else "nothing known is near it"
+    return ConfigError(f"hf_zero config: unknown key `{prefix}{key}`; {hint}. Known: {', '.join(known)}.")
+
+
 def _not_built(name: str, value: Any, instead: str) -> ConfigError:
     return ConfigError(f"hf_zero config: `{name}: {value}` is not built yet in this version; {instead}.")
 
@@ -110,9 +131,9 @@ class ZeroConfig:
     comm: CommConfig = field(default_factory=CommConfig)
 
     def __post_init__(self):
-        _one_of("stage", self.stage, (0, 1, 2, 3))
-        if self.stage == 3:
+        if self.stage == 3 and not isinstance(self.stage, bool):
             raise _not_built("stage", 3, "stage 2 is the furthest that is")
+        _one_of("stage", self.stage, (0, 1, 2))
         if self.bucket_bytes != AUTO:
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
         if isinstance(self.grad_buffers, bool) or not isinstance(self.grad_buffers, int) or self.grad_buffers < 1:
@@ -168,17 +189,13 @@ class ZeroConfig:
         text = text.strip()
         if text.lstrip("-").isdigit():
             return cls(stage=int(text))
-        if "=" in text and not Path(text).suffix.lower().startswith((".yml", ".yaml")):
-            settings: dict[str, Any] = {}
-            for part in text.split(","):
-                name, _, value = part.partition("=")
-                *path, leaf = name.strip().split(".")
-                place = settings
-                for step in path:
-                    place = place.setdefault(step, {})
-                place[leaf] = yaml.safe_load(value)
-            return cls.from_dict(settings)
-        return cls.from_yaml(text)
+        if Path(text).suffix.lower() in (".yaml", ".yml"):
+            return cls.from_yaml(text)
+        if "=" not in text:
+            raise _refuse(
+                "config", text, "a stage (0, 1, 2), settings such as stage=2,grad_accumulation=local, a .yaml path"
+            )
+        return cls.from_dict(_settings_of(text))
 
     @classmethod
     def of(cls, value: "ZeroConfig | Mapping | str | Path | int | None") -> "ZeroConfig":
@@ -202,6 +219,23 @@ class ZeroConfig:
         return dataclasses.asdict(self)
 
 
+def _settings_of(text: str) -> dict[str, Any]:
+    """`stage=2,comm.timeout_s=60` → {"stage": 2, "comm": {"timeout_s": 60}}, values read as YAML."""
+    settings: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        *path, leaf = name.strip().split(".")
+        place = settings
+        for step in path:
+            place = place.setdefault(step, {})
+            if not isinstance(place, dict):
+                raise _refuse(name.strip(), value, f"nothing: `{step}` has a value already")
+        if not equals:
+            raise _refuse("config", text, "settings as name=value, separated by commas")
+        place[leaf] = yaml.safe_load(value)
+    return settings
+
+
 def _names(kind: type) -> list[str]:
     return [f.name for f in dataclasses.fields(kind)]
 
@@ -211,11 +245,7 @@ def _build(kind: type, settings: Mapping[str, Any], prefix: str):
     arguments = {}
     for name, value in settings.items():
         if name not in _names(kind):
-            near = difflib.get_close_matches(str(name), _names(kind), n=1, cutoff=0.0)
-            raise ConfigError(
-                f"hf_zero config: unknown key `{prefix}{name}`; the nearest known one is `{prefix}{near[0]}`. "
-                f"Known: {', '.join(_names(kind))}."
-            )
+            raise _unknown(str(name), prefix, _names(kind))
         if name in nested and isinstance(value, Mapping):
             value = _build(nested[name], value, f"{name}.")
         arguments[name] = value

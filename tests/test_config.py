@@ -39,8 +39,9 @@ def test_frozen_and_keyword_only():
             {"offload": {"optimiser": "cpu"}},
             "unknown key `offload.optimiser`; the nearest known one is `offload.optimizer`",
         ),
-        ({"learning_rate": 1e-3}, "unknown key `learning_rate`"),
-        ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
+        ({"learning_rate": 1e-3}, "unknown key `learning_rate`; it is said in the training arguments or the script"),
+        ({"weather": 1}, "unknown key `weather`; nothing known is near it. Known: stage,"),
+        ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2."),
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
         ({"stage": 3}, "`stage: 3` is not built yet"),
@@ -73,6 +74,22 @@ def test_missing_and_broken_files(tmp_path):
     (tmp_path / "list.yaml").write_text("- stage")
     with pytest.raises(ConfigError, match="holds list, not a mapping"):
         ZeroConfig.of(str(tmp_path / "list.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2), settings such as stage=2"),
+        ("", "`config` is ''"),
+        ("stage=2,local", "settings as name=value, separated by commas"),
+        ("stage=2,stage.x=1", "`stage.x` is '1'; allowed: nothing: `stage` has a value already"),
+        ("5", "`stage` is 5"),
+    ],
+)
+def test_wrong_flags(text, says):
+    with pytest.raises(ConfigError) as error:
+        ZeroConfig.from_flag(text)
+    assert says in str(error.value)
 
 
 def test_other_objects_are_refused():

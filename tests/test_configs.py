@@ -27,11 +27,10 @@ KEYS = {
 
 SAY_WHERE = """
 from accelerate import Accelerator
-from recipes.ranks import join_cpu_ranks
-join_cpu_ranks()
-accelerator = Accelerator()
-print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {accelerator.device.type}", flush=True)
-accelerator.end_training()
+from recipes.ranks import ranks_together
+with ranks_together():
+    accelerator = Accelerator()
+    print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {accelerator.device.type}", flush=True)
 """
 
 

@@ -1,7 +1,7 @@
 """Writing a checkpoint: every rank its rows, then rank 0 the manifest."""
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,9 @@ from safetensors.torch import save_file
 
 from ..layout.intervals import Interval
 from .manifest import MANIFEST_NAME, CheckpointError, Manifest, SavedRow
+from .together import Exchange, together
 
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "safetensors")
-
-Exchange = Callable[[object], list]
-"""Every rank's picklable value, in rank order."""
 
 
 def write_rows(
@@ -41,8 +39,12 @@ def write_rows(
         CheckpointError: on every rank, with the reason of the first rank that failed. No manifest is there then.
     """
     file = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-    report: dict[str, Any] = {"shapes": shapes, "scalars": _plain(scalars)}
-    try:
+    then = (
+        "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
+        "writable."
+    )
+
+    def write_own() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         # An older manifest must not vouch for the files that are about to replace its own.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -50,27 +52,16 @@ def write_rows(
         temporary = folder / f".{file}.tmp"
         save_file(tensors, temporary)
         temporary.replace(folder / file)
-        report["rows"] = [(kind, name, tuple(interval), file, f"{kind}/{name}") for kind, name, interval, _ in rows]
-    except Exception as error:
-        report["error"] = f"{type(error).__name__}: {error}"
-    reports = exchange(report)
-    _raise_first(folder, reports)
-    fault = None
-    if rank == 0:
-        try:
+        places = [(kind, name, tuple(interval), file, f"{kind}/{name}") for kind, name, interval, _ in rows]
+        return {"shapes": shapes, "scalars": _plain(scalars), "rows": places}
+
+    reports = together(exchange, write_own, doing=f"write to {folder}", then=then)
+
+    def write_manifest() -> None:
+        if rank == 0:
             _manifest(reports, world_size, stage, optimizers).write(folder)
-        except OSError as error:
-            fault = f"{type(error).__name__}: {error}"
-    _raise_first(folder, [{"error": fault} if fault else {} for fault in exchange(fault)])
 
-
-def _raise_first(folder: Path, reports: Sequence[dict[str, Any]]) -> None:
-    for rank, report in enumerate(reports):
-        if "error" in report:
-            raise CheckpointError(
-                f"hf_zero: rank {rank} could not write to {folder}: {report['error']}. The checkpoint is not complete and "
-                "will not be resumed from; training state is unharmed. Free space or make the folder writable."
-            )
+    together(exchange, write_manifest, doing=f"write the manifest of {folder}", then=then)
 
 
 def _manifest(

@@ -44,14 +44,17 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer) -> None:
     fault = "needs whole parameters" if name.lower() in _NEED_WHOLE_MATRICES else _fault_on_pieces(optimizer)
     if fault is not None:
         raise ValueError(
-            f"hf_zero: the optimizer {name} {fault}, so it cannot be given shards of parameters. Use an element-wise "
-            "optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Lion, ...), or `stage: 0`, which shards nothing."
+            f"hf_zero: the optimizer {name} {fault}, so it cannot be given shards of parameters; layouts that keep "
+            "parameters whole are not built yet. Use an element-wise optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, "
+            "RAdam, Lion, ...), or train without hf_zero."
         )
 
 
 def _fault_on_pieces(optimizer: torch.optim.Optimizer) -> str | None:
     generator = torch.Generator().manual_seed(0)
     start, gradient = (torch.randn(_SHAPE, generator=generator) for _ in range(2))
+    # Pieces unlike each other and the whole, so that whatever is taken over a parameter (a sign, a norm) differs.
+    gradient.abs_().view(-1)[_CUT:].mul_(-3.0)
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     try:
         (whole,) = _stepped(optimizer, group, [start], [gradient])

@@ -80,12 +80,11 @@ class ZeroEngine:
         self.model = model
         trained = trained_parameters(model)
         owner = owners(trained, optimizers, model)
+        for optimizer in optimizers:
+            refuse_unless_elementwise(optimizer)
         self.device = trained[0][1].device
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
-        if self.groups.shard_size > 1:
-            for optimizer in optimizers:
-                refuse_unless_elementwise(optimizer)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(list(model.named_parameters()), optimizers, self.config), self.transport)
         self._buffers = ModelBuffers(model, self.transport)

@@ -35,8 +35,8 @@ class ZeroPlugin(ParallelismConfig):
     """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
 
     Args:
-        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, the file named
-            by the environment variable HF_ZERO_CONFIG, or else all defaults.
+        config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, what the
+            environment variable HF_ZERO_CONFIG holds (a YAML path, a stage or flag text), or else all defaults.
         settings: fields of ZeroConfig by name, in place of `config`.
     """
 
@@ -143,18 +143,31 @@ class ZeroAcceleratorMixin:
             if not mine:
                 continue
             waiting = [o for o in waiting if o not in mine]
-            former = engine_attached_to(model)
-            if former is not None:
-                former.close()
-                self.zero_engines.remove(former)
-            engine = ZeroEngine(model, mine, self.zero_config, entry=prepared if prepared is not model else None)
-            self.zero_engines.append(engine)
-            announce(engine, self.zero_cast_owner)
+            try:
+                self._build_engine(model, mine, prepared)
+            except Exception:
+                self._forget(prepared, mine)
+                raise
         for optimizer in waiting:
             self._refuse_foreign(optimizer)
 
+    def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
+        former = engine_attached_to(model)
+        if former is not None:
+            former.close()
+            self.zero_engines.remove(former)
+        engine = ZeroEngine(model, optimizers, self.zero_config, entry=prepared if prepared is not model else None)
+        self.zero_engines.append(engine)
+        announce(engine, self.zero_cast_owner)
+
+    def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""
+        self._models = [m for m in self._models if m is not prepared]
+        self._optimizers = [o for o in self._optimizers if not any(_bare(o) is refused for refused in optimizers)]
+
     def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
         if self._models:
+            self._forget(None, [optimizer])
             raise ValueError(
                 f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it would train "
                 "nothing. Build it from the model that you prepare, after any step that replaces parameters "

@@ -33,7 +33,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
-        ("dtypes", f"{dtypes}; gradients divided and summed as {dtypes.rsplit(' ', 1)[1]}"),
+        ("dtypes", dtypes),
         ("who casts", cast_owner),
         ("buckets", f"{len(engine.buckets)}, largest {mib(largest)} MiB; accumulation {accumulation}"),
         ("parameters", f"{mib(plan.parameters)} MiB"),
@@ -45,7 +45,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ),
         ("bytes a rank", f"{mib(plan.total)} MiB of state"),
     ]
-    print(render("hf_zero", ("plan", ""), rows), file=sys.stderr, flush=True)
+    print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
 
 
 def _cost(engine: ZeroEngine, bucket) -> BucketCost:

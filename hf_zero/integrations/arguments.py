@@ -9,7 +9,10 @@ from .accelerate import ZeroPlugin
 
 @dataclass
 class ZeroTrainingArguments(TrainingArguments):
-    """TrainingArguments whose `zero` installs the engine in the Trainer that gets them; nothing else is needed."""
+    """TrainingArguments whose `zero` installs the engine in the Trainer that gets them; nothing else is needed.
+
+    Without `zero` they are plain TrainingArguments: stock DDP, whatever HF_ZERO_CONFIG says.
+    """
 
     zero: str | None = field(
         default=None,

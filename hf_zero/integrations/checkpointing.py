@@ -6,6 +6,7 @@ from typing import Any
 from ..checkpoint.manifest import CheckpointError
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.settings import plain_settings, restore_settings, same_groups
+from ..checkpoint.together import together
 from ..checkpoint.writer import write_rows
 from ..engine.engine import ZeroEngine
 
@@ -48,7 +49,15 @@ def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
     Raises:
         CheckpointError: not a finished checkpoint, damaged, or of another model or optimizer.
     """
-    folder = Path(folder)
+    together(
+        engine.transport.exchange,
+        lambda: _load_own(engine, Path(folder)),
+        doing=f"read {folder}",
+        then="Nothing was trained; resume from another checkpoint.",
+    )
+
+
+def _load_own(engine: ZeroEngine, folder: Path) -> None:
     with CheckpointReader(folder) as reader:
         reader.check_names(engine.parameter_shapes())
         for (optimizer, names), saved in zip(engine.named_groups(), _saved_optimizers(engine, reader, folder)):

@@ -2,12 +2,12 @@
 
 import os
 
+import psutil
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ..config import ConfigError
-
-_ONE_DEVICE_A_RANK = (DistributedType.NO, DistributedType.MULTI_CPU)
 
 
 def check_environment(accelerator: Accelerator) -> None:
@@ -22,29 +22,36 @@ def check_environment(accelerator: Accelerator) -> None:
     asked = _ranks_asked_for()
     if asked is not None and asked != accelerator.num_processes:
         raise ConfigError(
-            f"hf_zero: {asked} processes were asked for and {accelerator.num_processes} is running, so nothing would be "
-            "sharded. `accelerate launch --cpu --num_processes N` starts a single process: for N ranks on CPU use "
-            "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N --num_machines 1 script.py`, the "
-            "config configs/accelerate/cpu2.yaml, or `torchrun --nproc_per_node N script.py`."
+            f"hf_zero: {asked} processes were asked for, and accelerate counts {accelerator.num_processes} in each of them, so "
+            "data and state would not be split. `accelerate launch --cpu --num_processes N` starts a single process, and ranks "
+            "on a machine without a GPU find each other only with ACCELERATE_USE_CPU=true. For N ranks on CPU: "
+            "`ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes N --num_machines 1 script.py` or "
+            "`ACCELERATE_USE_CPU=true torchrun --nproc_per_node N script.py`."
         )
 
 
 def _ranks_asked_for() -> int | None:
-    """The number of processes on the command line of the `accelerate launch` that is our parent, if there is one."""
-    import psutil
-
+    """The world size that the launcher set or was asked for on its command line; None where there is no sign of one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    if os.environ.get("WORLD_SIZE", "").isdigit():
+        return int(os.environ["WORLD_SIZE"])
     launcher = psutil.Process().parent()
-    if launcher is None or "WORLD_SIZE" in os.environ:
-        return None
     try:
-        words = launcher.cmdline()
+        words = launcher.cmdline() if launcher is not None else []
     except (psutil.AccessDenied, psutil.NoSuchProcess):
+        # A launcher that may not be looked at, or that ended: no sign.
         return None
-    if not any("accelerate" in word for word in words[:4]) or "launch" not in words:
+    return _processes_on(words)
+
+
+def _processes_on(words: list[str]) -> int | None:
+    """N of `accelerate launch … --num_processes N …`, or None."""
+    if "launch" not in words or not any("accelerate" in word for word in words[: words.index("launch")]):
         return None
     for place, word in enumerate(words):
         flag, _, value = word.partition("=")
         if flag in ("--num_processes", "--num-processes"):
-            value = value or words[place + 1]
+            value = value or (words[place + 1] if place + 1 < len(words) else "")
             return int(value) if value.isdigit() else None
     return None

@@ -1,0 +1,171 @@
+"""The task of `finetune_bert.py` as a plain accelerate loop: one line, the plugin, puts it on a ZeRO engine.
+
+    accelerate launch scripts/finetune_accelerate.py --zero 2 --checkpointing_steps 100
+    accelerate launch scripts/finetune_accelerate.py --zero 2 --resume_from_checkpoint outputs/accelerate/step_100
+
+Without `--zero` it runs under stock DDP.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from finetune_bert import load_model
+from recipes.arguments import ModelArguments, parse_arguments
+from recipes.classification import ClassificationArguments, class_names, load_classification, tokenize
+from recipes.errors import one_paragraph
+from recipes.folders import check_writable, step_to_resume
+from recipes.memory import peak_memory_bytes
+from recipes.ranks import ranks_together
+from recipes.report import report
+from recipes.tokenizer import load_or_train, train_for_classification
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import DataCollatorWithPadding, get_scheduler, set_seed
+
+from hf_zero import ZeroPlugin, engine_of
+
+FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_batch_size": 16, "num_warmup_steps": 40}
+
+
+@dataclass
+class LoopArguments:
+    """How it is trained. Batch sizes are those of one process."""
+
+    zero: str | None = field(default=None, metadata={"help": "A stage (0, 1, 2) or a yaml file. Unset: stock DDP."})
+    output_dir: str = field(default="outputs/accelerate", metadata={"help": "Where model and checkpoints go."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Rows of a training batch."})
+    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of an evaluation batch."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches that make up one step."})
+    num_train_epochs: int = field(default=3, metadata={"help": "Passes over the training data."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "Highest learning rate, after the warm-up."})
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm."})
+    lr_scheduler_type: str = field(default="linear", metadata={"help": "Name of a transformers schedule."})
+    num_warmup_steps: int = field(default=0, metadata={"help": "Steps over which the learning rate rises."})
+    seed: int = field(default=42, metadata={"help": "For weights, data order and dropout."})
+    checkpointing_steps: int | None = field(
+        default=None, metadata={"help": "Save the whole state every so many steps."}
+    )
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A folder `step_…` to go on from."})
+
+
+def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> dict[str, float]:
+    """All steps after the first so many. Returns the mean loss and the speed."""
+    steps_per_epoch = math.ceil(len(loader) / run.gradient_accumulation_steps)
+    first_epoch, steps_done = divmod(first_step, steps_per_epoch)
+    step, total = first_step, steps_per_epoch * run.num_train_epochs
+    bar = tqdm(total=total, initial=step, disable=not accelerator.is_local_main_process, dynamic_ncols=True)
+    # Sum of losses and number of rows, kept on the device: asking for them at every step would stop it there.
+    seen, started = torch.zeros(2, device=accelerator.device), time.perf_counter()
+
+    model.train()
+    for epoch in range(first_epoch, run.num_train_epochs):
+        loader.set_epoch(epoch)
+        batches = loader
+        if epoch == first_epoch and steps_done:
+            batches = accelerator.skip_first_batches(loader, steps_done * run.gradient_accumulation_steps)
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), run.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            rows = len(batch["labels"])
+            seen += torch.stack([loss.detach() * rows, torch.tensor(float(rows), device=accelerator.device)])
+            if accelerator.sync_gradients:
+                step += 1
+                bar.update()
+                if run.checkpointing_steps and step % run.checkpointing_steps == 0:
+                    accelerator.save_state(str(Path(run.output_dir, f"step_{step}")))
+    bar.close()
+
+    loss_sum, rows = accelerator.reduce(seen, reduction="sum").tolist()
+    seconds = time.perf_counter() - started
+    return {
+        "train_loss": loss_sum / max(rows, 1),
+        "train_seconds": seconds,
+        "train_samples_per_second": rows / seconds,
+    }
+
+
+@torch.no_grad()
+def evaluate(accelerator, model, loader) -> float:
+    """The share of rows whose most likely class is the right one."""
+    model.eval()
+    hits = []
+    for batch in tqdm(loader, desc="Evaluating", disable=not accelerator.is_local_main_process):
+        hit = model(**batch).logits.argmax(dim=-1) == batch["labels"]
+        hits.append(accelerator.gather_for_metrics(hit))
+    return torch.cat(hits).float().mean().item()
+
+
+@one_paragraph()
+@ranks_together()
+def main():
+    model_args, data_args, run = parse_arguments(
+        ModelArguments, ClassificationArguments, LoopArguments, defaults={}, from_scratch=FROM_SCRATCH
+    )
+    check_writable(run.output_dir)
+    first_step = step_to_resume(run.resume_from_checkpoint)
+    set_seed(run.seed)
+
+    accelerator = Accelerator(
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        # The order of an epoch follows from seed and epoch alone, so that a resumed run skips what was really seen.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        parallelism_config=ZeroPlugin(run.zero) if run.zero is not None else None,
+    )
+
+    with accelerator.local_main_process_first():
+        splits = load_classification(data_args, run.seed)
+    tokenizer = load_or_train(
+        model_args, train_for_classification, splits["train"]["text"], run.output_dir, resuming=first_step > 0
+    )
+    with accelerator.local_main_process_first():
+        rows = tokenize(splits, tokenizer, data_args.max_seq_length)
+    model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
+
+    loader = partial(DataLoader, collate_fn=DataCollatorWithPadding(tokenizer))
+    train_loader, eval_loader = accelerator.prepare(
+        loader(rows["train"], batch_size=run.per_device_train_batch_size, shuffle=True),
+        loader(rows["validation"], batch_size=run.per_device_eval_batch_size),
+    )
+    steps = math.ceil(len(train_loader) / run.gradient_accumulation_steps) * run.num_train_epochs
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, weight_decay=run.weight_decay)
+    scheduler = get_scheduler(
+        run.lr_scheduler_type,
+        optimizer,
+        # accelerate steps a schedule once for every process.
+        num_warmup_steps=run.num_warmup_steps * accelerator.num_processes,
+        num_training_steps=steps * accelerator.num_processes,
+    )
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    if first_step:
+        accelerator.load_state(run.resume_from_checkpoint)
+
+    results = {"parameters": accelerator.unwrap_model(model).num_parameters(), "processes": accelerator.num_processes}
+    results |= train(accelerator, run, model, optimizer, scheduler, train_loader, first_step)
+    results["eval_accuracy"] = evaluate(accelerator, model, eval_loader)
+    results["peak_memory_bytes"] = peak_memory_bytes()
+
+    # Every rank asks for the whole weights, and the main one writes them.
+    state_dict = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        run.output_dir, is_main_process=accelerator.is_main_process, state_dict=state_dict
+    )
+    if accelerator.is_main_process:
+        tokenizer.save_pretrained(run.output_dir)
+        engine = engine_of(accelerator) if run.zero is not None else None
+        report("BERT classification in a plain loop", results, run.output_dir, engine)
+
+
+if __name__ == "__main__":
+    main()

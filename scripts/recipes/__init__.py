@@ -1,0 +1,1 @@
+"""What the fine-tuning scripts beside this package share, one concern a file."""

@@ -1,0 +1,188 @@
+"""Writing and reading rows by themselves: any split reads any other, faults on one rank are every rank's."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from trainer_job import as_launched
+from training import gpt2, gpt2_batch
+
+from hf_zero.checkpoint.manifest import CheckpointError, Manifest
+from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.settings import plain_settings, restore_settings
+from hf_zero.checkpoint.writer import write_rows
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.checkpointing import load_engine, save_engine
+from hf_zero.layout.intervals import Interval
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def save_alone(folder, rows, scalars=None):
+    write_rows(
+        folder,
+        rank=0,
+        world_size=1,
+        stage=2,
+        rows=rows,
+        shapes={"w": (10, 3)},
+        scalars=scalars or {},
+        optimizers=[],
+        exchange=lambda value: [value],
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sets(st.integers(1, 29)), st.sets(st.integers(1, 29)))
+def test_any_split_reads_any_other(tmp_path_factory, cuts_then, cuts_now):
+    folder = tmp_path_factory.mktemp("rows")
+    values = torch.arange(30, dtype=torch.float32)
+    edges = [0, *sorted(cuts_then), 30]
+    rows = [(f"part{i}", "w", Interval(a, b), values[a:b]) for i, (a, b) in enumerate(itertools.pairwise(edges))]
+    save_alone(folder, rows)
+    # Each part was saved under a kind of its own; one kind whose rows lie in all of them is what ranks write.
+    content = json.loads((folder / "manifest.json").read_text())
+    content["rows"] = [["exp_avg", *row[1:]] for row in content["rows"]]
+    (folder / "manifest.json").write_text(json.dumps(content))
+    edges = [0, *sorted(cuts_now), 30]
+    with CheckpointReader(folder) as reader:
+        for a, b in itertools.pairwise(edges):
+            assert torch.equal(reader.read("exp_avg", "w", Interval(a, b)), values[a:b])
+
+
+def test_scalars_and_settings_come_back_as_they_were(tmp_path):
+    scalars = {"w": {"step": torch.tensor(7.0), "note": "x", "count": 3, "eta": torch.tensor(0.5, dtype=torch.float64)}}
+    save_alone(tmp_path, [], scalars)
+    with CheckpointReader(tmp_path) as reader:
+        back = reader.scalars_of("w")
+    assert back["step"].dtype == torch.float32 and back["eta"].dtype == torch.float64
+    assert {**back, "step": back["step"].item(), "eta": back["eta"].item()} == {
+        "step": 7.0,
+        "note": "x",
+        "count": 3,
+        "eta": 0.5,
+    }
+    group = {"params": [], "lr": torch.tensor(0.25), "betas": (0.9, 0.99), "amsgrad": False}
+    saved = json.loads(json.dumps(plain_settings(group)))
+    other = {"params": [], "lr": torch.tensor(0.0), "betas": (0.0, 0.0), "amsgrad": True}
+    restore_settings(other, saved)
+    assert other == group
+
+
+def test_the_manifest_is_there_last_or_not_at_all(tmp_path, monkeypatch):
+    save_alone(tmp_path, [("exp_avg", "w", Interval(0, 30), torch.zeros(30))])
+    assert (tmp_path / "manifest.json").is_file()
+
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_zero.checkpoint.writer.save_file", no_space)
+    with pytest.raises(
+        CheckpointError, match=r"rank 0 could not write to .*No space left on device.*training state is unharmed"
+    ):
+        save_alone(tmp_path, [])
+    with pytest.raises(CheckpointError, match=r"holds no manifest\.json"):
+        Manifest.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is damaged"),
+        ('{"format_version": 99}', "has format version 99"),
+        ('{"format_version": 1}', "is damaged"),
+    ],
+)
+def test_damaged_manifests(tmp_path, text, says):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=says):
+        Manifest.read(tmp_path)
+
+
+def trained_engine(stage: int, optimizer=torch.optim.AdamW, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = gpt2().to(dtype)
+    opt = optimizer(model.parameters(), lr=1e-3)
+    engine = ZeroEngine(model, [opt], {"stage": stage, "bucket_bytes": "20KiB"})
+    for seed in range(2):
+        model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    return model, opt, engine
+
+
+def fails_on_one_rank(rank: int, world_size: int, folder: str) -> str:
+    as_launched(rank, world_size)
+    _, _, engine = trained_engine(2)
+    place = folder if rank == 0 else f"{folder}/file/below"
+    with pytest.raises(CheckpointError) as error:
+        save_engine(engine, place)
+    return str(error.value)
+
+
+def test_a_fault_on_one_rank_is_every_ranks(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    messages = run_ranks(fails_on_one_rank, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    for message in messages:
+        assert message.startswith("hf_zero: rank 1 could not write to") and "Not a directory" in message
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def saved_state(rank: int, world_size: int, folder: str, stage: int, bf16: bool) -> dict:
+    model, _, engine = trained_engine(stage, dtype=torch.bfloat16 if bf16 else torch.float32)
+    save_engine(engine, folder)
+    return {
+        n: {k: torch.as_tensor(v).tolist() for k, v in engine.full_state(p).items()}
+        for n, p in model.named_parameters()
+    }
+
+
+def loaded_state(rank: int, world_size: int, folder: str, stage: int, bf16: bool) -> dict:
+    torch.manual_seed(5)
+    model = gpt2().to(torch.bfloat16 if bf16 else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "9KiB"})
+    load_engine(engine, folder)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    return {
+        n: {k: torch.as_tensor(v).tolist() for k, v in engine.full_state(p).items()}
+        for n, p in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(("wrote", "reads"), [((2, 2), (3, 1)), ((3, 1), (2, 2)), ((2, 0), (4, 2)), ((4, 2), (2, 0))])
+def test_state_is_the_same_at_another_world_size_and_stage(tmp_path, wrote, reads, bf16):
+    arguments = {"folder": str(tmp_path), "bf16": bf16}
+    world, stage = wrote
+    saved = run_ranks(saved_state, world_size=world, time_limit_s=60, keyword_arguments={**arguments, "stage": stage})
+    world, stage = reads
+    for loaded in run_ranks(
+        loaded_state, world_size=world, time_limit_s=60, keyword_arguments={**arguments, "stage": stage}
+    ):
+        assert loaded == saved[0]
+
+
+def test_other_models_and_optimizers_are_refused(tmp_path):
+    _, _, engine = trained_engine(2)
+    save_engine(engine, tmp_path)
+    _, _, other = trained_engine(2, torch.optim.SGD)
+    with pytest.raises(CheckpointError, match="was made with the optimizer AdamW, and this run has SGD"):
+        load_engine(other, tmp_path)
+    torch.manual_seed(0)
+    model = gpt2()
+    model.resize_token_embeddings(300, mean_resizing=False)
+    larger = ZeroEngine(model, [torch.optim.AdamW(model.parameters())], 2)
+    with pytest.raises(CheckpointError, match=r"'transformer.wte.weight' has shape \(211, 40\) there and \(300, 40\)"):
+        load_engine(larger, tmp_path)
+    frozen = gpt2()
+    frozen.transformer.wpe.weight.requires_grad_(False)
+    fewer = ZeroEngine(frozen, [torch.optim.AdamW([p for p in frozen.parameters() if p.requires_grad])], 2)
+    with pytest.raises(
+        CheckpointError, match=r"'transformer\.wpe\.weight' is in the checkpoint but is not trained now"
+    ):
+        load_engine(fewer, tmp_path)
