@@ -5,6 +5,7 @@ plugin turns that very instance into one whose methods know the engine; nothing 
 """
 
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -26,7 +27,6 @@ from .announce import announce
 from .checkpointing import ZERO_FOLDER, load_engine, save_engine
 from .environment import check_environment
 from .leaving import end_cleanly
-from .trainer import install_in_trainer, trainer_under_construction
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
@@ -78,9 +78,13 @@ class ZeroPlugin(ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self._install(accelerator)
-        trainer = trainer_under_construction()
-        if trainer is not None:
-            install_in_trainer(trainer)
+        if "transformers.trainer" in sys.modules:
+            # Here, not above: a plain loop does without transformers, which takes seconds to import.
+            from .trainer import install_in_trainer, trainer_under_construction
+
+            trainer = trainer_under_construction()
+            if trainer is not None:
+                install_in_trainer(trainer)
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)

@@ -1,0 +1,43 @@
+"""The BERT recipe on a real task: the accuracy curve of every stage is DDP's, to the digit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SST2 = REPO.parent / "shared" / "data" / "sst2"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not SST2.is_dir(), reason="the SST-2 sentences are not on this machine"),
+]
+
+
+def curve(folder: Path, *flags: str) -> list[tuple[int, float, float]]:
+    """(step, accuracy, loss) of each evaluation in a run of the recipe from scratch."""
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
+        *("--config_file", "configs/accelerate/cpu2.yaml", "scripts/finetune_bert.py"),
+        *("--train_file", str(SST2 / "train.tsv"), "--validation_file", str(SST2 / "dev.tsv")),
+        *("--max_seq_length", "48", "--max_steps", "200", "--eval_strategy", "steps", "--eval_steps", "40"),
+        *("--config_overrides", "hidden_size=64,intermediate_size=128", "--save_strategy", "no"),
+        *("--output_dir", str(folder), *flags),
+    ]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TOKENIZERS_PARALLELISM": "false"}
+    subprocess.run(command, cwd=REPO, env=environment, check=True, timeout=400)
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [(e["step"], e["eval_accuracy"], e["eval_loss"]) for e in history if "eval_accuracy" in e]
+
+
+def test_accuracy_curve_is_ddps(tmp_path):
+    expected = curve(tmp_path / "ddp")
+    assert len(expected) >= 5
+    for stage in ("1", "2"):
+        found = curve(tmp_path / f"stage{stage}", "--zero", stage)
+        print("step, accuracy, loss of DDP and of stage", stage, *zip(expected, found), sep="\n")
+        assert found == expected

@@ -1,0 +1,47 @@
+"""What importing the package costs, and that the command line of an install without extras is enough."""
+
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+MEASURE = (
+    "import resource, sys; {statement}; u = resource.getrusage(resource.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
+)
+
+
+def cpu_seconds(statement: str) -> float:
+    ran = subprocess.run(
+        [sys.executable, "-c", MEASURE.format(statement=statement)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    return float(ran.stdout)
+
+
+@pytest.mark.parametrize("names", ["", "; hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
+def test_import_costs_little_over_accelerate(names):
+    pairs = [(cpu_seconds("import accelerate"), cpu_seconds(f"import accelerate, hf_zero{names}")) for _ in range(3)]
+    extra = statistics.median(with_us - without for without, with_us in pairs)
+    print(f"import hf_zero{names}: {extra:.3f} s of CPU over import accelerate")
+    assert extra < 0.3
+
+
+def test_a_plain_loop_does_not_import_transformers_trainer():
+    check = "import hf_zero, sys; hf_zero.ZeroPlugin(2); assert 'transformers.trainer' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+def test_every_public_name_is_there():
+    check = "import hf_zero; [getattr(hf_zero, name) for name in hf_zero.__all__]"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    import hf_zero
+
+    with pytest.raises(AttributeError, match="no attribute 'ZeroPluggin'"):
+        hf_zero.ZeroPluggin  # noqa: B018
