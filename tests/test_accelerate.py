@@ -1,11 +1,12 @@
 """accelerate's doors: an unchanged loop has DDP's losses, saves what others can read, resumes, and is refused by name."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, notebook_launcher
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from accelerate_job import Texts, run
@@ -271,6 +272,16 @@ def test_one_process_without_a_group(fresh_state):
     outcome = run(0, 1, "plugin 2", steps=4)
     assert outcome["class"] == "ZeroAccelerator" and outcome["sent"] == 0
     assert len(outcome["losses"]) == 4
+
+
+def in_a_notebook(folder: str) -> None:
+    outcome = run(0, 1, "plugin 1", steps=2)
+    Path(folder, outcome["class"]).touch()
+
+
+def test_notebook_launcher(fresh_state, tmp_path):
+    notebook_launcher(in_a_notebook, (str(tmp_path),), num_processes=1)
+    assert (tmp_path / "ZeroAccelerator").exists()
 
 
 def test_a_second_accelerators_plugin_is_called_ignored(fresh_state):

@@ -343,14 +343,46 @@ def test_sparse_gradients_and_closures_are_refused():
         optimizer.step(lambda: model(**batch(0)).loss)
 
 
-def test_state_dict_of_an_optimizer_fits_its_own_shard_only():
-    model, optimizer, _ = built(1, optimizer=torch.optim.AdamW)
-    model(**batch(0)).loss.backward()
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_mixed_dtypes_train_at_one_rank(stage):
+    torch.manual_seed(0)
+    model = gpt2().to(torch.bfloat16)
+    model.transformer.ln_f.float()
+    model.transformer.ln_f.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    model.transformer.ln_f.register_forward_hook(lambda module, args, output: output.bfloat16())
+    before = model.transformer.ln_f.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ZeroEngine(model, [optimizer], stage)
+    losses = []
+    for _ in range(4):
+        loss = model(**batch(0)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert not torch.equal(model.transformer.ln_f.weight, before)
+
+
+def trained_state_dict(rank: int, world_size: int, stage: int) -> dict:
+    model, optimizer, _ = built(stage, optimizer=torch.optim.AdamW)
+    model(**batch(rank)).loss.backward()
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     stock = torch.optim.AdamW(copy.deepcopy(model).parameters())
     for p in stock.param_groups[0]["params"]:
         p.grad = torch.zeros_like(p)
     stock.step()
+    if stage == 0:
+        optimizer.load_state_dict(stock.state_dict())
+        return
     with pytest.raises(ValueError, match="a whole optimizer"):
         optimizer.load_state_dict(stock.state_dict())
+    marked = {**stock.state_dict(), "hf_zero_shard": "rank 5 of 7"}
+    with pytest.raises(ValueError, match="rank 5 of 7"):
+        optimizer.load_state_dict(marked)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(stage):
+    ranks(trained_state_dict, stage=stage)

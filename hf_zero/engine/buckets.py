@@ -72,6 +72,7 @@ class Bucket:
         own: this rank's shard of `flat`, (shard_numel,).
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
         slots, rows: all parameters of the bucket, and this rank's parts of them.
+        whole: this rank's rows are the parameters themselves.
     """
 
     def __init__(
@@ -79,11 +80,14 @@ class Bucket:
         layout: BucketLayout,
         parameters: Sequence[nn.Parameter],
         precision: Precision,
+        *,
         shard_rank: int,
+        whole: bool,
         tier: Tier,
     ):
         self.layout = layout
         self.precision = precision
+        self.whole = whole
         self.device = parameters[0].device
         self.flat = allocate(layout.numel, precision.param, self.device)
         for gap in layout.padding:
@@ -113,11 +117,6 @@ class Bucket:
     @property
     def name(self) -> str:
         return f"bucket {self.layout.index}"
-
-    @property
-    def whole(self) -> bool:
-        """True when this rank's rows are the parameters themselves."""
-        return self.layout.shards == 1 and not self.precision.has_master
 
     def adopt(self, slot: ParameterSlot) -> None:
         """Copies a parameter into its slot and makes it a view of it, with a storage of its own extent."""

@@ -9,11 +9,26 @@ _LABEL = Label(kind="broadcast buffers", subject="the model")
 
 
 class ModelBuffers:
-    """Broadcasts all buffers of a model in one message a dtype."""
+    """Broadcasts all buffers of a model in one message a dtype, before the forwards that DDP broadcasts before.
 
-    def __init__(self, model: nn.Module, transport: Transport):
+    Args:
+        wanted: False leaves every rank its own (`broadcast_buffers: false`, or one rank alone).
+    """
+
+    def __init__(self, model: nn.Module, transport: Transport, wanted: bool):
         self._model = model
         self._transport = transport
+        self._wanted = wanted and next(iter(model.buffers()), None) is not None
+        self._due = self._wanted
+
+    def before_forward(self) -> None:
+        """Collective where it is due: a training forward, unless the last one was under no_sync."""
+        if self._due and self._model.training and torch.is_grad_enabled():
+            self.broadcast()
+
+    def after_forward(self, *, under_no_sync: bool) -> None:
+        """Notes whether the next training forward starts from rank 0's buffers."""
+        self._due = self._wanted and not under_no_sync
 
     def broadcast(self) -> None:
         """Collective. Rank 0's values on every rank, in place."""

@@ -79,13 +79,16 @@ def build_buckets(
     total_bytes = sum(p.numel() * precision_of[p.dtype].reduce.itemsize for _, p in trained)
     bucket_bytes = auto_bucket_bytes(total_bytes) if config.bucket_bytes == AUTO else config.bucket_bytes
     layouts = plan_buckets(specs, bucket_numel=max(1, bucket_bytes // smallest_itemsize), shards=groups.shard_size)
+    # One dtype with a master makes all rows tensors of their own: a model's gradients are stored in one way.
+    whole = groups.shard_size == 1 and not any(precision.has_master for precision in precision_of.values())
     return [
         Bucket(
             layout,
             [parameter_of[slot.name] for slot in layout.slots],
             precision_of[parameter_of[layout.slots[0].name].dtype],
-            groups.shard_rank,
-            tier,
+            shard_rank=groups.shard_rank,
+            whole=whole,
+            tier=tier,
         )
         for layout in layouts
     ]

@@ -87,7 +87,8 @@ class ZeroEngine:
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(list(model.named_parameters()), optimizers, self.config), self.transport)
-        self._buffers = ModelBuffers(model, self.transport)
+        alone = self.groups.world_size == 1
+        self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
         self._start_alike()
         self.buckets = build_buckets(trained, owner, self.config, self.groups, DeviceTier(self.device))
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
@@ -170,16 +171,15 @@ class ZeroEngine:
         slot = self._slot(parameter)
         row = self._row_of.get(parameter)
         mine = {} if row is None else self._state_of(row)
-        kinds = [
-            {name: torch.is_tensor(v) and v.dim() > 0 and v.numel() == row.tensor.numel() for name, v in mine.items()}
-            if row is not None
-            else {}
-        ]
-        everyone = [kind for kinds_of_rank in self.transport.exchange(kinds) for kind in kinds_of_rank]
-        names = dict.fromkeys(name for kind in everyone for name in kind)
+        # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
+        elementwise = {
+            n: torch.is_tensor(v) and v.dim() > 0 and v.numel() == row.tensor.numel() for n, v in mine.items()
+        }
+        everyone = self.transport.exchange(elementwise)
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
         state: dict[str, torch.Tensor | object] = {}
         for name in names:
-            if any(kind.get(name) for kind in everyone):
+            if any(theirs.get(name) for theirs in everyone):
                 state[name] = self._gather_row(slot, mine.get(name))
             else:
                 state[name] = next(v for v in self.transport.exchange(mine.get(name)) if v is not None)
@@ -300,9 +300,6 @@ class ZeroEngine:
 
     def _hook_forward(self, entry: nn.Module) -> list:
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self.model)
-        has_buffers = next(iter(self.model.buffers()), None) is not None
-        self._broadcasts_buffers = has_buffers and self.config.broadcast_buffers and self.groups.world_size > 1
-        self._buffers_due = self._broadcasts_buffers
         return [
             entry.register_forward_pre_hook(WeakHook(self, ZeroEngine._before_forward)),
             entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward)),
@@ -326,14 +323,12 @@ class ZeroEngine:
         self._gradients.recover()
         if self._waits_at_the_root:
             self._parameters.finish_all()
-        if self._buffers_due and self.model.training and torch.is_grad_enabled():
-            self._buffers.broadcast()
+        self._buffers.before_forward()
 
     def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
         if torch.is_grad_enabled():
             self._gradients.end.watch(outputs)
-            # As DDP: the forward after one under no_sync keeps its own buffers.
-            self._buffers_due = self._broadcasts_buffers and self._no_sync_depth == 0
+            self._buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
 
     def _before_step(self, buckets: Sequence[Bucket]) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.

@@ -39,6 +39,7 @@ class ShardedOptimizer:
     ):
         self.optimizer = optimizer
         self._identity = identity
+        self._is_whole = all(row.is_parameter for row in rows.values())
         self._before_step = before_step
         self._after_step = after_step
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -76,7 +77,7 @@ class ShardedOptimizer:
             hook.remove()
         for group, whole in zip(self.optimizer.param_groups, self._whole_groups):
             group["params"] = whole
-        if not all(row.is_parameter for row in self.rows):
+        if not self._is_whole:
             self.optimizer.state.clear()
         del self.optimizer._hf_zero_keeps
 
@@ -109,9 +110,11 @@ class ShardedOptimizer:
         self._after_step()
 
     def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {**state_dict, _MARK: self._identity}
+        return state_dict if self._is_whole else {**state_dict, _MARK: self._identity}
 
     def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
+        if self._is_whole and _MARK not in state_dict:
+            return
         if state_dict["state"] and state_dict.get(_MARK) != self._identity:
             raise ValueError(
                 f"hf_zero: this state dict is of {state_dict.get(_MARK, 'a whole optimizer')}, and this optimizer is "
