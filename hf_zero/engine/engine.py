@@ -278,8 +278,7 @@ class ZeroEngine:
             return ReplicatedGradients(self.transport, world_size)
         if self.config.stage < 2 or self._is_replicated:
             return WholeGradients(self.transport, world_size, tier)
-        largest = max(bucket.layout.numel for bucket in self.buckets)
-        pool = BufferPool(largest, self.config.grad_buffers, self.device)
+        pool = BufferPool(self.buckets, self.config.grad_buffers)
         return PooledGradients(self.transport, world_size, tier, pool)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
@@ -359,6 +358,7 @@ class ZeroEngine:
                 row.tensor.grad = None
             for slot in bucket.slots:
                 slot.parameter.grad = None
+            self._store.release(bucket)
         if not self._is_replicated:
             self._parameters.start(reversed(buckets))
             if self.config.overlap_param_gather:

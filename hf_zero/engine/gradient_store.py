@@ -6,12 +6,13 @@ the bucket's rows. The three stores keep those buffers for different times; the 
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
 from ..comm.transport import Handle, Label, Transport
 from ..device import allocate
-from ..layout.pool import is_large
+from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import Tier
 from .buckets import Bucket, ParameterSlot
 from .sharded_gradient import ShardedGradient
@@ -34,6 +35,10 @@ class GradientStore(ABC):
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
         """Bytes of gradient memory by kind: "gradients" lasting from backward to step, "gradient buffers" in passing."""
+
+    @abstractmethod
+    def release(self, bucket: Bucket) -> None:
+        """Gives back what need not last from the step to the next backward."""
 
     @abstractmethod
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -142,6 +147,9 @@ class ReplicatedGradients(GradientStore):
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
             slot.parameter.grad = view
+
+    def release(self, bucket: Bucket) -> None:
+        """`p.grad` lasts until the script zeroes it."""
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put(slot, gradient)
@@ -262,6 +270,9 @@ class WholeGradients(ShardedStore):
             view.copy_(gradient)
             slot.parameter.grad = view
 
+    def release(self, bucket: Bucket) -> None:
+        """The whole buffer lasts: making it anew each step costs a pass over it."""
+
     def _home(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._flat:
             self._flat[bucket] = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
@@ -302,21 +313,25 @@ class PooledGradients(ShardedStore):
 
     def held_bytes(self) -> dict[str, int]:
         gradients = sum(shard.nbytes for shard in self._shards.values())
-        return {"gradients": gradients, "gradient buffers": self._pool.nbytes}
+        return {"gradients": gradients, "gradient buffers": self._pool.most_bytes}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """Autograd itself keeps adding to `p.grad` until the reducing pass."""
 
+    def release(self, bucket: Bucket) -> None:
+        # Activations grow from here to the next backward, which takes a new shard as it needs it.
+        self._shards.pop(bucket, None)
+
     def discard_open(self) -> None:
         for bucket in self._open:
-            self._pool.give_back(self._lent.pop(bucket))
+            self._pool.give_back(bucket, self._lent.pop(bucket))
         super().discard_open()
 
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
-        while self._pool.exhausted_for(bucket.layout.numel) and self._in_flight:
+        while self._pool.exhausted_for(bucket) and self._in_flight:
             self.finish(self._in_flight[0])
-        flat = self._lent[bucket] = self._pool.take(bucket.layout.numel, bucket.precision.reduce)
-        flat = flat[: bucket.layout.numel]
+        self._lent[bucket] = self._pool.take(bucket)
+        flat = self._lent[bucket][: bucket.layout.numel]
         for gap in bucket.layout.padding:
             flat[gap.start : gap.stop].zero_()
         return flat
@@ -330,46 +345,52 @@ class PooledGradients(ShardedStore):
 
     def _deliver(self, bucket: Bucket) -> None:
         self._in_flight.remove(bucket)
-        self._pool.give_back(self._lent.pop(bucket))
+        self._pool.give_back(bucket, self._lent.pop(bucket))
         _add_or_set(bucket, self._targets.pop(bucket), self._shard(bucket))
 
 
 class BufferPool:
-    """At most `limit` buffers of the largest bucket's size, made when first needed and kept; small ones beside them.
+    """Whole-bucket buffers, kept by kind (layout/pool.py); at most `limit` shared ones.
 
     When gradients come in another order than the buckets, more than `limit` may be open at a time; the pool then grows rather
     than stand still.
 
     Attributes:
-        nbytes: of all buffers made.
+        most_bytes: the most that all its buffers have had at a time.
     """
 
-    def __init__(self, largest_numel: int, limit: int, device: torch.device):
-        self._largest_numel = largest_numel
+    def __init__(self, buckets: Sequence[Bucket], limit: int):
+        self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
-        self._device = device
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._lent_large = 0
-        self.nbytes = 0
+        self._shared_out = 0
+        self._bytes = 0
+        self.most_bytes = 0
 
-    def exhausted_for(self, numel: int) -> bool:
-        """True when a buffer for `numel` elements would be one large buffer more than the limit."""
-        return self._is_large(numel) and self._lent_large >= self._limit
+    def exhausted_for(self, bucket: Bucket) -> bool:
+        """True when a buffer for `bucket` would be one shared buffer more than the limit."""
+        return self._kind(bucket) is BufferKind.SHARED and self._shared_out >= self._limit
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of at least `numel` elements, of undefined contents."""
-        self._lent_large += self._is_large(numel)
-        size = self._largest_numel if self._is_large(numel) else numel
-        free = self._free.setdefault((size, dtype), [])
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
+        shared = self._kind(bucket) is BufferKind.SHARED
+        self._shared_out += shared
+        size = self._shared_numel if shared else bucket.layout.numel
+        free = self._free.setdefault((size, bucket.precision.reduce), [])
         if free:
             return free.pop()
-        buffer = allocate(size, dtype, self._device)
-        self.nbytes += buffer.nbytes
+        buffer = allocate(size, bucket.precision.reduce, bucket.device)
+        self._bytes += buffer.nbytes
+        self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
 
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._lent_large -= self._is_large(buffer.numel())
-        self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+    def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        kind = self._kind(bucket)
+        self._shared_out -= kind is BufferKind.SHARED
+        if kind is BufferKind.OVERSIZE:
+            self._bytes -= buffer.nbytes
+        else:
+            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
 
-    def _is_large(self, numel: int) -> bool:
-        return is_large(numel, self._largest_numel)
+    def _kind(self, bucket: Bucket) -> BufferKind:
+        return kind_of_buffer(bucket.layout, self._shared_numel)

@@ -1,18 +1,44 @@
 """Sizes of the buffers that whole-bucket gradients pass through at stage 2."""
 
 from collections.abc import Sequence
+from enum import Enum
+
+from .slots import BucketLayout
 
 _SMALL_PART = 4
 
 
-def is_large(bucket_numel: int, largest_numel: int) -> bool:
-    """Whether a bucket shares the large buffers. One of less than a quarter of the largest has a buffer of its own size, so
-    that a handful of biases does not hold a large one through the whole backward."""
-    return bucket_numel * _SMALL_PART >= largest_numel
+class BufferKind(Enum):
+    """How a bucket's gradient buffer is kept.
+
+    SHARED: one of a few buffers of the largest ordinary bucket's size, made once and passed on.
+    SMALL: its own, made once. A handful of biases would hold a shared one through the whole backward.
+    OVERSIZE: its own, made when needed and dropped when reduced: a parameter larger than a bucket should be (an
+        embedding), which would otherwise set the size of all shared ones.
+    """
+
+    SHARED = "shared"
+    SMALL = "small"
+    OVERSIZE = "oversize"
 
 
-def pool_numel(bucket_numels: Sequence[int], limit: int) -> int:
-    """Elements of all buffers: at most `limit` of the largest bucket's size, and one for each small bucket."""
-    largest = max(bucket_numels)
-    large = sum(is_large(numel, largest) for numel in bucket_numels)
-    return min(limit, large) * largest + sum(numel for numel in bucket_numels if not is_large(numel, largest))
+def shared_numel(buckets: Sequence[BucketLayout]) -> int:
+    """Elements of a shared buffer: the largest bucket's that is not oversize; 0 where there is none."""
+    return max((bucket.numel for bucket in buckets if not bucket.oversize), default=0)
+
+
+def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
+    """The kind for `bucket` where shared buffers have `shared` elements."""
+    if bucket.oversize:
+        return BufferKind.OVERSIZE
+    return BufferKind.SMALL if bucket.numel * _SMALL_PART < shared else BufferKind.SHARED
+
+
+def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
+    """The most elements that all buffers have at a time: `limit` shared ones, each small one, and the largest oversize one."""
+    shared = shared_numel(buckets)
+    kinds = [(kind_of_buffer(bucket, shared), bucket.numel) for bucket in buckets]
+    in_turn = [numel for kind, numel in kinds if kind is BufferKind.SHARED]
+    oversize = [numel for kind, numel in kinds if kind is BufferKind.OVERSIZE]
+    small = sum(numel for kind, numel in kinds if kind is BufferKind.SMALL)
+    return min(limit, len(in_turn)) * shared + small + max(oversize, default=0)

@@ -38,7 +38,8 @@ class Slot:
 class BucketLayout:
     """Parameters whose gradients are reduced together: their slots in order, and the padded size.
 
-    `numel` is a multiple of the number of shards times `SHARD_ALIGN_NUMEL`, so that every rank's shard is equal.
+    `numel` is a multiple of the number of shards times `SHARD_ALIGN_NUMEL`, so that every rank's shard is equal. `oversize`
+    marks a bucket of one parameter that is larger than a bucket should be.
     """
 
     index: int
@@ -46,6 +47,7 @@ class BucketLayout:
     slots: tuple[Slot, ...]
     numel: int
     shards: int
+    oversize: bool = False
 
     @property
     def shard_numel(self) -> int:
@@ -109,7 +111,12 @@ def plan_buckets(parameters: Sequence[ParameterSpec], *, bucket_numel: int, shar
     granule = shards * SHARD_ALIGN_NUMEL
     return tuple(
         BucketLayout(
-            index=index, key=bucket.key, slots=tuple(bucket.slots), numel=_align(bucket.end, granule), shards=shards
+            index=index,
+            key=bucket.key,
+            slots=tuple(bucket.slots),
+            numel=_align(bucket.end, granule),
+            shards=shards,
+            oversize=bucket.end > bucket_numel,
         )
         for index, bucket in enumerate(closed)
     )

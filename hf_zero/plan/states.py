@@ -70,15 +70,15 @@ def _rmsprop_momentum(name: str, settings: dict) -> int:
 def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
-    Stage 1 keeps whole gradients and reduces them in place; stage 2 keeps the shard and passes whole buckets through at
-    most `grad_buffers` buffers of the largest bucket's size.
+    Stage 1 keeps whole gradients and reduces them in place; stage 2 keeps the shard and passes whole buckets through a pool
+    (layout/pool.py), of which at most one oversize buffer is counted: a model has one embedding that large, or two tied.
     """
     whole = {True: 0, False: 0}
     for cost in costs:
         whole[cost.layout.shards == 1] += cost.layout.numel
     pooled = config.stage >= 2 and whole[False] > 0
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
-    buffers = pool_numel([cost.layout.numel for cost in costs], config.grad_buffers)
+    buffers = pool_numel([cost.layout for cost in costs], config.grad_buffers)
     known = all(cost.state_bytes is not None for cost in costs)
     return StatePlan(
         parameters=sum(cost.layout.numel * cost.param_bytes for cost in costs),
