@@ -320,7 +320,8 @@ class PooledGradients(ShardedStore):
 
     def release(self, bucket: Bucket) -> None:
         # Activations grow from here to the next backward, which takes a new shard as it needs it.
-        self._shards.pop(bucket, None)
+        if self._tier.recycles:
+            self._shards.pop(bucket, None)
 
     def discard_open(self) -> None:
         for bucket in self._open:

@@ -12,6 +12,11 @@ class Tier(ABC):
 
     name: str
 
+    @property
+    @abstractmethod
+    def recycles(self) -> bool:
+        """Whether freeing memory and taking it again costs next to nothing, as with a caching allocator."""
+
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor of `numel` elements in this tier."""
@@ -24,6 +29,11 @@ class DeviceTier(Tier):
 
     def __init__(self, device: torch.device):
         self._device = device
+
+    @property
+    def recycles(self) -> bool:
+        # On the host every page is faulted in and zeroed again: 40 ms of system time a step for 60 MB, measured.
+        return self._device.type != "cpu"
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(numel, dtype, self._device)
