@@ -61,7 +61,7 @@ for host in 0 1; do
         timeout "${TIME_LIMIT_S:-1800}" \
         python "$bench_folder/hosts_rank.py" \
         --rank "$host" --store-folder "$work_folder" --rate "$rate" --model "${MODEL:-30m}" \
-        --rounds "${ROUNDS:-5}" --steps "${STEPS:-3}" ${engines[@]+--engines "${engines[@]}"} &
+        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" ${engines[@]+--engines "${engines[@]}"} &
     rank_processes+=($!)
 done
 # The first rank to end tells: after a failure (which ends this script) there is nothing left to wait for.
