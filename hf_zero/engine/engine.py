@@ -278,7 +278,7 @@ class ZeroEngine:
             return ReplicatedGradients(self.transport, world_size)
         if self.config.stage < 2 or self._is_replicated:
             return WholeGradients(self.transport, world_size, tier)
-        pool = BufferPool(self.buckets, self.config.grad_buffers)
+        pool = BufferPool(self.buckets, self.config.grad_buffers, tier)
         return PooledGradients(self.transport, world_size, tier, pool)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:

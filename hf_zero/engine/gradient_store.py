@@ -360,7 +360,8 @@ class BufferPool:
         most_bytes: the most that all its buffers have had at a time.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], limit: int):
+    def __init__(self, buckets: Sequence[Bucket], limit: int, tier: Tier):
+        self._tier = tier
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -380,7 +381,7 @@ class BufferPool:
         free = self._free.setdefault((size, bucket.precision.reduce), [])
         if free:
             return free.pop()
-        buffer = allocate(size, bucket.precision.reduce, bucket.device)
+        buffer = self._tier.empty(size, bucket.precision.reduce)
         self._bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
@@ -388,7 +389,7 @@ class BufferPool:
     def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         kind = self._kind(bucket)
         self._shared_out -= kind is BufferKind.SHARED
-        if kind is BufferKind.OVERSIZE:
+        if kind is BufferKind.OVERSIZE and self._tier.recycles:
             self._bytes -= buffer.nbytes
         else:
             self._free[(buffer.numel(), buffer.dtype)].append(buffer)

@@ -13,7 +13,7 @@ class BufferKind(Enum):
 
     SHARED: one of a few buffers of the largest ordinary bucket's size, made once and passed on.
     SMALL: its own, made once. A handful of biases would hold a shared one through the whole backward.
-    OVERSIZE: its own, made when needed and dropped when reduced: a parameter larger than a bucket should be (an
+    OVERSIZE: its own, and dropped when reduced where memory is recycled: a parameter larger than a bucket should be (an
         embedding), which would otherwise set the size of all shared ones.
     """
 
@@ -35,10 +35,8 @@ def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
 
 
 def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
-    """The most elements that all buffers have at a time: `limit` shared ones, each small one, and the largest oversize one."""
+    """The most elements that all buffers have at a time: `limit` shared ones, and each small and oversize one."""
     shared = shared_numel(buckets)
     kinds = [(kind_of_buffer(bucket, shared), bucket.numel) for bucket in buckets]
     in_turn = [numel for kind, numel in kinds if kind is BufferKind.SHARED]
-    oversize = [numel for kind, numel in kinds if kind is BufferKind.OVERSIZE]
-    small = sum(numel for kind, numel in kinds if kind is BufferKind.SMALL)
-    return min(limit, len(in_turn)) * shared + small + max(oversize, default=0)
+    return min(limit, len(in_turn)) * shared + sum(n for kind, n in kinds if kind is not BufferKind.SHARED)

@@ -71,7 +71,7 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
     Stage 1 keeps whole gradients and reduces them in place; stage 2 keeps the shard and passes whole buckets through a pool
-    (layout/pool.py), of which at most one oversize buffer is counted: a model has one embedding that large, or two tied.
+    (layout/pool.py).
     """
     whole = {True: 0, False: 0}
     for cost in costs:
