@@ -40,4 +40,6 @@ def test_accuracy_curve_is_ddps(tmp_path):
     for stage in ("1", "2"):
         found = curve(tmp_path / f"stage{stage}", "--zero", stage)
         print("step, accuracy, loss of DDP and of stage", stage, *zip(expected, found), sep="\n")
-        assert found == expected
+        # Clipping bites here, so losses may differ in the last digit of a float; which class is likeliest may not.
+        assert [(step, accuracy) for step, accuracy, _ in found] == [(step, accuracy) for step, accuracy, _ in expected]
+        assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-5)
