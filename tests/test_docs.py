@@ -73,6 +73,10 @@ def launch_command(launcher: str, script: Path) -> tuple[dict[str, str], list[st
     return variables, [*words[len(variables) : words.index("train.py")], str(script)]
 
 
+WAYS_IN = 3
+"""The first examples: flag, callback, plugin."""
+
+
 @pytest.fixture(scope="module")
 def run_example(tmp_path_factory) -> Callable[[int], tuple[Path, subprocess.CompletedProcess]]:
     """Runs an example of the README once, as its reader would, and returns its folder and outcome."""
@@ -86,8 +90,8 @@ def run_example(tmp_path_factory) -> Callable[[int], tuple[Path, subprocess.Comp
             variables, command = {}, [sys.executable, str(script)]
             arguments = block.words
             if arguments[:1] == ("launch",):
-                # Each of the two commands is tried; torchrun, which starts sooner, for all but the first example.
-                launcher = "torchrun" if outcomes else "accelerate launch"
+                # The three ways in through accelerate launch; torchrun, which starts sooner, for the rest.
+                launcher = "accelerate launch" if index < WAYS_IN else "torchrun"
                 variables, command = launch_command(launcher, script)
                 arguments = arguments[1:]
             # No caches and no settings of whoever runs the tests.

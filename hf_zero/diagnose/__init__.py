@@ -1,1 +1,0 @@
-"""Checks that a user runs, or that run at the start, to find what would go wrong later."""
