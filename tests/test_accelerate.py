@@ -27,7 +27,7 @@ def launched(rank: int, world_size: int, **arguments) -> dict:
     return run(rank, world_size, **arguments)
 
 
-def ranks(target, world_size: int = 2, **arguments):
+def run_on_ranks(target, world_size: int = 2, **arguments):
     return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
 
@@ -39,7 +39,7 @@ def ddp():
     def outcome(**arguments) -> list[dict]:
         key = repr(sorted(arguments.items()))
         if key not in known:
-            known[key] = ranks(launched, door="ddp", **arguments)
+            known[key] = run_on_ranks(launched, door="ddp", **arguments)
         return known[key]
 
     return outcome
@@ -55,37 +55,37 @@ def assert_same(outcomes: list[dict], expected: list[dict]) -> None:
 
 @pytest.mark.parametrize("door", ["plugin 0", "plugin 1", "plugin 2", "attach 2", "class 1", "yaml 2", "variable 1"])
 def test_every_door_has_ddps_losses(door, ddp):
-    outcomes = ranks(launched, door=door)
+    outcomes = run_on_ranks(launched, door=door)
     assert_same(outcomes, ddp())
     assert all(outcome["class"] == "ZeroAccelerator" and outcome["sent"] > 0 for outcome in outcomes)
 
 
 @pytest.mark.parametrize("order", ["optimizer first", "one by one", "optimizer alone first"])
 def test_prepare_in_any_order(order, ddp):
-    assert_same(ranks(launched, door="plugin 2", order=order, steps=6), ddp(steps=6))
+    assert_same(run_on_ranks(launched, door="plugin 2", order=order, steps=6), ddp(steps=6))
 
 
 def test_accumulate_and_plain_backward(ddp):
     expected = ddp(accumulation=2, steps=8)
-    assert_same(ranks(launched, door="plugin 1", accumulation=2, steps=8), expected)
-    assert_same(ranks(launched, door="plugin 1", accumulation=2, steps=8, plain_backward=True), expected)
-    for mine, theirs in zip(ranks(launched, door="plugin 2", accumulation=2, steps=8), expected):
+    assert_same(run_on_ranks(launched, door="plugin 1", accumulation=2, steps=8), expected)
+    assert_same(run_on_ranks(launched, door="plugin 1", accumulation=2, steps=8, plain_backward=True), expected)
+    for mine, theirs in zip(run_on_ranks(launched, door="plugin 2", accumulation=2, steps=8), expected):
         assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_compiled_model_has_ddps_losses(stage, ddp):
-    for mine, theirs in zip(ranks(launched, door=f"plugin {stage}", steps=6, compile_model=True), ddp(steps=6)):
+    for mine, theirs in zip(run_on_ranks(launched, door=f"plugin {stage}", steps=6, compile_model=True), ddp(steps=6)):
         assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_save_state_and_load_state_continue_bit_for_bit(stage, tmp_path):
-    whole = ranks(launched, door=f"plugin {stage}", steps=8, save_to=str(tmp_path / "state"))
+    whole = run_on_ranks(launched, door=f"plugin {stage}", steps=8, save_to=str(tmp_path / "state"))
     saved = load_file(tmp_path / "state" / "model.safetensors")
     assert len(saved) == len(whole[0]["state"]) - 1
     assert not list((tmp_path / "state").glob("optimizer*"))
-    resumed = ranks(launched, door=f"plugin {stage}", steps=8, load_from=str(tmp_path / "state"))
+    resumed = run_on_ranks(launched, door=f"plugin {stage}", steps=8, load_from=str(tmp_path / "state"))
     for a, b in zip(whole, resumed):
         assert b["losses"] == a["losses"][-4:]
         assert b["state"] == a["state"]
@@ -109,7 +109,7 @@ def saved_by_accelerate(rank: int, world_size: int, folder: str) -> None:
 
 
 def test_save_model_writes_every_name(tmp_path):
-    ranks(saved_by_accelerate, folder=str(tmp_path))
+    run_on_ranks(saved_by_accelerate, folder=str(tmp_path))
 
 
 def several_models(rank: int, world_size: int) -> None:
@@ -141,7 +141,7 @@ def several_models(rank: int, world_size: int) -> None:
 
 
 def test_several_models_and_optimizers_in_one_accelerator():
-    ranks(several_models)
+    run_on_ranks(several_models)
 
 
 def prepared_again(rank: int, world_size: int) -> None:
@@ -164,7 +164,7 @@ def prepared_again(rank: int, world_size: int) -> None:
 
 
 def test_free_memory_and_a_new_optimizer():
-    ranks(prepared_again)
+    run_on_ranks(prepared_again)
 
 
 def refusals(rank: int, world_size: int) -> None:
@@ -203,7 +203,7 @@ def refusals(rank: int, world_size: int) -> None:
 
 
 def test_what_cannot_work_is_refused_by_name():
-    ranks(refusals)
+    run_on_ranks(refusals)
 
 
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
@@ -244,7 +244,7 @@ def alone_among_two(rank: int, world_size: int) -> None:
 
 
 def test_ranks_that_each_think_they_are_alone_are_refused():
-    ranks(alone_among_two)
+    run_on_ranks(alone_among_two)
 
 
 @pytest.mark.parametrize(

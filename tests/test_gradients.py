@@ -16,7 +16,7 @@ from hf_zero.engine.sharded_gradient import ShardedGradientError
 pytestmark = pytest.mark.timeout(120)
 
 
-def ranks(target, **arguments):
+def run_on_ranks(target, **arguments):
     return run_ranks(target, world_size=2, time_limit_s=60, keyword_arguments=arguments)
 
 
@@ -60,7 +60,7 @@ def several_backwards(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_several_backward_calls_add_up(stage):
-    ranks(several_backwards, stage=stage)
+    run_on_ranks(several_backwards, stage=stage)
 
 
 def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
@@ -79,7 +79,7 @@ def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
 @pytest.mark.parametrize("by", ["model", "optimizer"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_zero_grad_drops_what_was_reduced(stage, by):
-    ranks(zeroed_between, stage=stage, by=by)
+    run_on_ranks(zeroed_between, stage=stage, by=by)
 
 
 def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None:
@@ -97,7 +97,7 @@ def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None
     "settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}], ids=str
 )
 def test_no_sync_after_a_reduced_backward_and_nested(settings):
-    ranks(accumulated_then_reduced, settings=settings)
+    run_on_ranks(accumulated_then_reduced, settings=settings)
 
 
 def never_reduced(rank: int, world_size: int, settings: dict) -> str:
@@ -111,7 +111,7 @@ def never_reduced(rank: int, world_size: int, settings: dict) -> str:
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2, "grad_accumulation": "local"}], ids=str)
 def test_step_on_unreduced_gradients_is_refused(settings):
-    assert "outside no_sync" in ranks(never_reduced, settings=settings)[0]
+    assert "outside no_sync" in run_on_ranks(never_reduced, settings=settings)[0]
 
 
 def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
@@ -142,7 +142,7 @@ def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_sharded_gradients_are_clipped_truly_or_raise(stage):
-    ranks(reads_and_clips, stage=stage)
+    run_on_ranks(reads_and_clips, stage=stage)
 
 
 def replicated_gradients(rank: int, world_size: int) -> None:
@@ -155,7 +155,7 @@ def replicated_gradients(rank: int, world_size: int) -> None:
 
 
 def test_stage_0_has_ordinary_gradients():
-    ranks(replicated_gradients)
+    run_on_ranks(replicated_gradients)
 
 
 def poisoned(rank: int, world_size: int, stage: int, clip: bool) -> str:
@@ -174,7 +174,7 @@ def poisoned(rank: int, world_size: int, stage: int, clip: bool) -> str:
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_nan_on_one_rank_stops_all_ranks_before_the_step(stage, clip):
-    messages = ranks(poisoned, stage=stage, clip=clip)
+    messages = run_on_ranks(poisoned, stage=stage, clip=clip)
     assert messages[0] == messages[1]
     assert "the gradient norm is nan" in messages[0] and "check_nonfinite: false" in messages[0]
 
@@ -189,7 +189,7 @@ def unused_keep_none(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_parameter_that_no_rank_used_keeps_no_gradient(stage):
-    ranks(unused_keep_none, stage=stage)
+    run_on_ranks(unused_keep_none, stage=stage)
 
 
 def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
@@ -209,7 +209,7 @@ def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_autograd_grad_and_losses_past_the_root(stage):
-    ranks(grad_api_and_bypass, stage=stage)
+    run_on_ranks(grad_api_and_bypass, stage=stage)
 
 
 def two_engines(rank: int, world_size: int) -> None:
@@ -227,7 +227,7 @@ def two_engines(rank: int, world_size: int) -> None:
 
 
 def test_two_engines_in_one_process():
-    ranks(two_engines)
+    run_on_ranks(two_engines)
 
 
 def full_state(rank: int, world_size: int, stage: int) -> None:
@@ -243,7 +243,7 @@ def full_state(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_full_state_of_a_parameter(stage):
-    ranks(full_state, stage=stage)
+    run_on_ranks(full_state, stage=stage)
 
 
 def late_failure(rank: int, world_size: int) -> None:
@@ -266,7 +266,7 @@ def late_failure(rank: int, world_size: int) -> None:
 
 
 def test_a_backward_that_broke_off_is_not_trained_on():
-    ranks(late_failure)
+    run_on_ranks(late_failure)
 
 
 # ---- one rank, no process group ----
@@ -385,4 +385,4 @@ def trained_state_dict(rank: int, world_size: int, stage: int) -> dict:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(stage):
-    ranks(trained_state_dict, stage=stage)
+    run_on_ranks(trained_state_dict, stage=stage)

@@ -85,9 +85,6 @@ class GradientStore(ABC):
             slot.arrived = False
         self._started[bucket] = self._start_reduction(bucket, self._open.pop(bucket))
 
-    def is_started(self, bucket: Bucket) -> bool:
-        return bucket in self._started
-
     def finish(self, bucket: Bucket) -> None:
         """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
         handle = self._started.pop(bucket, None)
