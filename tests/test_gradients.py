@@ -82,6 +82,32 @@ def test_zero_grad_drops_what_was_reduced(stage, by):
     run_on_ranks(zeroed_between, stage=stage, by=by)
 
 
+def skipped_batches(rank: int, world_size: int, settings: dict, by: str, set_to_none: bool) -> None:
+    model, optimizer, engine = built(**settings)
+    zero_grad = optimizer.zero_grad if by == "optimizer" else model.zero_grad
+    with engine.no_sync():
+        model(**batch(rank, 1)).loss.backward()
+    zero_grad(set_to_none=set_to_none)
+    model(**batch(rank, 2)).loss.backward()
+    check(engine, model, whole_gradients(world_size, [2]))
+    # Once more with a reduced gradient beneath, and twice after it: nothing that was dropped comes back.
+    with engine.no_sync():
+        model(**batch(rank, 3)).loss.backward()
+    zero_grad(set_to_none=set_to_none or by == "model")
+    for seeds in ([4], [4, 5]):
+        model(**batch(rank, seeds[-1])).loss.backward()
+        check(engine, model, whole_gradients(world_size, seeds))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("by", "set_to_none"), [("optimizer", True), ("optimizer", False), ("model", True)])
+@pytest.mark.parametrize(
+    "settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}], ids=str
+)
+def test_zero_grad_drops_what_was_not_yet_reduced(settings, by, set_to_none):
+    run_on_ranks(skipped_batches, settings=settings, by=by, set_to_none=set_to_none)
+
+
 def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None:
     model, _, engine = built(**settings)
     model(**batch(rank, 1)).loss.backward()

@@ -30,10 +30,6 @@ class Groups:
     data: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
 
-    @property
-    def replicate_size(self) -> int:
-        return self.world_size // self.shard_size
-
     @classmethod
     def create(cls, *, stage: int, device_type: str, timeout_s: float) -> "Groups":
         """The groups of this process. Collective: every rank calls it. Needs no process group at world size 1."""

@@ -35,10 +35,6 @@ class Handle:
         self._ledger = ledger
         self._complete: Callable[[], None] | None = complete
 
-    @property
-    def finished(self) -> bool:
-        return self._complete is None
-
     def finish(self) -> None:
         """Raises `CommunicationError` when a peer failed or did not come within the group's time limit."""
         if self._complete is None:

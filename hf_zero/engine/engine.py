@@ -11,7 +11,7 @@ from ..comm.choose import choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
-from ..device import alias, allocate, peak_bytes
+from ..device import allocate, peak_bytes
 from ..layout.intervals import Interval
 from ..offload.tier import DeviceTier
 from .agreement import describe, refuse_disagreement
@@ -28,7 +28,7 @@ from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
 from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reports import CommReport, MemoryReport, MemoryRow
-from .state_rows import StateRow, fill_rows, state_rows, state_scalars
+from .state_rows import StateRow, elementwise_state, fill_rows, state_of, state_rows, state_scalars
 
 
 class EngineReference:
@@ -170,11 +170,9 @@ class ZeroEngine:
         """
         slot = self._slot(parameter)
         row = self._row_of.get(parameter)
-        mine = {} if row is None else self._state_of(row)
+        mine = {} if row is None else state_of(self.optimizers, row)
         # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
-        elementwise = {
-            n: torch.is_tensor(v) and v.dim() > 0 and v.numel() == row.tensor.numel() for n, v in mine.items()
-        }
+        elementwise = {name: name in elementwise_state(mine, row) for name in mine}
         everyone = self.transport.exchange(elementwise)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         state: dict[str, torch.Tensor | object] = {}
@@ -194,7 +192,7 @@ class ZeroEngine:
         other = sum(t.nbytes for t in others)
         held = self._store.held_bytes()
         state = sum(optimizer.state_bytes() for optimizer in self.optimizers)
-        own_numel = sum(row.tensor.numel() for row in self._row_of.values() if self._state_of(row))
+        own_numel = sum(row.tensor.numel() for row in self._row_of.values() if state_of(self.optimizers, row))
         whole_state = state * trained_numel // own_numel if own_numel else 0
         master = sum(b.master.nbytes for b in self.buckets if b.precision.has_master)
         rows = (
@@ -392,12 +390,6 @@ class ZeroEngine:
             )
         return self._slot_of[parameter]
 
-    def _state_of(self, row: Row) -> dict:
-        for optimizer in self.optimizers:
-            if row.tensor in optimizer.optimizer.state:
-                return optimizer.optimizer.state[row.tensor]
-        return {}
-
     def _gather_row(self, slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
         """The whole of what each rank holds a row of; None where no rank has any."""
         have = torch.tensor([mine is not None], dtype=torch.uint8)
@@ -413,7 +405,7 @@ class ZeroEngine:
             own = flat[bucket.own_interval.start : bucket.own_interval.stop]
             own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine)
         self.transport.start_all_gather(flat, Label(kind="all-gather a look", subject=slot.name)).finish()
-        return alias(slot.view_of(flat).clone())
+        return slot.view_of(flat).clone()
 
 
 def engine_attached_to(module: nn.Module) -> ZeroEngine | None:

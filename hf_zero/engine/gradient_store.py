@@ -194,14 +194,17 @@ class ShardedStore(GradientStore):
         if not slot.arrived:
             slot.continues = isinstance(slot.parameter.grad, ShardedGradient)
         super().put(slot, gradient)
-        slot.parameter.grad = slot.stand_in
+        self.settle(slot)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
         self.put(slot, gradient)
 
     def settle(self, slot: ParameterSlot) -> None:
-        slot.parameter.grad = slot.stand_in
+        if slot.parameter.grad is not slot.stand_in:
+            # The script took the stand-in away (zero_grad), and with it whatever had been added to it.
+            slot.stand_in.pending = None
+            slot.parameter.grad = slot.stand_in
 
     def start(self, bucket: Bucket) -> None:
         for slot in bucket.slots:

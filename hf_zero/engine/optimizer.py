@@ -1,5 +1,6 @@
 """The user's own optimizer object, given this rank's rows instead of whole parameters."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from ..layout.intervals import Interval
 from .buckets import ParameterSlot, Row
 from .hooks import WeakHook
+from .sharded_gradient import ShardedGradient
 
 _MARK = "hf_zero_shard"
 
@@ -55,6 +57,8 @@ class ShardedOptimizer:
             optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
         ]
+        self._stock_zero_grad = optimizer.zero_grad
+        optimizer.zero_grad = self._make_zero_grad()
         # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
         optimizer._hf_zero_keeps = self
 
@@ -79,7 +83,30 @@ class ShardedOptimizer:
             group["params"] = whole
         if not self._is_whole:
             self.optimizer.state.clear()
+        del self.optimizer.zero_grad
         del self.optimizer._hf_zero_keeps
+
+    def _make_zero_grad(self) -> Callable[..., None]:
+        """The optimizer's own zero_grad for its rows, and the same for the whole parameters.
+
+        Rows hold what was reduced. What micro-batches have accumulated since lies in `p.grad` of the whole parameters, some
+        of which this rank has no row of; a script that drops a batch means that too.
+        """
+
+        @functools.wraps(self._stock_zero_grad)
+        def zero_grad(*args, **kwargs) -> None:
+            self._stock_zero_grad(*args, **kwargs)
+            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+            for parameter in (p for group in self._whole_groups for p in group):
+                gradient = parameter.grad
+                if isinstance(gradient, ShardedGradient):
+                    gradient.pending = None
+                if set_to_none:
+                    parameter.grad = None
+                elif gradient is not None and not isinstance(gradient, ShardedGradient):
+                    gradient.zero_()
+
+        return zero_grad
 
     def _cut_state(self, row: Row) -> None:
         parameter = row.slot.parameter

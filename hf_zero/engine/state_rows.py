@@ -34,7 +34,7 @@ class StateRow:
 def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> Iterator[StateRow]:
     """Everything that has one value an element: masters where they are kept apart, and optimizer state."""
     for row in rows:
-        tensors = _elementwise(_state_of(optimizers, row), row)
+        tensors = elementwise_state(state_of(optimizers, row), row)
         if row.slot.bucket.precision.has_master:
             tensors = {MASTER: row.tensor.detach(), **tensors}
         for kind, tensor in tensors.items():
@@ -52,8 +52,8 @@ def state_scalars(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -
     return {
         row.slot.name: {
             name: value
-            for name, value in _state_of(optimizers, row).items()
-            if name not in _elementwise(_state_of(optimizers, row), row)
+            for name, value in state_of(optimizers, row).items()
+            if name not in elementwise_state(state_of(optimizers, row), row)
         }
         for row in rows
     }
@@ -94,10 +94,12 @@ def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimi
     return optimizers[index] if index >= 0 else None
 
 
-def _state_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> dict[str, Any]:
+def state_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> dict[str, Any]:
+    """The optimizer's state of a row; empty before its first step."""
     owner = _owner_of(optimizers, row)
     return {} if owner is None else owner.optimizer.state.get(row.tensor, {})
 
 
-def _elementwise(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
+def elementwise_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
+    """The part of a row's state that has one value an element."""
     return {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.numel() == row.tensor.numel()}
