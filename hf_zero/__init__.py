@@ -17,6 +17,8 @@ _HOME_OF = {
     "ZeroPlugin": "integrations.accelerate",
     "ZeroCallback": "integrations.callback",
     "ZeroTrainingArguments": "integrations.arguments",
+    "gathered": "integrations.whole",
+    "unsharded": "integrations.whole",
 }
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "ZeroTrainingArguments",
     "__version__",
     "engine_of",
+    "gathered",
+    "unsharded",
 ]
 
 if TYPE_CHECKING:
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
     from .integrations.arguments import ZeroTrainingArguments
     from .integrations.callback import ZeroCallback
     from .integrations.engine_of import engine_of
+    from .integrations.whole import gathered, unsharded
 
 
 def __getattr__(name: str):

@@ -91,12 +91,16 @@ class CommConfig:
     """Ranks that share one copy of the state; `auto` is the whole world."""
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer never joined is an error that names it."""
+    gather_timeout_s: float = 120.0
+    """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
     def __post_init__(self):
         if self.shard_group_size != AUTO:
             raise _not_built("comm.shard_group_size", self.shard_group_size, "leave it at auto: the whole world")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float) or self.timeout_s <= 0:
-            raise _refuse("comm.timeout_s", self.timeout_s, "a number of seconds above 0")
+        for name in ("timeout_s", "gather_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise _refuse(f"comm.{name}", value, "a number of seconds above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +108,13 @@ class ZeroConfig:
     """What the engine is asked to do. Every field has a default that suits BERT- and GPT-class fine-tuning.
 
     Args:
-        stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients.
+        stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
+            parameters.
         bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model.
-        grad_buffers: how many whole-bucket gradient buffers stage 2 holds at a time before it waits for the oldest.
+        grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest.
         grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
-            addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2.
+            addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2
+            and 3.
         param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
             through an fp32 master copy held by the shard.
         reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
@@ -116,6 +122,12 @@ class ZeroConfig:
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: refuse to step with a NaN or infinite gradient.
+        prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
+        reshard_after_forward: drop a unit's gathered parameters after its forward and gather them again for its backward;
+            `false` keeps them until the optimizer's step, with the memory and traffic of stage 2; `auto` keeps them where
+            they take less than a quarter of the free memory.
+        persist_below_numel: parameters of fewer elements stay whole on each rank at stage 3.
+        unit_modules: class names of the modules that stage 3 gathers one at a time; `auto` finds the model's layers.
     """
 
     stage: int = 2
@@ -127,13 +139,15 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    prefetch_units: int = field(default=1, metadata={"stage": 3})
+    reshard_after_forward: bool | str = field(default=True, metadata={"stage": 3})
+    persist_below_numel: int = field(default=0, metadata={"stage": 3})
+    unit_modules: tuple[str, ...] | str = field(default=AUTO, metadata={"stage": 3})
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     comm: CommConfig = field(default_factory=CommConfig)
 
     def __post_init__(self):
-        if self.stage == 3 and not isinstance(self.stage, bool):
-            raise _not_built("stage", 3, "stage 2 is the furthest that is")
-        _one_of("stage", self.stage, (0, 1, 2))
+        _one_of("stage", self.stage, (0, 1, 2, 3))
         if self.bucket_bytes != AUTO:
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
         if isinstance(self.grad_buffers, bool) or not isinstance(self.grad_buffers, int) or self.grad_buffers < 1:
@@ -148,12 +162,28 @@ class ZeroConfig:
             _one_of(name, getattr(self, name), (AUTO, *DTYPES))
             if getattr(self, name) == "float16":
                 raise _not_built(name, "float16", "use bfloat16, which needs no loss scaling")
+        for name in ("prefetch_units", "persist_below_numel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise _refuse(name, value, "a whole number from 0")
+        _one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
+        if self.unit_modules != AUTO:
+            object.__setattr__(self, "unit_modules", _class_names("unit_modules", self.unit_modules))
+        self._refuse_settings_of_stage_3()
         for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true, false")
         for name, kind in (("offload", OffloadConfig), ("comm", CommConfig)):
             if not isinstance(getattr(self, name), kind):
                 raise _refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
+
+    def _refuse_settings_of_stage_3(self) -> None:
+        for field_ in dataclasses.fields(self):
+            if field_.metadata.get("stage") == 3 and self.stage < 3 and getattr(self, field_.name) != field_.default:
+                raise ConfigError(
+                    f"hf_zero config: `{field_.name}` is of stage 3, where parameters are sharded (stage is {self.stage}). Set "
+                    "`stage: 3` or leave it out."
+                )
 
     @property
     def accumulates_locally(self) -> bool:
@@ -193,7 +223,7 @@ class ZeroConfig:
             return cls.from_yaml(text)
         if "=" not in text:
             raise _refuse(
-                "config", text, "a stage (0, 1, 2), settings such as stage=2,grad_accumulation=local, a .yaml path"
+                "config", text, "a stage (0, 1, 2, 3), settings such as stage=2,grad_accumulation=local, a .yaml path"
             )
         return cls.from_dict(_settings_of(text))
 
@@ -217,6 +247,14 @@ class ZeroConfig:
     def to_dict(self) -> dict[str, Any]:
         """The nested plain dict that `from_dict` reads back to an equal config."""
         return dataclasses.asdict(self)
+
+
+def _class_names(name: str, value: Any) -> tuple[str, ...]:
+    """`"GPT2Block"`, or a list of such → a tuple."""
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple) else ()
+    if not names or not all(isinstance(n, str) and n.isidentifier() for n in names):
+        raise _refuse(name, value, "auto, a class name such as GPT2Block, or a list of class names")
+    return names
 
 
 def _settings_of(text: str) -> dict[str, Any]:

@@ -1,21 +1,49 @@
 """One interface to what devices do differently: allocation that gives memory back, and what memory is in use."""
 
 import mmap
+import os
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import psutil
 import torch
 
 PAGE_BYTES = mmap.PAGESIZE
+_HUGE_PAGE_BYTES = 2 << 20
 
 
-def _host_arena(nbytes: int) -> torch.Tensor:
-    # Anonymous mappings go back to the system when freed; glibc keeps freed blocks below 32 MiB in the process.
-    region = mmap.mmap(-1, max(nbytes, PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= 2 << 20 and hasattr(mmap, "MADV_HUGEPAGE"):
-        region.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(region, dtype=torch.uint8)
+class _HostArena:
+    """An anonymous mapping: what is freed goes back to the system, where glibc keeps blocks below 32 MiB in the process.
+
+    Large ones are laid on huge pages, whose faults cost a fifth of those of small pages; `boundary` is the byte that lies
+    at the start of one, so that what begins or ends there can come and go in whole huge pages.
+    """
+
+    def __init__(self, nbytes: int, boundary: int = 0):
+        huge = nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
+        slack = 2 * _HUGE_PAGE_BYTES if huge else 0
+        self._region = mmap.mmap(-1, max(nbytes, PAGE_BYTES) + slack, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        everything = torch.frombuffer(self._region, dtype=torch.uint8)
+        self._offset = (-everything.data_ptr() - boundary) % _HUGE_PAGE_BYTES if huge else 0
+        self.bytes = everything[self._offset : self._offset + nbytes]
+        if huge:
+            start = _page_below(self._offset)
+            # A tail that fills little of its huge page stays on small ones.
+            spare = -(self._offset + everything.data_ptr() + nbytes) % _HUGE_PAGE_BYTES
+            stop = self._offset + nbytes + (spare if spare < _HUGE_PAGE_BYTES // 2 else 0)
+            self._region.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
+
+    def discard(self, start: int, stop: int) -> None:
+        """Gives back the whole pages of the bytes `start` to `stop`; they read as zero afterwards."""
+        first = _page_below(self._offset + start + PAGE_BYTES - 1)
+        last = _page_below(self._offset + stop)
+        if last > first:
+            self._region.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+def _page_below(nbytes: int) -> int:
+    return nbytes // PAGE_BYTES * PAGE_BYTES
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -24,8 +52,79 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     On the host it is a mapping of its own, so dropping the last reference returns the memory to the system.
     """
     if device.type == "cpu":
-        return _host_arena(numel * dtype.itemsize).view(dtype)[:numel]
+        return _HostArena(numel * dtype.itemsize).bytes.view(dtype)
     return torch.empty(numel, dtype=dtype, device=device)
+
+
+class Reservation(ABC):
+    """A flat tensor of which one interval lasts and the rest comes and goes.
+
+    Views of `flat` stay valid objects all the time and see the same memory again after each `restore`; between `release`
+    and `restore` only `own` has contents.
+
+    Attributes:
+        flat: (numel,), to be read only between `restore` and `release`.
+        own: the lasting interval's elements. A part of `flat` where `in_place`, else memory of its own.
+    """
+
+    flat: torch.Tensor
+    own: torch.Tensor
+    in_place: bool
+
+    @abstractmethod
+    def restore(self) -> None:
+        """Gives `flat` memory, if it has none. What it then holds outside `own` is undefined."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Gives back the memory of `flat` except `own`'s."""
+
+
+class _HostReservation(Reservation):
+    """Pages of one mapping: addresses stay, so nothing that still points there can crash the process."""
+
+    in_place = True
+
+    def __init__(self, numel: int, dtype: torch.dtype, kept: slice):
+        size, nbytes = dtype.itemsize, numel * dtype.itemsize
+        kept_bytes = slice(kept.start * size, kept.stop * size)
+        self._arena = _HostArena(nbytes, boundary=kept_bytes.stop if kept_bytes.stop < nbytes else kept_bytes.start)
+        self.flat = self._arena.bytes.view(dtype)
+        self.own = self.flat[kept]
+        self._passing = [(0, kept_bytes.start), (kept_bytes.stop, nbytes)]
+
+    def restore(self) -> None:
+        """Pages come back when they are written."""
+
+    def release(self) -> None:
+        for start, stop in self._passing:
+            self._arena.discard(start, stop)
+
+
+class _DeviceReservation(Reservation):
+    """A storage resized to nothing and back; what autograd saved of `flat` shares that storage."""
+
+    in_place = False
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice):
+        self.own = torch.empty(kept.stop - kept.start, dtype=dtype, device=device)
+        self.flat = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.flat.nbytes
+
+    def restore(self) -> None:
+        self.flat.untyped_storage().resize_(self._nbytes)
+
+    def release(self) -> None:
+        self.flat.untyped_storage().resize_(0)
+
+
+def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+    """A flat tensor of `numel` elements of which only the elements `kept` last; released at first."""
+    if device.type == "cpu":
+        return _HostReservation(numel, dtype, kept)
+    reservation = _DeviceReservation(numel, dtype, device, kept)
+    reservation.release()
+    return reservation
 
 
 def alias(view: torch.Tensor) -> torch.Tensor:
@@ -45,6 +144,15 @@ def peak_bytes(device: torch.device) -> int:
             return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text()).group(1)) * 1024
         return psutil.Process().memory_info().rss
     return torch.get_device_module(device).max_memory_allocated(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process could still allocate on its device; on the host, an equal part for each of its ranks."""
+    if device.type == "cpu":
+        return psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    reserved = torch.get_device_module(device).memory_reserved(device)
+    return free + reserved - torch.get_device_module(device).memory_allocated(device)
 
 
 class HostValue:

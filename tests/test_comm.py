@@ -67,12 +67,14 @@ def both_transports(rank: int, world_size: int, dtype: torch.dtype) -> None:
         flat = mine.clone()
         transport.start_reduce_scatter(flat, flat.chunk(world_size)[rank], LABEL).finish()
         torch.testing.assert_close(flat.chunk(world_size)[rank].float(), expected, **tolerance)
-        gathered = torch.zeros(numel, dtype=dtype)
-        gathered.chunk(world_size)[rank].fill_(rank + 1)
-        handle = transport.start_all_gather(gathered, LABEL)
-        handle.finish()
-        handle.finish()
-        assert all((part == r + 1).all() for r, part in enumerate(gathered.chunk(world_size)))
+        for in_place in (True, False):
+            gathered = torch.zeros(numel, dtype=dtype)
+            own = gathered.chunk(world_size)[rank] if in_place else torch.empty(numel // world_size, dtype=dtype)
+            own.fill_(rank + 1)
+            handle = transport.start_all_gather(gathered, own, LABEL)
+            handle.finish()
+            handle.finish()
+            assert all((part == r + 1).all() for r, part in enumerate(gathered.chunk(world_size)))
         assert transport.exchange(rank) == list(range(world_size))
         assert transport.agree_max(torch.tensor([rank, 3]), LABEL).tolist() == [world_size - 1, max(3, world_size - 1)]
 

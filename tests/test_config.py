@@ -41,10 +41,15 @@ def test_frozen_and_keyword_only():
         ),
         ({"learning_rate": 1e-3}, "unknown key `learning_rate`; it is said in the training arguments or the script"),
         ({"weather": 1}, "unknown key `weather`; nothing known is near it. Known: stage,"),
-        ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2."),
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
-        ({"stage": 3}, "`stage: 3` is not built yet"),
+        ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
+        ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` is of stage 3"),
+        ({"stage": 3, "unit_modules": "GPT2 Block"}, "auto, a class name such as GPT2Block"),
+        (
+            {"stage": 3, "reshard_after_forward": "never"},
+            "`reshard_after_forward` is 'never'; allowed: True, False, auto",
+        ),
         ({"offload": {"optimizer": "cpu"}}, "`offload.optimizer: cpu` is not built yet"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4}}, "`comm.shard_group_size: 4` is not built yet"),
@@ -79,7 +84,7 @@ def test_missing_and_broken_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2), settings such as stage=2"),
+        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2, 3), settings such as stage=2"),
         ("", "`config` is ''"),
         ("stage=2,local", "settings as name=value, separated by commas"),
         ("stage=2,stage.x=1", "`stage.x` is '1'; allowed: nothing: `stage` has a value already"),

@@ -1,11 +1,13 @@
 """torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
 from .groups import Groups
 from .names import all_gather_flat, reduce_scatter_flat
-from .transport import Handle, Label, Transport
+from .transport import CommunicationError, Handle, Label, Transport
 
 
 class CollectiveTransport(Transport):
@@ -27,10 +29,9 @@ class CollectiveTransport(Transport):
 
         return Handle(label, self.ledger, complete)
 
-    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
+    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
         self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
-        own = flat.chunk(self._groups.shard_size)[self._groups.shard_rank]
-        work = all_gather_flat(flat, own, group=self._groups.data, async_op=True)
+        work = all_gather_flat(flat, own, group=self._groups.gather, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
@@ -48,6 +49,23 @@ class CollectiveTransport(Transport):
 
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return self._agree(values, label, dist.ReduceOp.MAX, self._groups.control)
+
+    def meet(self, purpose: str, timeout_s: float) -> None:
+        if self._groups.backend == "fake":
+            return
+        try:
+            dist.monitored_barrier(self._groups.control, timedelta(seconds=timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"hf_zero: only some ranks came to {purpose}; waited {timeout_s:.0f} s for the others ({error}). It is "
+                "collective: call it on every rank, outside `if is_main_process`, or wrap the call in "
+                "`with hf_zero.gathered(model)` on every rank. The time limit is `comm.gather_timeout_s`."
+            ) from error
+        purposes = self.exchange(purpose)
+        if len(set(purposes)) > 1:
+            raise CommunicationError(
+                f"hf_zero: the ranks came to different collectives: {purposes}. Call the same one on every rank."
+            )
 
     def exchange(self, value: object) -> list[object]:
         values: list[object] = [None] * self._groups.world_size

@@ -18,6 +18,9 @@ class Groups:
         shard_size, shard_rank: of the shard group.
         backend: name of the data backend; "local" for one rank without a process group.
         data: process group of the bulk data; None is the default group.
+        gather: process group of the parameter all-gathers. At stage 3 on an accelerator it is a communicator of its own:
+            gathers follow the order of forward and backward and reductions the order of buckets, and one communicator
+            would ask all ranks for one common order of both.
         control: process group of the host's small agreements. On an accelerator it is a gloo group, so that agreeing
             does not stop the device's queue.
     """
@@ -28,6 +31,7 @@ class Groups:
     shard_rank: int
     backend: str
     data: dist.ProcessGroup | None = None
+    gather: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
 
     @classmethod
@@ -38,8 +42,10 @@ class Groups:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         backend = _backend_for(device_type)
         sharded = stage > 0
-        control = None
+        control = gather = None
         if backend not in ("gloo", "fake"):
+            if stage == 3:
+                gather = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
             control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return cls(
             world_size=world_size,
@@ -47,6 +53,7 @@ class Groups:
             shard_size=world_size if sharded else 1,
             shard_rank=rank if sharded else 0,
             backend=backend,
+            gather=gather,
             control=control,
         )
 

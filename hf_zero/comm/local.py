@@ -13,7 +13,9 @@ class LocalTransport(Transport):
             out.copy_(flat)
         return self._nothing(label)
 
-    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
+    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
+        if own.data_ptr() != flat.data_ptr():
+            flat.copy_(own)
         return self._nothing(label)
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
@@ -27,6 +29,9 @@ class LocalTransport(Transport):
 
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return values
+
+    def meet(self, purpose: str, timeout_s: float) -> None:
+        """One rank is all ranks."""
 
     def exchange(self, value: object) -> list[object]:
         return [value]

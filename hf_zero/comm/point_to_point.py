@@ -14,8 +14,8 @@ from .collectives import CollectiveTransport
 from .groups import Groups
 from .transport import Handle, Label
 
-_TAG = 0x5A45
-"""Keeps our messages apart from sends of the script's own in the same process group."""
+_REDUCE_TAG, _GATHER_TAG = 0x5A450000, 0x5A460000
+"""Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
 
 
 class PointToPointTransport(CollectiveTransport):
@@ -33,8 +33,9 @@ class PointToPointTransport(CollectiveTransport):
         # `out` takes the first peer's part, unless it lies in `flat` itself or has another dtype.
         first = self._peers[0]
         received[first] = out if self._is_scratch(out, flat) else torch.empty_like(parts[first])
-        works = [self._receive(received[peer], peer) for peer in self._peers]
-        works += [self._send(parts[peer], peer) for peer in self._peers]
+        tag = _REDUCE_TAG + label.channel
+        works = [self._receive(received[peer], peer, tag) for peer in self._peers]
+        works += [self._send(parts[peer], peer, tag) for peer in self._peers]
 
         def complete() -> None:
             self._wait(works)
@@ -43,11 +44,14 @@ class PointToPointTransport(CollectiveTransport):
 
         return Handle(label, self.ledger, complete)
 
-    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
+    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
         self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
         parts = flat.chunk(self._groups.shard_size)
-        works = [self._receive(parts[peer], peer) for peer in self._peers]
-        works += [self._send(parts[self._groups.shard_rank], peer) for peer in self._peers]
+        tag = _GATHER_TAG + label.channel
+        works = [self._receive(parts[peer], peer, tag) for peer in self._peers]
+        works += [self._send(own, peer, tag) for peer in self._peers]
+        if own.data_ptr() != parts[self._groups.shard_rank].data_ptr():
+            parts[self._groups.shard_rank].copy_(own)
         return Handle(label, self.ledger, lambda: self._wait(works))
 
     @property
@@ -59,11 +63,11 @@ class PointToPointTransport(CollectiveTransport):
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return out.dtype == flat.dtype and not begin <= out.data_ptr() < end
 
-    def _receive(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        return dist.irecv(tensor, src=peer, group=self._groups.data, tag=_TAG)
+    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        return dist.irecv(tensor, src=peer, group=self._groups.data, tag=tag)
 
-    def _send(self, tensor: torch.Tensor, peer: int) -> dist.Work:
-        return dist.isend(tensor, dst=peer, group=self._groups.data, tag=_TAG)
+    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+        return dist.isend(tensor, dst=peer, group=self._groups.data, tag=tag)
 
     def _wait(self, works: list[dist.Work]) -> None:
         for work in works:

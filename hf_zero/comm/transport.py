@@ -15,10 +15,15 @@ class CommunicationError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Label:
-    """What a collective is for, as it stands in the ledger and in errors: its kind and the bucket it serves."""
+    """What a collective is for, as it stands in the ledger and in errors: its kind and the bucket it serves.
+
+    `channel` keeps messages of different buckets apart where the transport can: ranks that gather different buckets then
+    wait for each other, and are named at the time limit, instead of taking one bucket for another.
+    """
 
     kind: str
     subject: str
+    channel: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.subject}"
@@ -67,8 +72,11 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start_all_gather(self, flat: torch.Tensor, label: Label) -> Handle:
-        """Fills `flat` (shard_size x n elements) in place with each rank's own n elements of it."""
+    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
+        """Fills `flat` (shard_size x n elements) with each rank's `own` n elements, in rank order.
+
+        `own` may be this rank's part of `flat`.
+        """
 
     @abstractmethod
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
@@ -85,6 +93,14 @@ class Transport(ABC):
     @abstractmethod
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
+
+    @abstractmethod
+    def meet(self, purpose: str, timeout_s: float) -> None:
+        """Returns once every rank has come here for the same purpose.
+
+        Raises:
+            CommunicationError: within `timeout_s` on the ranks that came, when some did not or came for something else.
+        """
 
     @abstractmethod
     def exchange(self, value: object) -> list[object]:

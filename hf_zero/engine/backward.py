@@ -1,10 +1,21 @@
 """Knowing when a backward pass has ended, also for a plain `loss.backward()`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
 
 import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+
+
+def differentiable_tensors(value: object) -> Iterator[torch.Tensor]:
+    """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from differentiable_tensors(list(vars(leaf).values()))
 
 
 class BackwardEnd:
@@ -25,10 +36,9 @@ class BackwardEnd:
         return self._armed
 
     def watch(self, outputs: object) -> None:
-        """Hooks every tensor of a forward's outputs (nested lists, tuples, dicts and ModelOutputs) that takes gradients."""
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self.arm)
+        """Hooks every tensor of a forward's outputs that takes gradients."""
+        for tensor in differentiable_tensors(outputs):
+            tensor.register_hook(self.arm)
 
     def arm(self, _gradient: torch.Tensor | None = None) -> None:
         """Queues the end of the running pass, once. Called inside a backward."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..device import alias, allocate
+from ..comm.transport import Label
 from ..layout.intervals import Interval
 from ..layout.shards import RowLayout, rows_of_shard
 from ..layout.slots import BucketLayout
 from ..offload.tier import Tier
+from .memory import ParameterMemory
 from .precision import Precision
 from .sharded_gradient import ShardedGradient
 
@@ -68,10 +69,12 @@ class Bucket:
     """Parameters whose gradients are reduced together.
 
     Attributes:
-        flat: the parameters, (numel,) of the param dtype; every parameter is a view of it.
+        memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
+        flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
         own: this rank's shard of `flat`, (shard_numel,).
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
-        slots, rows: all parameters of the bucket, and this rank's parts of them.
+        slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
+        trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
         whole: this rank's rows are the parameters themselves.
     """
 
@@ -80,6 +83,7 @@ class Bucket:
         layout: BucketLayout,
         parameters: Sequence[nn.Parameter],
         precision: Precision,
+        memory: ParameterMemory,
         *,
         shard_rank: int,
         whole: bool,
@@ -87,13 +91,12 @@ class Bucket:
     ):
         self.layout = layout
         self.precision = precision
+        self.memory = memory
         self.whole = whole
-        self.device = parameters[0].device
-        self.flat = allocate(layout.numel, precision.param, self.device)
-        for gap in layout.padding:
-            self.flat[gap.start : gap.stop].zero_()
+        self.trained = parameters[0].requires_grad
+        self.device = memory.flat.device
+        self.flat, self.own = memory.flat, memory.own
         self.own_interval = layout.shard(shard_rank)
-        self.own = self.flat[self.own_interval.start : self.own_interval.stop]
         self.slots = [
             ParameterSlot(
                 name=slot.name,
@@ -105,33 +108,31 @@ class Bucket:
             for slot, parameter in zip(layout.slots, parameters, strict=True)
         ]
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
-        self.rows = self._make_rows(shard_rank)
-        for row in self.rows:
-            if precision.has_master:
-                # From the values as loaded: a model in fp32 trained in bf16 keeps its full digits in the master.
-                cut = row.layout.in_parameter
-                row.of(self.master).copy_(row.slot.parameter.detach().reshape(-1)[cut.start : cut.stop])
+        self.rows = self._make_rows(shard_rank) if self.trained else []
+        memory.clear_padding(layout)
         for slot in self.slots:
-            self.adopt(slot)
+            self._adopt_with_master(slot)
 
     @property
     def name(self) -> str:
         return f"bucket {self.layout.index}"
 
+    def label(self, kind: str) -> Label:
+        """What a collective that moves this bucket is called."""
+        return Label(kind=kind, subject=self.name, channel=self.layout.index)
+
     def adopt(self, slot: ParameterSlot) -> None:
-        """Copies a parameter into its slot and makes it a view of it, with a storage of its own extent."""
+        """Copies a parameter into its slot, as far as this rank keeps it, and makes it a view of it."""
         parameter = slot.parameter
         with torch.no_grad():
-            slot.view_of(self.flat).copy_(parameter)
-        parameter.data = alias(slot.view_of(self.flat))
+            self.memory.take_in(slot.view_of(self.flat), slot.interval, parameter)
+        parameter.data = self.memory.view(slot.view_of(self.flat))
         slot.stand_in = ShardedGradient(slot.name, parameter)
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
         """Whether the parameter still lives in its slot."""
-        parameter = slot.parameter
-        expected = self.flat.data_ptr() + slot.interval.start * self.flat.element_size()
-        return parameter.data_ptr() == expected and parameter.dtype == self.flat.dtype
+        return self.memory.is_view(slot.parameter, slot.view_of(self.flat))
 
     def follow_edits(self) -> None:
         """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
@@ -146,12 +147,20 @@ class Bucket:
         if self.precision.has_master:
             self.own.copy_(self.master)
 
+    def _adopt_with_master(self, slot: ParameterSlot) -> None:
+        # From the values as loaded: a model in fp32 trained in bf16 keeps its full digits in the master.
+        for row in self.rows if self.precision.has_master else ():
+            if row.slot is slot:
+                cut = row.layout.in_parameter
+                row.of(self.master).copy_(slot.parameter.detach().reshape(-1)[cut.start : cut.stop])
+        self.adopt(slot)
+
     def _make_rows(self, shard_rank: int) -> list[Row]:
         slot_of = {slot.name: slot for slot in self.slots}
         rows = []
         for layout in rows_of_shard(self.layout, shard_rank):
             slot = slot_of[layout.name]
             piece = self.master[layout.in_shard.start : layout.in_shard.stop]
-            tensor = slot.parameter if self.whole else nn.Parameter(piece, requires_grad=slot.parameter.requires_grad)
+            tensor = slot.parameter if self.whole else nn.Parameter(piece)
             rows.append(Row(slot=slot, layout=layout, tensor=tensor))
         return rows

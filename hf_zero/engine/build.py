@@ -1,6 +1,7 @@
 """From a model and its optimizers to buckets: what may be trained, who owns what, how large the buckets are."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -8,18 +9,22 @@ from torch import nn
 from ..comm.groups import Groups
 from ..config import AUTO, ZeroConfig
 from ..layout.slots import ParameterSpec, plan_buckets
-from ..offload.tier import Tier
+from ..offload.tier import DeviceTier
 from .buckets import Bucket
-from .precision import Precision, resolve_precision
+from .memory import ShardMemory, WholeMemory
+from .precision import resolve_precision, untrained_precision
+from .unit_modules import find_unit_modules, own_parameters
 
 _MIB = 2**20
 _SMALLEST_BUCKET_BYTES = 1 * _MIB
 _LARGEST_BUCKET_BYTES = 25 * _MIB
 _BUCKETS_A_MODEL = 8
+_LARGEST_UNIT_BUCKET_BYTES = 32 * _MIB
+"""At stage 3 a unit is a bucket of each kind where it fits: a layer of BERT-base has 28 MiB."""
 
 
-def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that take gradients, in registration order, tied ones once. Raises for a model that cannot train."""
+def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
+    """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
     on_meta = [name for name, p in model.named_parameters() if p.is_meta]
     if on_meta:
         raise ValueError(
@@ -27,26 +32,31 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
         )
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not trained:
+    if not trained and config.stage < 3:
         raise ValueError(
             "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard."
         )
     strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
     if strange:
         raise ValueError(f"hf_zero: {strange[0][0]!r} is trained in {strange[0][1]}; only floating-point dtypes are.")
-    return trained
+    packed = [(name, p) for name, p in model.named_parameters() if not p.dtype.is_floating_point]
+    if config.stage == 3 and packed:
+        name, p = packed[0]
+        raise ValueError(
+            f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it and belong to whole "
+            "blocks, so it cannot be sharded by element (stage 3). Train a QLoRA model with stage 2 or below, where the "
+            "quantised base stays whole on each rank, or load the base without quantisation."
+        )
 
 
-def owners(
-    trained: Sequence[tuple[str, nn.Parameter]], optimizers: Sequence[torch.optim.Optimizer], model: nn.Module
-) -> dict[nn.Parameter, tuple[int, int]]:
+def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
     """(optimizer index, group index) of each trained parameter; (-1, -1) for one that no optimizer has.
 
     Raises:
         ValueError: an optimizer has parameters that are not the model's, or two have the same.
     """
     of_model = set(model.parameters())
-    owner = {p: (-1, -1) for _, p in trained}
+    owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad}
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             foreign = [p for p in group["params"] if p not in of_model]
@@ -64,34 +74,100 @@ def owners(
     return owner
 
 
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Parameters that share no bucket with those of other parts.
+
+    Attributes:
+        name: of the unit at stage 3.
+        parameters: (name, parameter) in registration order.
+        sharded: a rank keeps its shard of them only.
+    """
+
+    name: str
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    sharded: bool
+
+
+def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups) -> list[Part]:
+    """What goes into buckets, in the order in which gradients arrive.
+
+    Below stage 3, and for one rank, all trained parameters in one part. At stage 3 a part for each unit, frozen parameters
+    too, the last layer first and the root last; then what `persist_below_numel` keeps whole.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if config.stage < 3 or groups.shard_size == 1:
+        return [Part(name="model", parameters=trained, sharded=False)]
+    units = find_unit_modules(model, config.unit_modules)
+    own = own_parameters(model, units)
+    least = config.persist_below_numel
+    parts = [
+        Part(name=name, parameters=[(n, p) for n, p in own[name] if p.numel() >= least], sharded=True)
+        for name in [*reversed([name for name, _ in units]), ""]
+    ]
+    kept = [(name, p) for name, p in trained if p.numel() < least]
+    parts.append(Part(name="kept whole", parameters=kept, sharded=False))
+    return [part for part in parts if part.parameters or part.name == ""]
+
+
 def build_buckets(
-    trained: Sequence[tuple[str, nn.Parameter]],
+    part: Part,
     owner: dict[nn.Parameter, tuple[int, int]],
     config: ZeroConfig,
     groups: Groups,
-    tier: Tier,
+    *,
+    bucket_numel: int,
+    first_index: int,
+    device: torch.device,
+    prepare: Callable[[nn.Parameter], None],
 ) -> list[Bucket]:
-    """Moves the parameters into flat buckets. Never mixes dtypes, devices, optimizers or groups in one."""
-    parameter_of = dict(trained)
-    precision_of: dict[torch.dtype, Precision] = {p.dtype: resolve_precision(config, p.dtype) for _, p in trained}
-    specs = [ParameterSpec(name=name, numel=p.numel(), key=(str(p.device), p.dtype, *owner[p])) for name, p in trained]
-    smallest_itemsize = min(precision.reduce.itemsize for precision in precision_of.values())
-    total_bytes = sum(p.numel() * precision_of[p.dtype].reduce.itemsize for _, p in trained)
-    bucket_bytes = auto_bucket_bytes(total_bytes) if config.bucket_bytes == AUTO else config.bucket_bytes
-    layouts = plan_buckets(specs, bucket_numel=max(1, bucket_bytes // smallest_itemsize), shards=groups.shard_size)
-    # One dtype with a master makes all rows tensors of their own: a model's gradients are stored in one way.
-    whole = groups.shard_size == 1 and not any(precision.has_master for precision in precision_of.values())
-    return [
-        Bucket(
-            layout,
-            [parameter_of[slot.name] for slot in layout.slots],
-            precision_of[parameter_of[layout.slots[0].name].dtype],
-            shard_rank=groups.shard_rank,
-            whole=whole,
-            tier=tier,
-        )
-        for layout in layouts
+    """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
+
+    Args:
+        bucket_numel: elements a bucket should not pass.
+        prepare: called with each parameter before its values are taken.
+    """
+    parameter_of = dict(part.parameters)
+    specs = [
+        ParameterSpec(name=name, numel=p.numel(), key=(p.requires_grad, p.dtype, *owner.get(p, (-1, -1))))
+        for name, p in part.parameters
     ]
+    buckets = []
+    for layout in plan_buckets(specs, bucket_numel=bucket_numel, shards=groups.shard_size, first_index=first_index):
+        parameters = [parameter_of[slot.name] for slot in layout.slots]
+        for parameter in parameters:
+            prepare(parameter)
+        trained, dtype = parameters[0].requires_grad, parameters[0].dtype
+        precision = resolve_precision(config, dtype) if trained else untrained_precision(dtype)
+        make_memory = ShardMemory if part.sharded else WholeMemory
+        buckets.append(
+            Bucket(
+                layout,
+                parameters,
+                precision,
+                make_memory(layout, precision.param, device, layout.shard(groups.shard_rank)),
+                shard_rank=groups.shard_rank,
+                whole=groups.shard_size == 1 and not has_masters(config, parameter_of.values()),
+                tier=DeviceTier(device),
+            )
+        )
+    return buckets
+
+
+def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether some of these parameters are trained through a master: all rows are then tensors of their own."""
+    return any(resolve_precision(config, dtype).has_master for dtype in {p.dtype for p in parameters})
+
+
+def bucket_numel_for(model: nn.Module, config: ZeroConfig) -> int:
+    """Elements a bucket should not pass, from `bucket_bytes` of the smallest dtype in which gradients travel."""
+    trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
+    itemsize = {p.dtype: resolve_precision(config, p.dtype).reduce.itemsize for p in trained}
+    total_bytes = sum(p.numel() * itemsize[p.dtype] for p in trained)
+    bucket_bytes = config.bucket_bytes
+    if bucket_bytes == AUTO:
+        bucket_bytes = _LARGEST_UNIT_BUCKET_BYTES if config.stage == 3 else auto_bucket_bytes(total_bytes)
+    return max(1, bucket_bytes // min(itemsize.values()))
 
 
 def auto_bucket_bytes(total_bytes: int) -> int:

@@ -10,24 +10,26 @@ from torch import nn
 from ..comm.choose import choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
-from ..config import ZeroConfig
-from ..device import allocate, peak_bytes
+from ..config import AUTO, ZeroConfig
+from ..device import allocate, free_bytes, peak_bytes
 from ..layout.intervals import Interval
 from ..offload.tier import DeviceTier
 from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
-from .build import build_buckets, owners, trained_parameters
+from .build import bucket_numel_for, build_buckets, check_parameters, owners, parts_of
 from .clip import clamp_values, scale_to_norm, total_norm
 from .elementwise import refuse_unless_elementwise
 from .gradient_store import BufferPool, GradientStore, PooledGradients, ReplicatedGradients, WholeGradients
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import WeakHook
+from .memory import ShardMemory, WholeMemory
 from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
 from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reports import CommReport, MemoryReport, MemoryRow
+from .sharded_model import ShardedModel
 from .state_rows import StateRow, elementwise_state, fill_rows, state_of, state_rows, state_scalars
 
 
@@ -49,6 +51,9 @@ class EngineReference:
 
 ENGINE_ATTRIBUTE = "_hf_zero_engine"
 
+_ROOM_TO_KEEP_WHOLE = 4
+"""`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
+
 
 class ZeroEngine:
     """Trains `model` in place with its state sharded over the ranks of torch.distributed (or on one rank without it).
@@ -57,10 +62,12 @@ class ZeroEngine:
     `optimizer.zero_grad()`. Building it is collective: parameters and buffers become rank 0's on every rank.
 
     Args:
-        model: any module on its device, with trainable floating-point parameters.
+        model: any module with trainable floating-point parameters; at stage 3 they may all be frozen.
         optimizers: element-wise torch optimizers over its parameters. They stay the same objects.
         config: anything `ZeroConfig.of` takes.
         entry: what the script calls in place of `model`, where that is another module (a compiled one).
+        device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
+            then moves its shard only.
 
     Raises:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
@@ -75,36 +82,49 @@ class ZeroEngine:
         config: object = None,
         *,
         entry: nn.Module | None = None,
+        device: torch.device | None = None,
     ):
         self.config = ZeroConfig.of(config)
         self.model = model
-        trained = trained_parameters(model)
-        owner = owners(trained, optimizers, model)
+        check_parameters(model, self.config)
+        owner = owners(model, optimizers)
         for optimizer in optimizers:
             refuse_unless_elementwise(optimizer)
-        self.device = trained[0][1].device
+        self.device = device or next(model.parameters()).device
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(list(model.named_parameters()), optimizers, self.config), self.transport)
         alone = self.groups.world_size == 1
         self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
-        self._start_alike()
-        self.buckets = build_buckets(trained, owner, self.config, self.groups, DeviceTier(self.device))
+        self._buffers.broadcast()
+        self._parts = self._build(owner)
+        self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
         self._store = self._make_store()
-        self._gradients = Gradients(self.buckets, self._store, self.transport, self.groups.world_size)
-        self._parameters = ParameterGather(model, self.buckets, self.transport)
-        self._homes = Homes(model, self.buckets)
+        self.sharded = ShardedModel(
+            model,
+            {name: found for name, found in self._parts.items() if isinstance(found[0].memory, ShardMemory)},
+            self.transport,
+            self.config,
+            device=self.device,
+            reshard_after_forward=self._resharding(),
+        )
+        self._gradients = Gradients(
+            self.buckets, self._store, self.transport, self.groups.world_size, self.sharded.schedule.end_backward
+        )
+        whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
+        self._parameters = ParameterGather(model, whole, self.transport)
+        self._homes = Homes(model, [bucket for buckets in self._parts.values() for bucket in buckets])
         self._nonfinite = NonFiniteCheck(self.transport)
         self._checked_norm = False
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(entry or model)
-        model.__dict__[ENGINE_ATTRIBUTE] = EngineReference(self)
-        if entry is not None:
-            entry.__dict__[ENGINE_ATTRIBUTE] = EngineReference(self)
+        reference = EngineReference(self)
+        for holder in (model, entry or model, *model.parameters()):
+            holder.__dict__[ENGINE_ATTRIBUTE] = reference
 
     # ---- a training step ----
 
@@ -154,6 +174,30 @@ class ZeroEngine:
 
     # ---- looking in ----
 
+    @contextmanager
+    def gathered(
+        self, target: nn.Module | nn.Parameter | Iterable[nn.Parameter] | None = None, *, writeback: bool = False
+    ) -> Iterator[None]:
+        """Whole parameters to read or, with `writeback`, to edit. Collective, on every rank.
+
+        Args:
+            target: a module of the model, a parameter or several; None is the whole model.
+            writeback: keep edits; what rank 0 wrote is what all ranks have afterwards.
+
+        Raises:
+            CommunicationError: some rank did not come within `comm.gather_timeout_s`.
+            MemoryError: they do not fit.
+            RuntimeError: an edit without `writeback`.
+        """
+        self.finish_parameters()
+        parameters = _parameters_in(self.model if target is None else target)
+        with self.sharded.whole.gathered(parameters, writeback=writeback):
+            yield
+            if writeback:
+                for parameter in parameters:
+                    if parameter not in self.sharded.unit_of:
+                        self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
+
     @torch.no_grad()
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
@@ -183,13 +227,21 @@ class ZeroEngine:
                 state[name] = next(v for v in self.transport.exchange(mine.get(name)) if v is not None)
         return state
 
+    def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
+        """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
+        self.finish_parameters()
+        return self.sharded.whole_state_dict(wanted=wanted)
+
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        param = sum(b.flat.nbytes for b in self.buckets)
+        param = sum(b.memory.lasting_bytes for b in self.buckets)
         trained_numel = sum(slot.parameter.numel() for slot in self._slot_of.values())
         trained_bytes = sum(slot.parameter.nbytes for slot in self._slot_of.values())
-        others = [p for p in self.model.parameters() if p not in self._slot_of] + list(self.model.buffers())
-        other = sum(t.nbytes for t in others)
+        frozen = [p for p in self.model.parameters() if p not in self._slot_of]
+        frozen_whole = [p for p in frozen if p not in self.sharded.unit_of]
+        buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
+        other = sum(p.nbytes for p in frozen_whole) + self.sharded.own_bytes(trained=False) + buffer_bytes
+        ddp_other = sum(p.numel() * p.element_size() for p in frozen) + buffer_bytes
         held = self._store.held_bytes()
         state = sum(optimizer.state_bytes() for optimizer in self.optimizers)
         own_numel = sum(row.tensor.numel() for row in self._row_of.values() if state_of(self.optimizers, row))
@@ -197,11 +249,12 @@ class ZeroEngine:
         master = sum(b.master.nbytes for b in self.buckets if b.precision.has_master)
         rows = (
             MemoryRow(kind="parameters", bytes=param, ddp_bytes=trained_bytes),
-            MemoryRow(kind="frozen parameters and buffers", bytes=other, ddp_bytes=other),
+            MemoryRow(kind="frozen parameters and buffers", bytes=other, ddp_bytes=ddp_other),
             MemoryRow(kind="fp32 master", bytes=master, ddp_bytes=0),
             MemoryRow(kind="gradients", bytes=held["gradients"], ddp_bytes=trained_bytes),
             MemoryRow(kind="gradient buffers", bytes=held["gradient buffers"], ddp_bytes=trained_bytes),
             MemoryRow(kind="optimizer state", bytes=state, ddp_bytes=whole_state),
+            MemoryRow(kind="gathered parameters, at most", bytes=self.sharded.schedule.peak_bytes, ddp_bytes=0),
         )
         return MemoryReport(rows=rows, peak_bytes=peak_bytes(self.device))
 
@@ -249,10 +302,13 @@ class ZeroEngine:
         for bucket in self.buckets:
             bucket.follow_edits()
 
-    def close(self) -> None:
+    def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
 
-        The optimizer's state, which only exists in rows, is dropped where it is sharded.
+        The optimizer's state, which only exists in rows, is dropped where it is sharded. Collective at stage 3.
+
+        Args:
+            rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
         """
         self.finish_parameters()
         self._gradients.drop()
@@ -260,9 +316,13 @@ class ZeroEngine:
             handle.remove()
         for optimizer in self.optimizers:
             optimizer.release()
+        wanted = self.groups.rank == 0 or not rank0_only
+        self.sharded.hand_back(wanted=wanted)
         for slot in self._slot_of.values():
-            slot.parameter.data = slot.parameter.detach().clone()
-        self.model.__dict__.pop(ENGINE_ATTRIBUTE, None)
+            if slot.parameter not in self.sharded.unit_of:
+                slot.parameter.data = slot.parameter.detach().clone()
+        for holder in (self.model, *self.model.parameters()):
+            holder.__dict__.pop(ENGINE_ATTRIBUTE, None)
 
     # ---- how it is put together ----
 
@@ -299,30 +359,61 @@ class ZeroEngine:
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self.model)
         return [
             entry.register_forward_pre_hook(WeakHook(self, ZeroEngine._before_forward)),
-            entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward)),
+            entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward), with_kwargs=True, always_call=True),
         ]
 
-    def _start_alike(self) -> None:
-        # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
-        label = Label(kind="broadcast parameters", subject="the model")
+    def _build(self, owner: dict[nn.Parameter, tuple[int, int]]) -> dict[str, list[Bucket]]:
+        """Part name → its buckets, as they are numbered and reduced."""
+        built: dict[str, list[Bucket]] = {}
+        bucket_numel, count = bucket_numel_for(self.model, self.config), 0
+        for part in parts_of(self.model, self.config, self.groups):
+            buckets = build_buckets(
+                part,
+                owner,
+                self.config,
+                self.groups,
+                bucket_numel=bucket_numel,
+                first_index=count,
+                device=self.device,
+                prepare=self._start_alike,
+            )
+            count += len(buckets)
+            if buckets:
+                built[part.name] = buckets
+        taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
         for parameter in self.model.parameters():
-            with torch.no_grad():
-                values = parameter.detach().contiguous()
-                self.transport.broadcast(values, label)
-                if values.data_ptr() != parameter.data_ptr():
-                    parameter.copy_(values)
-        self._buffers.broadcast()
+            if parameter not in taken:
+                self._start_alike(parameter)
+        return built
+
+    def _start_alike(self, parameter: nn.Parameter) -> None:
+        # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
+        with torch.no_grad():
+            values = parameter.detach().to(self.device).contiguous()
+            self.transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
+            if values.data_ptr() != parameter.data_ptr():
+                parameter.data = values
+
+    def _resharding(self) -> bool:
+        """Whether a layer is dropped after its forward; `auto` keeps what would take little of the free memory."""
+        if self.config.reshard_after_forward != AUTO:
+            return self.config.reshard_after_forward
+        whole = sum(p.nbytes for p in self.model.parameters())
+        return whole * _ROOM_TO_KEEP_WHOLE > min(self.transport.exchange(free_bytes(self.device)))
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
         if torch._C._current_graph_task_id() != -1:
             # Activation checkpointing runs the forward again inside backward.
             return
         self._gradients.recover()
+        self.sharded.schedule.recover()
+        self.sharded.schedule.before_forward(self.sharded.root)
         if self._waits_at_the_root:
             self._parameters.finish_all()
         self._buffers.before_forward()
 
-    def _after_forward(self, _module: nn.Module, _args: tuple, outputs: object) -> None:
+    def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
+        self.sharded.schedule.after_forward(self.sharded.root, (args, kwargs), outputs)
         if torch.is_grad_enabled():
             self._gradients.end.watch(outputs)
             self._buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
@@ -330,6 +421,7 @@ class ZeroEngine:
     def _before_step(self, buckets: Sequence[Bucket]) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.
         self._parameters.finish_all()
+        self.sharded.schedule.reshard_all()
         unreduced = self._gradients.unreduced()
         if unreduced:
             raise RuntimeError(
@@ -358,7 +450,7 @@ class ZeroEngine:
                 slot.parameter.grad = None
             self._store.release(bucket)
         if not self._is_replicated:
-            self._parameters.start(reversed(buckets))
+            self._parameters.start(b for b in reversed(buckets) if isinstance(b.memory, WholeMemory))
             if self.config.overlap_param_gather:
                 self._parameters.guard()
             else:
@@ -400,15 +492,21 @@ class ZeroEngine:
         if self._is_replicated:
             return mine.detach().reshape(slot.parameter.shape).clone()
         flat = allocate(bucket.layout.numel, dtype, bucket.device)
+        own = flat[bucket.own_interval.start : bucket.own_interval.stop]
         if mine is not None:
             row = self._row_of[slot.parameter]
-            own = flat[bucket.own_interval.start : bucket.own_interval.stop]
             own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine)
-        self.transport.start_all_gather(flat, Label(kind="all-gather a look", subject=slot.name)).finish()
+        self.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
         return slot.view_of(flat).clone()
 
 
-def engine_attached_to(module: nn.Module) -> ZeroEngine | None:
-    """The live engine of a module that was handed to `ZeroEngine`, or None."""
-    reference = module.__dict__.get(ENGINE_ATTRIBUTE)
+def _parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    return [target] if isinstance(target, torch.Tensor) else list(target)
+
+
+def engine_attached_to(holder: nn.Module | nn.Parameter) -> ZeroEngine | None:
+    """The live engine of a module that was handed to `ZeroEngine`, or of a parameter of it; or None."""
+    reference = holder.__dict__.get(ENGINE_ATTRIBUTE)
     return reference() if isinstance(reference, EngineReference) else None

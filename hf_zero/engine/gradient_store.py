@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.transport import Handle, Label, Transport
-from ..device import allocate
+from ..comm.transport import Handle, Transport
+from ..device import Reservation, allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import Tier
 from .buckets import Bucket, ParameterSlot
@@ -175,7 +175,7 @@ class ReplicatedGradients(GradientStore):
         return self._home(bucket)
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
-        return self._transport.start_all_reduce(flat, Label(kind="all-reduce gradients", subject=bucket.name))
+        return self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
 
     def _deliver(self, bucket: Bucket) -> None:
         _add_or_set(bucket, self._flat[bucket], self._flat[bucket])
@@ -187,7 +187,7 @@ class ShardedStore(GradientStore):
     def __init__(self, transport: Transport, world_size: int, tier: Tier):
         super().__init__(transport, world_size)
         self._tier = tier
-        self._shards: dict[Bucket, torch.Tensor] = {}
+        self._shards: dict[Bucket, Reservation] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -221,16 +221,14 @@ class ShardedStore(GradientStore):
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         target = self._targets[bucket] = self._target(bucket, flat)
         if bucket.layout.shards > 1:
-            return self._transport.start_reduce_scatter(
-                flat, target, Label(kind="reduce-scatter gradients", subject=bucket.name)
-            )
-        handle = self._transport.start_all_reduce(flat, Label(kind="all-reduce gradients", subject=bucket.name))
+            return self._transport.start_reduce_scatter(flat, target, bucket.label("reduce-scatter gradients"))
+        handle = self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
 
         def complete() -> None:
             handle.finish()
             target.copy_(flat)
 
-        return Handle(Label(kind="all-reduce gradients", subject=bucket.name), self._transport.ledger, complete)
+        return Handle(bucket.label("all-reduce gradients"), self._transport.ledger, complete)
 
     @abstractmethod
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
@@ -238,8 +236,9 @@ class ShardedStore(GradientStore):
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._shards:
-            self._shards[bucket] = self._tier.empty(bucket.layout.shard_numel, bucket.precision.master)
-        return self._shards[bucket]
+            self._shards[bucket] = self._tier.reserve(bucket.layout.shard_numel, bucket.precision.master)
+        self._shards[bucket].restore()
+        return self._shards[bucket].flat
 
     def _shard_or_scratch(self, bucket: Bucket) -> torch.Tensor:
         if any(row.tensor.grad is not None for row in bucket.rows):
@@ -258,7 +257,7 @@ class WholeGradients(ShardedStore):
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        held = [*self._flat.values(), *self._shards.values()]
+        held = [*self._flat.values(), *(shard.flat for shard in self._shards.values())]
         return {"gradients": sum(tensor.nbytes for tensor in held), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -308,20 +307,24 @@ class PooledGradients(ShardedStore):
     def __init__(self, transport: Transport, world_size: int, tier: Tier, pool: "BufferPool"):
         super().__init__(transport, world_size, tier)
         self._pool = pool
-        self._lent: dict[Bucket, torch.Tensor] = {}
+        self._lent: dict[Bucket, Reservation] = {}
         self._in_flight: deque[Bucket] = deque()
 
     def held_bytes(self) -> dict[str, int]:
-        gradients = sum(shard.nbytes for shard in self._shards.values())
+        gradients = sum(shard.flat.nbytes for shard in self._shards.values())
         return {"gradients": gradients, "gradient buffers": self._pool.most_bytes}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """Autograd itself keeps adding to `p.grad` until the reducing pass."""
 
     def release(self, bucket: Bucket) -> None:
-        # Activations grow from here to the next backward, which takes a new shard as it needs it.
-        if self._tier.recycles:
-            self._shards.pop(bucket, None)
+        # Activations grow from here to the next backward, which fills the shard again as it needs it.
+        if bucket in self._shards:
+            self._shards[bucket].release()
+
+    def finish_all(self) -> None:
+        super().finish_all()
+        self._pool.rest()
 
     def discard_open(self) -> None:
         for bucket in self._open:
@@ -332,7 +335,7 @@ class PooledGradients(ShardedStore):
         while self._pool.exhausted_for(bucket) and self._in_flight:
             self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
-        flat = self._lent[bucket][: bucket.layout.numel]
+        flat = self._lent[bucket].flat[: bucket.layout.numel]
         for gap in bucket.layout.padding:
             flat[gap.start : gap.stop].zero_()
         return flat
@@ -364,7 +367,7 @@ class BufferPool:
         self._tier = tier
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[Reservation]] = {}
         self._shared_out = 0
         self._bytes = 0
         self.most_bytes = 0
@@ -373,26 +376,33 @@ class BufferPool:
         """True when a buffer for `bucket` would be one shared buffer more than the limit."""
         return self._kind(bucket) is BufferKind.SHARED and self._shared_out >= self._limit
 
-    def take(self, bucket: Bucket) -> torch.Tensor:
+    def take(self, bucket: Bucket) -> Reservation:
         """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
         shared = self._kind(bucket) is BufferKind.SHARED
         self._shared_out += shared
         size = self._shared_numel if shared else bucket.layout.numel
         free = self._free.setdefault((size, bucket.precision.reduce), [])
         if free:
-            return free.pop()
-        buffer = self._tier.empty(size, bucket.precision.reduce)
-        self._bytes += buffer.nbytes
-        self.most_bytes = max(self.most_bytes, self._bytes)
+            buffer = free.pop()
+        else:
+            buffer = self._tier.reserve(size, bucket.precision.reduce)
+            self._bytes += buffer.flat.nbytes
+            self.most_bytes = max(self.most_bytes, self._bytes)
+        buffer.restore()
         return buffer
 
-    def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+    def give_back(self, bucket: Bucket, buffer: Reservation) -> None:
         kind = self._kind(bucket)
         self._shared_out -= kind is BufferKind.SHARED
-        if kind is BufferKind.OVERSIZE and self._tier.recycles:
-            self._bytes -= buffer.nbytes
-        else:
-            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+        if kind is BufferKind.OVERSIZE:
+            buffer.release()
+        self._free[(buffer.flat.numel(), buffer.flat.dtype)].append(buffer)
+
+    def rest(self) -> None:
+        """Gives the memory of buffers not in use back until the next backward."""
+        for buffers in self._free.values():
+            for buffer in buffers:
+                buffer.release()
 
     def _kind(self, bucket: Bucket) -> BufferKind:
         return kind_of_buffer(bucket.layout, self._shared_numel)

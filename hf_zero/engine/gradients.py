@@ -1,6 +1,6 @@
 """One backward pass: every gradient into its bucket, every full bucket on its way, all of them home at the end."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -22,11 +22,21 @@ class Gradients:
     end of backward, with zeros where nothing came. The ranks then agree on which parameters were used at all: one that no
     rank used keeps its gradient as it was, None included, as under DDP.
 
+    Args:
+        after_pass: called at the end of each backward, when all gradients are home.
+
     Attributes:
         reducing: False while micro-batches only accumulate.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], store: GradientStore, transport: Transport, world_size: int):
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        store: GradientStore,
+        transport: Transport,
+        world_size: int,
+        after_pass: Callable[[], None],
+    ):
         self._world_size = world_size
         self._buckets = list(buckets)
         self._store = store
@@ -38,7 +48,8 @@ class Gradients:
         self._late: set[Bucket] = set()
         self._touched = False
         self.reducing = True
-        self.end = BackwardEnd(self._finish_pass)
+        self._after_pass = after_pass
+        self.end = BackwardEnd(self._end_pass)
         self._begin_pass()
 
     def install(self) -> list[RemovableHandle]:
@@ -99,6 +110,12 @@ class Gradients:
                 f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
                 "with sparse=False."
             )
+        if not slot.bucket.memory.is_readable:
+            raise RuntimeError(
+                f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so it is wrong. "
+                "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
+                "dataclass, not in an object of another kind or through an attribute."
+            )
         if not self.reducing:
             self._store.hold(slot, gradient)
             self._held.add(slot)
@@ -120,9 +137,12 @@ class Gradients:
             self._store.start(self._buckets[self._next])
             self._next += 1
 
+    def _end_pass(self) -> None:
+        if self._touched:
+            self._finish_pass()
+        self._after_pass()
+
     def _finish_pass(self) -> None:
-        if not self._touched:
-            return
         for bucket in self._buckets[self._next :]:
             self._store.start(bucket)
         for bucket in self._agree():

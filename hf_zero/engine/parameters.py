@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from ..comm.transport import Handle, Label, Transport
+from ..comm.transport import Handle, Transport
 from .buckets import Bucket
 
 _FRAMES_TO_ZERO_GRAD = 8
@@ -116,8 +116,8 @@ class ParameterGather:
         """Starts gathering what the optimizer has just updated in these buckets."""
         for bucket in buckets:
             self.finish(bucket)
-            label = Label(kind="all-gather parameters", subject=bucket.name)
-            self._in_flight[bucket] = self._transport.start_all_gather(bucket.flat, label)
+            label = bucket.label("all-gather parameters")
+            self._in_flight[bucket] = self._transport.start_all_gather(bucket.flat, bucket.own, label)
 
     def guard(self) -> None:
         """Makes every module that holds a parameter in flight wait for it when it is read."""

@@ -40,6 +40,11 @@ def resolve_precision(config: ZeroConfig, model_dtype: torch.dtype) -> Precision
     return Precision(param=param, reduce=reduce, master=master)
 
 
+def untrained_precision(dtype: torch.dtype) -> Precision:
+    """Of frozen parameters: they stay as they are."""
+    return Precision(param=dtype, reduce=dtype, master=dtype)
+
+
 def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
     """Who casts, in words for the plan. Refuses two owners, and fp16.
 

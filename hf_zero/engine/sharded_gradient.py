@@ -27,9 +27,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, name: str, parameter: torch.Tensor) -> "ShardedGradient":
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
-        )
+        self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         self.pending = None
         self._name = name
         return self

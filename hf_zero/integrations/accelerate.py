@@ -18,10 +18,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from torch import nn
 
 from ..config import ConfigError, ZeroConfig
 from ..engine.engine import ZeroEngine, engine_attached_to
+from ..engine.parameters import is_compiled
 from ..engine.precision import check_cast_owner
 from .announce import announce
 from .checkpointing import ZERO_FOLDER, load_engine, save_engine
@@ -113,15 +115,25 @@ class ZeroAcceleratorMixin:
     zero_config: ZeroConfig
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
+    _zero_with_optimizer: bool = False
 
     # ---- prepare ----
 
     def prepare(self, *args, device_placement=None):
-        result = super().prepare(*args, device_placement=device_placement)
+        self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        try:
+            result = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._zero_with_optimizer = False
         self._build_engines()
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        if self.zero_config.stage == 3:
+            _refuse_compiled(self, model)
+            if engine_attached_to(model) is not None or self._is_sharded_next(model):
+                # Whole, the model may not fit the device: the engine moves this rank's shard there.
+                device_placement = False
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
@@ -131,6 +143,10 @@ class ZeroAcceleratorMixin:
         if engine is None and self.num_processes > 1:
             prepared.register_forward_pre_hook(_RefuseTrainingAlone(original))
         return prepared
+
+    def _is_sharded_next(self, model: nn.Module) -> bool:
+        """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
+        return self._zero_with_optimizer or not any(p.requires_grad for p in model.parameters())
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
@@ -144,7 +160,8 @@ class ZeroAcceleratorMixin:
             model = self.unwrap_model(prepared, keep_torch_compile=False)
             parameters = set(model.parameters())
             mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
-            if not mine:
+            is_teacher = self.zero_config.stage == 3 and not any(p.requires_grad for p in parameters)
+            if not mine and not (is_teacher and engine_attached_to(model) is None):
                 continue
             waiting = [o for o in waiting if o not in mine]
             try:
@@ -160,7 +177,13 @@ class ZeroAcceleratorMixin:
         if former is not None:
             former.close()
             self.zero_engines.remove(former)
-        engine = ZeroEngine(model, optimizers, self.zero_config, entry=prepared if prepared is not model else None)
+        engine = ZeroEngine(
+            model,
+            optimizers,
+            self.zero_config,
+            entry=prepared if prepared is not model else None,
+            device=self.device if self.zero_config.stage == 3 else None,
+        )
         self.zero_engines.append(engine)
         announce(engine, self.zero_cast_owner)
 
@@ -216,6 +239,9 @@ class ZeroAcceleratorMixin:
         engine = self._engine_for(model)
         if engine is not None:
             engine.finish_parameters()
+            if not engine.sharded.is_empty:
+                # As with FSDP: whole tensors in host memory on the main process, an empty dict on the others.
+                return engine.whole_state_dict(wanted=self.is_main_process)
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
@@ -312,6 +338,16 @@ class _RefuseTrainingAlone:
 
     def __reduce__(self):
         return _RefuseTrainingAlone, (nn.Module(),)
+
+
+def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO or is_compiled(model):
+        raise ConfigError(
+            "hf_zero: stage 3 gathers parameters from hooks around each layer, which a compiled model would trace. Compile what "
+            "is inside the layers instead, `for layer in layers: layer.forward = torch.compile(layer.forward)`, and leave "
+            "torch_compile / dynamo_backend off; or use stage 2, which trains compiled models."
+        )
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,15 +1,18 @@
 """The plan that rank 0 prints when an engine is built."""
 
 import sys
+from collections import Counter
 
 from ..engine.engine import ZeroEngine
+from ..engine.memory import ShardMemory
 from ..engine.reports import mib, render
 from ..plan.states import BucketCost, StatePlan, plan_states, state_values
 
 
 def state_plan(engine: ZeroEngine) -> StatePlan:
     """The bytes of state that each rank of this engine will hold."""
-    return plan_states([_cost(engine, bucket) for bucket in engine.buckets], engine.config)
+    frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
+    return plan_states([_cost(engine, bucket) for bucket in [*engine.buckets, *frozen]], engine.config)
 
 
 def announce(engine: ZeroEngine, cast_owner: str) -> None:
@@ -26,7 +29,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         for kind, found in names.items():
             found.add(str(getattr(bucket.precision, kind)).removeprefix("torch."))
     dtypes = ", ".join(f"{kind} {'/'.join(sorted(found))}" for kind, found in names.items())
-    largest = max(bucket.flat.nbytes for bucket in engine.buckets)
+    largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.named_groups()) or "none"
     config = engine.config
     accumulation = "local" if config.accumulates_locally else "sharded"
@@ -36,7 +39,9 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ("dtypes", dtypes),
         ("who casts", cast_owner),
         ("buckets", f"{len(engine.buckets)}, largest {mib(largest)} MiB; accumulation {accumulation}"),
+        *_unit_rows(engine),
         ("parameters", f"{mib(plan.parameters)} MiB"),
+        *([("frozen parameters", f"{mib(plan.frozen)} MiB")] if plan.frozen else []),
         ("fp32 masters", f"{mib(plan.masters)} MiB"),
         ("gradients", f"{mib(plan.gradients)} MiB, and at most {mib(plan.gradient_buffers)} MiB in passing"),
         (
@@ -46,6 +51,25 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ("bytes a rank", f"{mib(plan.total)} MiB of state"),
     ]
     print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
+
+
+def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """How parameters are gathered, at stage 3."""
+    schedule = engine.sharded.schedule
+    root, *layers = schedule.units
+    if engine.sharded.is_empty:
+        return []
+    classes = Counter(type(engine.model.get_submodule(layer.name)).__name__ for layer in layers)
+    named = ", ".join(f"{count} {name}" for name, count in classes.items()) or "no layers"
+    largest = max((layer.passing_bytes for layer in layers), default=0)
+    ahead = min(engine.config.prefetch_units, max(len(layers) - 1, 0))
+    if schedule.reshards_after_forward:
+        most = root.passing_bytes + (1 + ahead) * largest
+        policy = f"{ahead} ahead, dropped after forward; at most {mib(most)} MiB gathered"
+    else:
+        most = sum(unit.passing_bytes for unit in schedule.units)
+        policy = f"kept until the step: {mib(most)} MiB gathered"
+    return [("units", f"{named} and the root"), ("gathering", policy)]
 
 
 def _cost(engine: ZeroEngine, bucket) -> BucketCost:
@@ -63,4 +87,6 @@ def _cost(engine: ZeroEngine, bucket) -> BucketCost:
         master_bytes=precision.master.itemsize,
         has_master=precision.has_master,
         state_bytes=None if values is None else values * precision.master.itemsize,
+        sharded=isinstance(bucket.memory, ShardMemory),
+        trained=bucket.trained,
     )

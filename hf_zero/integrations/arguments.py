@@ -17,7 +17,7 @@ class ZeroTrainingArguments(TrainingArguments):
     zero: str | None = field(
         default=None,
         metadata={
-            "help": "hf_zero: a stage (0, 1, 2), a YAML file, or settings such as stage=2,grad_accumulation=local."
+            "help": "hf_zero: a stage (0, 1, 2, 3), a YAML file, or settings such as stage=2,grad_accumulation=local."
         },
     )
 
@@ -26,3 +26,11 @@ class ZeroTrainingArguments(TrainingArguments):
         if self.zero is not None:
             # After super(), which resets accelerate's shared state.
             self.parallelism_config = ZeroPlugin(self.zero)
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """False at stage 3: Trainer would put the whole model on each device before it is sharded."""
+        plugin = self.parallelism_config
+        if isinstance(plugin, ZeroPlugin) and plugin.config.stage == 3:
+            return False
+        return super().place_model_on_device

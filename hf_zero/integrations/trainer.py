@@ -14,7 +14,7 @@ from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..config import ConfigError
-from ..engine.engine import ZeroEngine
+from ..engine.engine import ZeroEngine, engine_attached_to
 from .checkpointing import ZERO_FOLDER, load_engine, save_engine
 from .frames import find_in_callers
 
@@ -71,9 +71,17 @@ class ZeroTrainerMixin:
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        for engine in self.accelerator.zero_engines:
-            engine.finish_parameters()
-        super().save_model(output_dir, _internal_call=_internal_call)
+        engine = _only_engine(self)
+        if engine is None or engine.sharded.is_empty:
+            for other in self.accelerator.zero_engines:
+                other.finish_parameters()
+            super().save_model(output_dir, _internal_call=_internal_call)
+            return
+        state_dict = self.accelerator.get_state_dict(self.model)
+        if self.args.should_save:
+            self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = _only_engine(self)
@@ -113,8 +121,10 @@ class ZeroTrainerMixin:
 
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:
-    engines = trainer.accelerator.zero_engines
-    return engines[0] if engines else None
+    """The engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    engine = engine_attached_to(model)
+    return engine if engine in trainer.accelerator.zero_engines else None
 
 
 def _refuse_unless_checkpoint(folder: Path, output_dir: str) -> None:

@@ -84,7 +84,9 @@ class _OpenBucket:
         self.slots.append(Slot(name=spec.name, interval=Interval(start, self.end)))
 
 
-def plan_buckets(parameters: Sequence[ParameterSpec], *, bucket_numel: int, shards: int) -> tuple[BucketLayout, ...]:
+def plan_buckets(
+    parameters: Sequence[ParameterSpec], *, bucket_numel: int, shards: int, first_index: int = 0
+) -> tuple[BucketLayout, ...]:
     """Lays parameters out in buckets, in the order their gradients arrive: the reverse of registration.
 
     Each key fills its own buckets side by side, so that groups which alternate through a model (weights with decay,
@@ -95,6 +97,7 @@ def plan_buckets(parameters: Sequence[ParameterSpec], *, bucket_numel: int, shar
         parameters: in registration order, tied ones once.
         bucket_numel: elements a bucket should not pass.
         shards: ranks in the shard group.
+        first_index: number of the first bucket.
     """
     open_buckets: dict[Hashable, _OpenBucket] = {}
     arrival_of: dict[str, int] = {}
@@ -118,5 +121,5 @@ def plan_buckets(parameters: Sequence[ParameterSpec], *, bucket_numel: int, shar
             shards=shards,
             oversize=bucket.end > bucket_numel,
         )
-        for index, bucket in enumerate(closed)
+        for index, bucket in enumerate(closed, start=first_index)
     )

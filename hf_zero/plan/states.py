@@ -25,7 +25,8 @@ _STATE_VALUES = {
 class BucketCost:
     """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master, and in state.
 
-    `state_bytes` is None for an optimizer whose state is not known beforehand.
+    `state_bytes` is None for an optimizer whose state is not known beforehand. `sharded` parameters are kept as a shard
+    (stage 3); not `trained` ones have neither gradient nor state.
     """
 
     layout: BucketLayout
@@ -34,13 +35,24 @@ class BucketCost:
     master_bytes: int
     has_master: bool
     state_bytes: int | None
+    sharded: bool = False
+    trained: bool = True
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters that a rank keeps all the time."""
+        return (self.layout.shard_numel if self.sharded else self.layout.numel) * self.param_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
-    """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step."""
+    """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step.
+
+    `frozen` are the parameters that take no gradients, as far as they lie in buckets (stage 3).
+    """
 
     parameters: int
+    frozen: int
     masters: int
     gradients: int
     gradient_buffers: int
@@ -49,7 +61,7 @@ class StatePlan:
     @property
     def total(self) -> int:
         """All that lasts, as far as it is known beforehand."""
-        return self.parameters + self.masters + self.gradients + (self.optimizer or 0)
+        return self.parameters + self.frozen + self.masters + self.gradients + (self.optimizer or 0)
 
 
 def state_values(optimizer_name: str, settings: dict) -> int | None:
@@ -70,9 +82,11 @@ def _rmsprop_momentum(name: str, settings: dict) -> int:
 def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
-    Stage 1 keeps whole gradients and reduces them in place; stage 2 keeps the shard and passes whole buckets through a pool
-    (layout/pool.py).
+    Stage 1 keeps whole gradients and reduces them in place; stages 2 and 3 keep the shard and pass whole buckets through a
+    pool (layout/pool.py).
     """
+    frozen = sum(cost.parameter_bytes for cost in costs if not cost.trained)
+    costs = [cost for cost in costs if cost.trained]
     whole = {True: 0, False: 0}
     for cost in costs:
         whole[cost.layout.shards == 1] += cost.layout.numel
@@ -81,7 +95,8 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
     buffers = pool_numel([cost.layout for cost in costs], config.grad_buffers)
     known = all(cost.state_bytes is not None for cost in costs)
     return StatePlan(
-        parameters=sum(cost.layout.numel * cost.param_bytes for cost in costs),
+        parameters=sum(cost.parameter_bytes for cost in costs),
+        frozen=frozen,
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.has_master),
         gradients=gradients,
         gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,

@@ -110,6 +110,7 @@ ENGINES: dict[str, Callable[[MakeModel, OptimizerArguments], Engine]] = {
     "hf_zero0": partial(make_hf_zero, stage=0),
     "hf_zero1": partial(make_hf_zero, stage=1),
     "hf_zero2": partial(make_hf_zero, stage=2),
+    "hf_zero3": partial(make_hf_zero, stage=3),
 }
 
 

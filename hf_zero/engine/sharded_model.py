@@ -1,0 +1,150 @@
+"""A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..comm.transport import Transport
+from ..config import ZeroConfig
+from .buckets import Bucket, ParameterSlot
+from .hooks import WeakHook
+from .module_guards import ModuleGuard, ModuleMethods
+from .units import Unit
+from .unshard import Unsharding
+from .whole import WholeParameters
+
+_SYNCED_GENERATE = "_is_fsdp_managed_module"
+"""transformers' mark on modules whose forward is collective: `generate` and layer-dropping encoders then go through every
+forward on every rank."""
+
+
+class ShardedModel:
+    """Everything of stage 3 that hangs in the model. Without units, as below stage 3, all of it does nothing.
+
+    Args:
+        buckets_of: unit name → its buckets; "" is the root's.
+        device: that parameters are gathered on.
+
+    Attributes:
+        schedule: gathers and drops.
+        whole: whole parameters outside of forward and backward.
+        unit_of: unit and slot of each sharded parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets_of: Mapping[str, Sequence[Bucket]],
+        transport: Transport,
+        config: ZeroConfig,
+        *,
+        device: torch.device,
+        reshard_after_forward: bool,
+    ):
+        self._model = model
+        self.root = Unit("root", buckets_of.get("", ()), transport)
+        layers = {name: Unit(name, buckets, transport) for name, buckets in buckets_of.items() if name}
+        self.schedule = Unsharding(
+            self.root,
+            list(layers.values()),
+            prefetch=config.prefetch_units,
+            reshard_after_forward=reshard_after_forward,
+        )
+        self.unit_of: dict[nn.Parameter, tuple[Unit, ParameterSlot]] = {
+            slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
+        }
+        self.whole = WholeParameters(self.unit_of, self.schedule, transport, device, config.comm.gather_timeout_s)
+        guards = self._guard_modules()
+        self._methods = ModuleMethods(model, guards, self.whole)
+        self._handles = self._install_hooks(layers, guards)
+        for module in model.modules() if guards else ():
+            module.__dict__[_SYNCED_GENERATE] = True
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.unit_of
+
+    def units_of_module(self, module: nn.Module) -> list[Unit]:
+        return self.whole.units_of(module.parameters())
+
+    def own_bytes(self, *, trained: bool) -> int:
+        """Bytes of this rank's shards of the trained, or of the frozen parameters."""
+        return sum(
+            bucket.memory.lasting_bytes
+            for unit in self.schedule.units
+            for bucket in unit.buckets
+            if bucket.trained is trained
+        )
+
+    def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
+        """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective."""
+        with self.whole.lend_copies(self._model, "the model's state dict", wanted=wanted):
+            if not wanted:
+                return {}
+            return {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+
+    def hand_back(self, *, wanted: bool) -> None:
+        """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective."""
+        whole: dict[ParameterSlot, torch.Tensor] = {}
+        for unit in self.schedule.units:
+            self.schedule.unshard([unit])
+            if wanted:
+                whole.update((slot, slot.parameter.detach().clone()) for slot in unit.slots)
+            self.schedule.release([unit])
+        self._remove()
+        for slot, values in whole.items():
+            slot.parameter.data = values
+        for module in () if wanted else self._model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in self.unit_of:
+                    module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._methods.remove()
+        for module in self._model.modules():
+            module.__dict__.pop(_SYNCED_GENERATE, None)
+        for unit in self.schedule.units:
+            for guard in unit.guards:
+                guard.remove()
+            unit.guards.clear()
+
+    def _guard_modules(self) -> dict[nn.Module, ModuleGuard]:
+        guards = {}
+        for module in self._model.modules():
+            slots = {name: self.unit_of[p] for name, p in module._parameters.items() if p in self.unit_of}
+            if slots:
+                guard = guards[module] = ModuleGuard(module, slots, self.schedule)
+                for unit in {unit for unit, _ in slots.values()}:
+                    unit.guards.append(guard)
+                guard.update()
+        return guards
+
+    def _install_hooks(self, layers: Mapping[str, Unit], guards: Iterable[nn.Module]) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for name, unit in layers.items():
+            module = self._model.get_submodule(name)
+            before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
+            after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for module in guards:
+            if any(p in self.unit_of and self.unit_of[p][0] is self.root for p in module._parameters.values()):
+                # An encoder or embedding may be called by itself, past the model's own forward.
+                hook = WeakHook(self, ShardedModel._before_part_of_root)
+                handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        return handles
+
+    def _before_layer(self, _module: nn.Module, _args: tuple, unit: Unit) -> None:
+        self.schedule.before_forward(unit)
+
+    def _after_layer(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object, unit: Unit) -> None:
+        self.schedule.after_forward(unit, (args, kwargs), outputs)
+
+    def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
+        self.schedule.before_read(self.root)

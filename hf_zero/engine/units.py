@@ -1,0 +1,131 @@
+"""Units: the parameters that are gathered together, and the three states they go through."""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from ..comm.transport import Handle, Transport
+from .buckets import Bucket, ParameterSlot
+
+
+class UnitState(Enum):
+    """SHARDED: a rank has its shard. UNSHARDING: gathers are under way. UNSHARDED: parameters are whole."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class Guard(Protocol):
+    """Something that follows a unit's state."""
+
+    def update(self) -> None: ...
+
+
+class Unit:
+    """Parameters that are whole at the same time: a transformer layer's, or all that no layer has.
+
+    Attributes:
+        name: of the layer's module; "root" for what no layer has.
+        buckets: the unit's, all of ShardMemory.
+        state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
+        holds: how many users keep it from being resharded.
+        guards: told of each change between whole and sharded.
+    """
+
+    def __init__(self, name: str, buckets: Sequence[Bucket], transport: Transport):
+        self.name = name
+        self.buckets = list(buckets)
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.state = UnitState.SHARDED
+        self.holds = 0
+        self.guards: list[Guard] = []
+        self._transport = transport
+        self._handles: list[Handle] = []
+        self._versions = [slot.parameter._version for slot in self.slots]
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value})"
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.state is UnitState.SHARDED
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes that being whole takes beyond the shard."""
+        return sum(bucket.memory.passing_bytes for bucket in self.buckets)
+
+    def start_unshard(self) -> None:
+        """SHARDED → UNSHARDING: starts the all-gathers."""
+        self._leave(UnitState.SHARDED)
+        self._refuse_edits()
+        self.state = UnitState.UNSHARDING
+        for bucket in self.buckets:
+            bucket.memory.gather()
+            label = bucket.label("all-gather parameters")
+            self._handles.append(self._transport.start_all_gather(bucket.flat, bucket.own, label))
+
+    def finish_unshard(self) -> None:
+        """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
+        self._leave(UnitState.UNSHARDING)
+        while self._handles:
+            self._handles.pop(0).finish()
+        self.state = UnitState.UNSHARDED
+        self._hang_parameters()
+
+    def reshard(self) -> None:
+        """UNSHARDED → SHARDED: gives back everything but the shard."""
+        self._leave(UnitState.UNSHARDED)
+        self.state = UnitState.SHARDED
+        for bucket in self.buckets:
+            bucket.memory.drop()
+        self._hang_parameters()
+        self._versions = [slot.parameter._version for slot in self.slots]
+
+    def keep_edits(self) -> None:
+        """Takes what a script has written into the whole parameters into the shard and the master."""
+        if self.state is not UnitState.UNSHARDED:
+            raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
+        for bucket in self.buckets:
+            bucket.memory.keep_edits()
+            bucket.follow_edits()
+
+    def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
+        """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
+        bucket = slot.bucket
+        if written:
+            bucket.memory.take_in(slot.view_of(bucket.flat), slot.interval, slot.parameter.detach())
+            # The master follows what no optimizer step has written.
+            slot.version = -1
+        self.hang(slot)
+        self._versions = [other.parameter._version for other in self.slots]
+
+    def hang(self, slot: ParameterSlot) -> None:
+        """Gives a parameter the data that it has in this state."""
+        slot.parameter.data = slot.bucket.memory.view(slot.view_of(slot.bucket.flat))
+
+    def _leave(self, expected: UnitState) -> None:
+        if self.state is not expected:
+            raise AssertionError(f"hf_zero: {self!r} should be {expected.value} here; please report this")
+
+    def _hang_parameters(self) -> None:
+        for slot in self.slots:
+            self.hang(slot)
+        for guard in self.guards:
+            guard.update()
+
+    def _refuse_edits(self) -> None:
+        for slot, version in zip(self.slots, self._versions):
+            if slot.parameter._version != version:
+                raise RuntimeError(
+                    f"hf_zero: {slot.name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all "
+                    "ranks inside `with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."
+                )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1

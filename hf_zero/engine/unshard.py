@@ -1,0 +1,198 @@
+"""When units are gathered and when they are given back.
+
+[Note: the end of a unit's backward]
+Autograd runs the nodes that are ready in the reverse of the order in which forward made them, and accumulates a parameter's
+gradient before any other node. A tensor's hook runs when the node that made the tensor is about to run. So once the hook
+on a unit's output runs, every node of the units that came after it in forward has run, and those units can go. No node of
+ours is put around a unit's inputs to learn that: it would sum the gradients of an input that several units share (a
+decoder's encoder states) in another order than plain autograd does.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from .backward import differentiable_tensors
+from .units import Unit, UnitState, is_in_backward
+
+
+class VisitOrder:
+    """Which unit comes after which, as last seen; corrects itself when the graph takes another way."""
+
+    def __init__(self):
+        self._successor: dict[Unit, Unit] = {}
+        self._last: Unit | None = None
+
+    def begin(self) -> None:
+        """A pass starts: what is visited next has no predecessor."""
+        self._last = None
+
+    def visit(self, unit: Unit) -> None:
+        if self._last is not None and self._last is not unit:
+            self._successor[self._last] = unit
+        self._last = unit
+
+    def end(self) -> None:
+        """The pass is over: nothing comes after the unit visited last."""
+        self._successor.pop(self._last, None)
+        self._last = None
+
+    def following(self, unit: Unit, count: int) -> list[Unit]:
+        """Up to `count` different units expected after `unit`."""
+        found: list[Unit] = []
+        while len(found) < count:
+            unit = self._successor.get(unit)
+            if unit is None or unit in found:
+                break
+            found.append(unit)
+        return found
+
+
+class Unsharding:
+    """Gathers each unit for its forward and its backward, the next ones ahead of time, and drops those done with.
+
+    Args:
+        root: parameters that no layer has, whole from the model's forward to the end of its backward.
+        layers: the other units.
+        prefetch: units gathered ahead of the one in use.
+        reshard_after_forward: False keeps what has been gathered until the optimizer's step.
+
+    Attributes:
+        reshards_after_forward: the same.
+        peak_bytes: the most that gathered parameters have taken beyond the shards.
+    """
+
+    def __init__(self, root: Unit, layers: Sequence[Unit], *, prefetch: int, reshard_after_forward: bool):
+        self._root = root
+        self.units = [root, *layers]
+        self._prefetch = prefetch
+        self.reshards_after_forward = reshard_after_forward
+        self._forward = VisitOrder()
+        self._backward = VisitOrder()
+        self._running: list[Unit] = []
+        self._is_backward_open = False
+        self.peak_bytes = 0
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether some unit's forward is running."""
+        return bool(self._running)
+
+    # ---- what the hooks call ----
+
+    def before_forward(self, unit: Unit) -> None:
+        """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
+        if is_in_backward():
+            self.before_backward(unit)
+            return
+        if not self._running:
+            self._forward.begin()
+        self._running.append(unit)
+        self._use(unit, self._forward)
+
+    def after_forward(self, unit: Unit, inputs: object, outputs: object) -> None:
+        """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
+        if is_in_backward():
+            return
+        if unit in self._running:
+            # An exception in a forward leaves out the units inside it.
+            del self._running[self._running.index(unit) :]
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled:
+            self._watch(unit, inputs, outputs)
+        if not self._running:
+            self._forward.end()
+        comes_next = not self._running or not self._forward.following(unit, 1)
+        if self.reshards_after_forward and not (grad_enabled and comes_next):
+            self._drop([unit])
+
+    def before_read(self, unit: Unit) -> None:
+        """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent."""
+        self._start(unit)
+        self._finish(unit)
+
+    def before_backward(self, unit: Unit) -> None:
+        """Makes `unit` whole for its backward and drops the layers whose backward it ends."""
+        if not self._is_backward_open:
+            self._is_backward_open = True
+            self._backward.begin()
+        self._use(unit, self._backward)
+
+    def end_backward(self) -> None:
+        """A backward pass is over."""
+        if self._is_backward_open:
+            self._is_backward_open = False
+            self._backward.end()
+        if self.reshards_after_forward:
+            self._drop(self.units)
+
+    def recover(self) -> None:
+        """Outside forward and backward: forgets what an exception has left of them."""
+        self._running.clear()
+        if self._is_backward_open:
+            self.end_backward()
+
+    # ---- what the engine calls ----
+
+    def unshard(self, units: Iterable[Unit]) -> None:
+        """Makes units whole, all gathers at once."""
+        units = list(units)
+        for unit in units:
+            self._start(unit)
+        for unit in units:
+            self._finish(unit)
+
+    def reshard_all(self) -> None:
+        """Drops everything that has been gathered: it is about to be out of date."""
+        held = [unit.name for unit in self.units if unit.holds]
+        if held:
+            raise RuntimeError(
+                f"hf_zero: optimizer.step() inside `gathered` or `unsharded` (units {', '.join(held[:3])}): the whole copies "
+                "would be out of date. Leave the context before the step."
+            )
+        self._drop(self.units)
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Drops units that were made whole for a look, unless a pass is using them."""
+        self._drop([unit for unit in units if unit not in self._running])
+
+    # ---- how ----
+
+    def _use(self, unit: Unit, order: VisitOrder) -> None:
+        order.visit(unit)
+        ahead = order.following(unit, self._prefetch)
+        if self.reshards_after_forward and unit is not self._root:
+            wanted = {unit, self._root, *ahead, *self._running}
+            self._drop([other for other in self.units if other not in wanted])
+        self._start(unit)
+        for following in ahead:
+            self._start(following)
+        self._finish(unit)
+
+    def _start(self, unit: Unit) -> None:
+        if unit.is_sharded:
+            unit.start_unshard()
+            gathered = sum(other.passing_bytes for other in self.units if not other.is_sharded)
+            self.peak_bytes = max(self.peak_bytes, gathered)
+
+    @staticmethod
+    def _finish(unit: Unit) -> None:
+        if unit.state is UnitState.UNSHARDING:
+            unit.finish_unshard()
+
+    def _drop(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            if not unit.is_sharded and not unit.holds:
+                self._finish(unit)
+                unit.reshard()
+
+    def _watch(self, unit: Unit, inputs: object, outputs: object) -> None:
+        # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time.
+        passed_on = {id(tensor) for tensor in differentiable_tensors(inputs)}
+
+        def announce(_gradient: torch.Tensor) -> None:
+            self.before_backward(unit)
+
+        for tensor in differentiable_tensors(outputs):
+            if id(tensor) not in passed_on:
+                tensor.register_hook(announce)

@@ -1,0 +1,131 @@
+"""Whole parameters for a while: to read, to edit, to save."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..comm.transport import Label, Transport
+from ..device import free_bytes
+from .buckets import ParameterSlot
+from .reports import mib
+from .units import Unit
+from .unshard import Unsharding
+
+
+class WholeParameters:
+    """Gathers units outside of forward and backward. Every method is collective.
+
+    Args:
+        unit_of: the unit of each sharded parameter, with its slot.
+        timeout_s: how long ranks that come wait for those that do not.
+    """
+
+    def __init__(
+        self,
+        unit_of: Mapping[nn.Parameter, tuple[Unit, ParameterSlot]],
+        schedule: Unsharding,
+        transport: Transport,
+        device: torch.device,
+        timeout_s: float,
+    ):
+        self._unit_of = unit_of
+        self._schedule = schedule
+        self._transport = transport
+        self._device = device
+        self._timeout_s = timeout_s
+        self.is_lent = False
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units of these parameters, each once, in the order of the parameters."""
+        return list(dict.fromkeys(self._unit_of[p][0] for p in parameters if p in self._unit_of))
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Reshards units that a forward has left whole."""
+        self._schedule.release(units)
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter], *, writeback: bool) -> Iterator[None]:
+        """Whole parameters to read and, with `writeback`, to edit; what rank 0 wrote is then kept by all.
+
+        Raises:
+            MemoryError: they do not fit.
+            RuntimeError: a parameter was edited without `writeback`.
+        """
+        units = self.units_of(parameters)
+        self._transport.meet("hf_zero.gathered", self._timeout_s)
+        self._refuse_unless_they_fit(units)
+        for unit in units:
+            unit.holds += 1
+        slots = [slot for unit in units for slot in unit.slots]
+        try:
+            self._schedule.unshard(units)
+            versions = [slot.parameter._version for slot in slots]
+            yield
+            if writeback:
+                self._keep_edits(units)
+            else:
+                _refuse_edits(slots, versions)
+        finally:
+            for unit in units:
+                unit.holds -= 1
+            self._schedule.release(units)
+
+    @contextmanager
+    def lend_copies(self, module: nn.Module, purpose: str, *, wanted: bool = True) -> Iterator[dict]:
+        """Gives the module's parameters whole copies in host memory as their data; yields parameter → copy.
+
+        One unit at a time is gathered. Nothing is gathered, and no rank needs to come along, when all the units are held
+        by `gathered` already.
+
+        Args:
+            wanted: False takes part in the gathers without keeping copies.
+        """
+        parameters = set(module.parameters())
+        units = self.units_of(parameters)
+        if any(not unit.holds for unit in units):
+            self._transport.meet(purpose, self._timeout_s)
+        copies: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in sorted(units, key=self._schedule.units.index):
+            self._schedule.unshard([unit])
+            if wanted:
+                for slot in unit.slots:
+                    if slot.parameter in parameters:
+                        copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
+            self._schedule.release([unit])
+        self.is_lent = True
+        try:
+            for parameter, copy in copies.items():
+                parameter.data = copy
+            yield copies
+        finally:
+            self.is_lent = False
+            for parameter in copies:
+                unit, slot = self._unit_of[parameter]
+                unit.hang(slot)
+
+    def _keep_edits(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for bucket in unit.buckets:
+                self._transport.broadcast(bucket.flat, Label(kind="broadcast edits", subject=bucket.name))
+            unit.keep_edits()
+
+    def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
+        needed = sum(unit.passing_bytes for unit in units if unit.is_sharded)
+        free = min(self._transport.exchange(free_bytes(self._device)))
+        if needed > free:
+            raise MemoryError(
+                f"hf_zero: whole parameters would take {mib(needed)} MiB on each rank, and {mib(free)} MiB are free. Gather "
+                "fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it: each layer is then "
+                "gathered for its own forward."
+            )
+
+
+def _refuse_edits(slots: Iterable[ParameterSlot], versions: Iterable[int]) -> None:
+    for slot, version in zip(slots, versions):
+        if slot.parameter._version != version:
+            raise RuntimeError(
+                f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
+                "hf_zero.gathered(..., writeback=True)."
+            )
