@@ -18,6 +18,7 @@ _HOME_OF = {
     "ZeroCallback": "integrations.callback",
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.whole",
+    "init": "integrations.init",
     "unsharded": "integrations.whole",
 }
 
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "engine_of",
     "gathered",
+    "init",
     "unsharded",
 ]
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from .integrations.arguments import ZeroTrainingArguments
     from .integrations.callback import ZeroCallback
     from .integrations.engine_of import engine_of
+    from .integrations.init import init
     from .integrations.whole import gathered, unsharded
 
 

@@ -9,7 +9,8 @@ from ranks import run_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
-from hf_zero.engine.engine import ZeroEngine, engine_attached_to
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.reference import engine_attached_to
 from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.engine.sharded_gradient import ShardedGradientError
 

@@ -9,17 +9,24 @@ from torch import nn
 
 from ..comm.transport import Transport
 from ..config import ZeroConfig
+from .loaded import wanted_dtype
+
+FILES_ATTRIBUTE = "_hf_zero_files"
+"""Of a model whose weights still lie in files: what these are, in words."""
 
 
 def describe(
-    named_parameters: Sequence[tuple[str, nn.Parameter]],
+    model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
 ) -> dict[str, str]:
     """Everything on which the ranks must agree: subject → value, in words."""
     facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
+    facts["files of the weights"] = model.__dict__.get(FILES_ATTRIBUTE, "none")
+    named_parameters = list(model.named_parameters())
     for name, p in named_parameters:
-        facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {p.dtype}, {'trained' if p.requires_grad else 'frozen'}"
+        held = "trained" if p.requires_grad else "frozen"
+        facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {wanted_dtype(p)}, {held}"
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]

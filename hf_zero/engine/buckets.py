@@ -11,6 +11,7 @@ from ..layout.intervals import Interval
 from ..layout.shards import RowLayout, rows_of_shard
 from ..layout.slots import BucketLayout
 from ..offload.tier import Tier
+from .loaded import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
 from .precision import Precision
 from .sharded_gradient import ShardedGradient
@@ -148,12 +149,16 @@ class Bucket:
             self.own.copy_(self.master)
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:
-        # From the values as loaded: a model in fp32 trained in bf16 keeps its full digits in the master.
+        as_loaded = slot.parameter.detach()
+        is_wanted_so = wanted_dtype(slot.parameter) == self.precision.param
+        self.adopt(slot)
+        forget_loaded(slot.parameter)
         for row in self.rows if self.precision.has_master else ():
             if row.slot is slot:
+                # A model in fp32 trained in bf16 keeps its full digits in the master; one loaded in bf16 has no more.
                 cut = row.layout.in_parameter
-                row.of(self.master).copy_(slot.parameter.detach().reshape(-1)[cut.start : cut.stop])
-        self.adopt(slot)
+                values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
+                row.of(self.master).copy_(values)
 
     def _make_rows(self, shard_rank: int) -> list[Row]:
         slot_of = {slot.name: slot for slot in self.slots}

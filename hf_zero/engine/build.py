@@ -11,6 +11,7 @@ from ..config import AUTO, ZeroConfig
 from ..layout.slots import ParameterSpec, plan_buckets
 from ..offload.tier import DeviceTier
 from .buckets import Bucket
+from .loaded import wanted_dtype
 from .memory import ShardMemory, WholeMemory
 from .precision import resolve_precision, untrained_precision
 from .unit_modules import find_unit_modules, own_parameters
@@ -129,7 +130,7 @@ def build_buckets(
     """
     parameter_of = dict(part.parameters)
     specs = [
-        ParameterSpec(name=name, numel=p.numel(), key=(p.requires_grad, p.dtype, *owner.get(p, (-1, -1))))
+        ParameterSpec(name=name, numel=p.numel(), key=(p.requires_grad, wanted_dtype(p), *owner.get(p, (-1, -1))))
         for name, p in part.parameters
     ]
     buckets = []
@@ -137,7 +138,7 @@ def build_buckets(
         parameters = [parameter_of[slot.name] for slot in layout.slots]
         for parameter in parameters:
             prepare(parameter)
-        trained, dtype = parameters[0].requires_grad, parameters[0].dtype
+        trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
         precision = resolve_precision(config, dtype) if trained else untrained_precision(dtype)
         make_memory = ShardMemory if part.sharded else WholeMemory
         buckets.append(
@@ -156,14 +157,14 @@ def build_buckets(
 
 def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter]) -> bool:
     """Whether some of these parameters are trained through a master: all rows are then tensors of their own."""
-    return any(resolve_precision(config, dtype).has_master for dtype in {p.dtype for p in parameters})
+    return any(resolve_precision(config, dtype).has_master for dtype in {wanted_dtype(p) for p in parameters})
 
 
 def bucket_numel_for(model: nn.Module, config: ZeroConfig) -> int:
     """Elements a bucket should not pass, from `bucket_bytes` of the smallest dtype in which gradients travel."""
     trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
-    itemsize = {p.dtype: resolve_precision(config, p.dtype).reduce.itemsize for p in trained}
-    total_bytes = sum(p.numel() * itemsize[p.dtype] for p in trained)
+    itemsize = {dtype: resolve_precision(config, dtype).reduce.itemsize for dtype in {wanted_dtype(p) for p in trained}}
+    total_bytes = sum(p.numel() * itemsize[wanted_dtype(p)] for p in trained)
     bucket_bytes = config.bucket_bytes
     if bucket_bytes == AUTO:
         bucket_bytes = _LARGEST_UNIT_BUCKET_BYTES if config.stage == 3 else auto_bucket_bytes(total_bytes)

@@ -1,6 +1,5 @@
 """The engine: one object that trains one model with sharded state. The only file that knows all of engine/."""
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -11,7 +10,7 @@ from ..comm.choose import choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import AUTO, ZeroConfig
-from ..device import allocate, free_bytes, peak_bytes
+from ..device import free_bytes
 from ..layout.intervals import Interval
 from ..offload.tier import DeviceTier
 from .agreement import describe, refuse_disagreement
@@ -24,32 +23,18 @@ from .gradient_store import BufferPool, GradientStore, PooledGradients, Replicat
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import WeakHook
+from .loaded import cast_as_wanted, is_loaded
+from .look import Look
 from .memory import ShardMemory, WholeMemory
+from .memory_report import report_memory
 from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
 from .parameters import ParameterGather, caches_parameters, is_compiled
-from .reports import CommReport, MemoryReport, MemoryRow
+from .reference import attach, detach
+from .reports import CommReport, MemoryReport
+from .resize import put_state_back, renew_resized, to_host
 from .sharded_model import ShardedModel
-from .state_rows import StateRow, elementwise_state, fill_rows, state_of, state_rows, state_scalars
-
-
-class EngineReference:
-    """A model's weak pointer to its engine; copies and pickles of the model get an empty one."""
-
-    def __init__(self, engine: "ZeroEngine | None" = None):
-        self._engine = weakref.ref(engine) if engine is not None else lambda: None
-
-    def __call__(self) -> "ZeroEngine | None":
-        return self._engine()
-
-    def __deepcopy__(self, memo: dict) -> "EngineReference":
-        return EngineReference()
-
-    def __reduce__(self):
-        return EngineReference, ()
-
-
-ENGINE_ATTRIBUTE = "_hf_zero_engine"
+from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
@@ -86,6 +71,11 @@ class ZeroEngine:
     ):
         self.config = ZeroConfig.of(config)
         self.model = model
+        self._entry = entry or model
+        self._assemble(optimizers, device)
+
+    def _assemble(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
+        model = self.model
         check_parameters(model, self.config)
         owner = owners(model, optimizers)
         for optimizer in optimizers:
@@ -94,7 +84,7 @@ class ZeroEngine:
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
-        refuse_disagreement(describe(list(model.named_parameters()), optimizers, self.config), self.transport)
+        refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         alone = self.groups.world_size == 1
         self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
         self._buffers.broadcast()
@@ -116,15 +106,15 @@ class ZeroEngine:
         )
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
         self._parameters = ParameterGather(model, whole, self.transport)
+        self._look = Look(self._row_of, self.transport, replicated=self._is_replicated)
         self._homes = Homes(model, [bucket for buckets in self._parts.values() for bucket in buckets])
+        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self._nonfinite = NonFiniteCheck(self.transport)
         self._checked_norm = False
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
-        self._handles = self._gradients.install() + self._hook_forward(entry or model)
-        reference = EngineReference(self)
-        for holder in (model, entry or model, *model.parameters()):
-            holder.__dict__[ENGINE_ATTRIBUTE] = reference
+        self._handles = self._gradients.install() + self._hook_forward(self._entry)
+        attach(self, (model, self._entry, *model.parameters()))
 
     # ---- a training step ----
 
@@ -198,34 +188,16 @@ class ZeroEngine:
                     if parameter not in self.sharded.unit_of:
                         self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
 
-    @torch.no_grad()
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
-        slot = self._slot(parameter)
-        row = self._row_of.get(parameter)
-        mine = None if row is None or not self._has_gradient(row) else row.tensor.grad
-        return self._gather_row(slot, mine)
+        return self._look.gradient(self._slot(parameter), has_gradient=self._has_gradient)
 
-    @torch.no_grad()
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:
         """The optimizer's state of a whole parameter: tensors with one value an element in its shape, the rest as it is.
 
         Collective. Empty before the first step.
         """
-        slot = self._slot(parameter)
-        row = self._row_of.get(parameter)
-        mine = {} if row is None else state_of(self.optimizers, row)
-        # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
-        elementwise = {name: name in elementwise_state(mine, row) for name in mine}
-        everyone = self.transport.exchange(elementwise)
-        names = dict.fromkeys(name for theirs in everyone for name in theirs)
-        state: dict[str, torch.Tensor | object] = {}
-        for name in names:
-            if any(theirs.get(name) for theirs in everyone):
-                state[name] = self._gather_row(slot, mine.get(name))
-            else:
-                state[name] = next(v for v in self.transport.exchange(mine.get(name)) if v is not None)
-        return state
+        return self._look.state(self._slot(parameter), self.optimizers)
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
@@ -234,29 +206,9 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        param = sum(b.memory.lasting_bytes for b in self.buckets)
-        trained_numel = sum(slot.parameter.numel() for slot in self._slot_of.values())
-        trained_bytes = sum(slot.parameter.nbytes for slot in self._slot_of.values())
-        frozen = [p for p in self.model.parameters() if p not in self._slot_of]
-        frozen_whole = [p for p in frozen if p not in self.sharded.unit_of]
-        buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
-        other = sum(p.nbytes for p in frozen_whole) + self.sharded.own_bytes(trained=False) + buffer_bytes
-        ddp_other = sum(p.numel() * p.element_size() for p in frozen) + buffer_bytes
-        held = self._store.held_bytes()
-        state = sum(optimizer.state_bytes() for optimizer in self.optimizers)
-        own_numel = sum(row.tensor.numel() for row in self._row_of.values() if state_of(self.optimizers, row))
-        whole_state = state * trained_numel // own_numel if own_numel else 0
-        master = sum(b.master.nbytes for b in self.buckets if b.precision.has_master)
-        rows = (
-            MemoryRow(kind="parameters", bytes=param, ddp_bytes=trained_bytes),
-            MemoryRow(kind="frozen parameters and buffers", bytes=other, ddp_bytes=ddp_other),
-            MemoryRow(kind="fp32 master", bytes=master, ddp_bytes=0),
-            MemoryRow(kind="gradients", bytes=held["gradients"], ddp_bytes=trained_bytes),
-            MemoryRow(kind="gradient buffers", bytes=held["gradient buffers"], ddp_bytes=trained_bytes),
-            MemoryRow(kind="optimizer state", bytes=state, ddp_bytes=whole_state),
-            MemoryRow(kind="gathered parameters, at most", bytes=self.sharded.schedule.peak_bytes, ddp_bytes=0),
+        return report_memory(
+            self.model, self.buckets, self._store.held_bytes(), self.optimizers, self.sharded, self.device
         )
-        return MemoryReport(rows=rows, peak_bytes=peak_bytes(self.device))
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""
@@ -302,6 +254,34 @@ class ZeroEngine:
         for bucket in self.buckets:
             bucket.follow_edits()
 
+    def resize_embeddings(self, num_tokens: int, **kwargs) -> None:
+        """`model.resize_token_embeddings` of a model in training: the other parameters' state and the old rows' go on.
+
+        Collective. New rows are rank 0's and start without optimizer state. For its duration, the whole model and its
+        whole optimizer state are held in host memory.
+
+        Args:
+            num_tokens: of the new vocabulary.
+            kwargs: passed on to `resize_token_embeddings`.
+
+        Raises:
+            ValueError: the model has no such method.
+        """
+        if not hasattr(self.model, "resize_token_embeddings"):
+            raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
+        states = {name: self.full_state(slot.parameter) for name, slot in self._slots_by_name()}
+        states = {name: {kind: to_host(value) for kind, value in state.items()} for name, state in states.items()}
+        optimizers = [sharded.optimizer for sharded in self.optimizers]
+        device = self.device
+        self.close()
+        before = dict(self.model.named_parameters())
+        shapes = {name: parameter.shape for name, parameter in before.items()}
+        self.model.resize_token_embeddings(num_tokens, **kwargs)
+        renew_resized(self.model, shapes)
+        after = dict(self.model.named_parameters())
+        put_state_back(optimizers, states, shapes, before, after)
+        self._assemble(optimizers, device)
+
     def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
 
@@ -321,8 +301,7 @@ class ZeroEngine:
         for slot in self._slot_of.values():
             if slot.parameter not in self.sharded.unit_of:
                 slot.parameter.data = slot.parameter.detach().clone()
-        for holder in (self.model, *self.model.parameters()):
-            holder.__dict__.pop(ENGINE_ATTRIBUTE, None)
+        detach((self.model, self._entry, *self.model.parameters()))
 
     # ---- how it is put together ----
 
@@ -384,9 +363,12 @@ class ZeroEngine:
         for parameter in self.model.parameters():
             if parameter not in taken:
                 self._start_alike(parameter)
+                cast_as_wanted(parameter)
         return built
 
     def _start_alike(self, parameter: nn.Parameter) -> None:
+        if is_loaded(parameter):
+            return
         # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
         with torch.no_grad():
             values = parameter.detach().to(self.device).contiguous()
@@ -428,6 +410,7 @@ class ZeroEngine:
                 f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
                 "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
             )
+        self._refuse_unfrozen()
         self._refuse_strays()
         for bucket in buckets:
             bucket.follow_edits()
@@ -461,6 +444,15 @@ class ZeroEngine:
         gone = not row.is_parameter and row.slot.parameter.grad is None
         return row.tensor.grad is not None and not gone
 
+    def _refuse_unfrozen(self) -> None:
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"hf_zero: {name!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
+                    "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
+                    "nothing.)"
+                )
+
     def _refuse_strays(self) -> None:
         stray = self._homes.first_stray()
         if stray is not None:
@@ -474,6 +466,9 @@ class ZeroEngine:
         rows = [self._row_of[p] for p in parameters if p in self._row_of]
         return [row for row in rows if self._has_gradient(row)]
 
+    def _slots_by_name(self) -> list[tuple[str, ParameterSlot]]:
+        return [(slot.name, slot) for slot in self._slot_of.values()]
+
     def _slot(self, parameter: nn.Parameter) -> ParameterSlot:
         if parameter not in self._slot_of:
             raise ValueError(
@@ -482,31 +477,8 @@ class ZeroEngine:
             )
         return self._slot_of[parameter]
 
-    def _gather_row(self, slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
-        """The whole of what each rank holds a row of; None where no rank has any."""
-        have = torch.tensor([mine is not None], dtype=torch.uint8)
-        if not self.transport.agree_max(have, Label(kind="agree on a look", subject=slot.name)).item():
-            return None
-        bucket = slot.bucket
-        dtype = bucket.precision.master if mine is None else mine.dtype
-        if self._is_replicated:
-            return mine.detach().reshape(slot.parameter.shape).clone()
-        flat = allocate(bucket.layout.numel, dtype, bucket.device)
-        own = flat[bucket.own_interval.start : bucket.own_interval.stop]
-        if mine is not None:
-            row = self._row_of[slot.parameter]
-            own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine)
-        self.transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
-        return slot.view_of(flat).clone()
-
 
 def _parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
     if isinstance(target, nn.Module):
         return list(target.parameters())
     return [target] if isinstance(target, torch.Tensor) else list(target)
-
-
-def engine_attached_to(holder: nn.Module | nn.Parameter) -> ZeroEngine | None:
-    """The live engine of a module that was handed to `ZeroEngine`, or of a parameter of it; or None."""
-    reference = holder.__dict__.get(ENGINE_ATTRIBUTE)
-    return reference() if isinstance(reference, EngineReference) else None

@@ -113,8 +113,9 @@ class ShardedOptimizer:
         if row.is_parameter or parameter not in self.optimizer.state:
             return
         cut = row.layout.in_parameter
+        numel, device = parameter.numel(), row.tensor.device
         self.optimizer.state[row.tensor] = {
-            name: cut_to(value, cut, parameter.numel()) for name, value in self.optimizer.state.pop(parameter).items()
+            name: cut_to(value, cut, numel, device) for name, value in self.optimizer.state.pop(parameter).items()
         }
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
@@ -150,8 +151,8 @@ class ShardedOptimizer:
             )
 
 
-def cut_to(value: Any, interval: Interval, numel: int) -> Any:
-    """The elements `interval` of a state tensor that has one value an element (flat); anything else unchanged."""
+def cut_to(value: Any, interval: Interval, numel: int, device: torch.device) -> Any:
+    """The elements `interval` of a state tensor that has one value an element (flat), on `device`; else unchanged."""
     if torch.is_tensor(value) and value.dim() > 0 and value.numel() == numel:
-        return value.reshape(-1)[interval.start : interval.stop].clone()
+        return value.reshape(-1)[interval.start : interval.stop].to(device, copy=True)
     return value

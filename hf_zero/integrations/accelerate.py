@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import cache
@@ -22,9 +23,10 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 
 from ..config import ConfigError, ZeroConfig
-from ..engine.engine import ZeroEngine, engine_attached_to
+from ..engine.engine import ZeroEngine
 from ..engine.parameters import is_compiled
 from ..engine.precision import check_cast_owner
+from ..engine.reference import engine_attached_to
 from .announce import announce
 from .checkpointing import ZERO_FOLDER, load_engine, save_engine
 from .environment import check_environment
@@ -140,13 +142,16 @@ class ZeroAcceleratorMixin:
         engine = engine_attached_to(original)
         if engine is not None and engine not in self.zero_engines:
             self.zero_engines.append(engine)
-        if engine is None and self.num_processes > 1:
+        if engine is None and self.zero_config.stage == 3 and _is_frozen(original):
+            # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
+            self._build_engine(original, [], prepared)
+        elif engine is None and self.num_processes > 1:
             prepared.register_forward_pre_hook(_RefuseTrainingAlone(original))
         return prepared
 
     def _is_sharded_next(self, model: nn.Module) -> bool:
         """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
-        return self._zero_with_optimizer or not any(p.requires_grad for p in model.parameters())
+        return self._zero_with_optimizer or _is_frozen(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
@@ -160,15 +165,10 @@ class ZeroAcceleratorMixin:
             model = self.unwrap_model(prepared, keep_torch_compile=False)
             parameters = set(model.parameters())
             mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
-            is_teacher = self.zero_config.stage == 3 and not any(p.requires_grad for p in parameters)
-            if not mine and not (is_teacher and engine_attached_to(model) is None):
+            if not mine:
                 continue
             waiting = [o for o in waiting if o not in mine]
-            try:
-                self._build_engine(model, mine, prepared)
-            except Exception:
-                self._forget(prepared, mine)
-                raise
+            self._build_engine(model, mine, prepared)
         for optimizer in waiting:
             self._refuse_foreign(optimizer)
 
@@ -177,13 +177,17 @@ class ZeroAcceleratorMixin:
         if former is not None:
             former.close()
             self.zero_engines.remove(former)
-        engine = ZeroEngine(
-            model,
-            optimizers,
-            self.zero_config,
-            entry=prepared if prepared is not model else None,
-            device=self.device if self.zero_config.stage == 3 else None,
-        )
+        try:
+            engine = ZeroEngine(
+                model,
+                optimizers,
+                self.zero_config,
+                entry=prepared if prepared is not model else None,
+                device=self.device if self.zero_config.stage == 3 else None,
+            )
+        except Exception:
+            self._forget(prepared, optimizers)
+            raise
         self.zero_engines.append(engine)
         announce(engine, self.zero_cast_owner)
 
@@ -240,8 +244,11 @@ class ZeroAcceleratorMixin:
         if engine is not None:
             engine.finish_parameters()
             if not engine.sharded.is_empty:
-                # As with FSDP: whole tensors in host memory on the main process, an empty dict on the others.
-                return engine.whole_state_dict(wanted=self.is_main_process)
+                # As with FSDP: whole tensors in host memory on the process that writes them, an empty dict on the others.
+                each_node = self.project_configuration.save_on_each_node
+                wanted = self.is_local_main_process if each_node else self.is_main_process
+                # accelerate's savers look for tied weights in an OrderedDict only.
+                return OrderedDict(engine.whole_state_dict(wanted=wanted))
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
@@ -348,6 +355,10 @@ def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
             "is inside the layers instead, `for layer in layers: layer.forward = torch.compile(layer.forward)`, and leave "
             "torch_compile / dynamo_backend off; or use stage 2, which trains compiled models."
         )
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    return not any(p.requires_grad for p in model.parameters())
 
 
 def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

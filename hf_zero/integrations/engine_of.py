@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from ..engine.engine import ZeroEngine, engine_attached_to
+from ..engine.engine import ZeroEngine
+from ..engine.reference import engine_attached_to
 
 
 def engine_of(owner: object) -> ZeroEngine:

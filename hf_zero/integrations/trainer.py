@@ -14,9 +14,11 @@ from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..config import ConfigError
-from ..engine.engine import ZeroEngine, engine_attached_to
+from ..engine.engine import ZeroEngine
+from ..engine.reference import engine_attached_to
 from .checkpointing import ZERO_FOLDER, load_engine, save_engine
 from .frames import find_in_callers
+from .init import init
 
 logger = logging.get_logger(__name__)
 
@@ -54,6 +56,10 @@ class ZeroTrainerMixin:
             **kwargs,
         )
 
+    def call_model_init(self, trial=None):
+        with init(self.accelerator.zero_config):
+            return super().call_model_init(trial)
+
     def hyperparameter_search(self, *args, **kwargs):
         raise NotImplementedError(
             "hf_zero: hyperparameter_search makes a new Accelerator and model each trial inside one process, which the engine "
@@ -77,7 +83,7 @@ class ZeroTrainerMixin:
                 other.finish_parameters()
             super().save_model(output_dir, _internal_call=_internal_call)
             return
-        state_dict = self.accelerator.get_state_dict(self.model)
+        state_dict = engine.whole_state_dict(wanted=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state_dict)
         if self.args.push_to_hub and not _internal_call:

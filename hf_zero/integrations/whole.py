@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from ..engine.engine import ZeroEngine, engine_attached_to
+from ..engine.engine import ZeroEngine
+from ..engine.reference import engine_attached_to
 
 
 @contextmanager
