@@ -36,7 +36,7 @@ FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_
 class LoopArguments:
     """How it is trained. Batch sizes are those of one process."""
 
-    zero: str | None = field(default=None, metadata={"help": "A stage (0, 1, 2) or a yaml file. Unset: stock DDP."})
+    zero: str | None = field(default=None, metadata={"help": "A stage (0, 1, 2, 3) or a yaml file. Unset: stock DDP."})
     output_dir: str = field(default="outputs/accelerate", metadata={"help": "Where model and checkpoints go."})
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Rows of a training batch."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of an evaluation batch."})

@@ -8,7 +8,19 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from training import Job, Unruly, adamw_in_two_groups, bert, bert_batch, compare_with_ddp, gpt2, gpt2_batch
+from torch.utils.checkpoint import checkpoint
+from training import (
+    VOCABULARY,
+    Answer,
+    Job,
+    Unruly,
+    adamw_in_two_groups,
+    bert,
+    bert_batch,
+    compare_with_ddp,
+    gpt2,
+    gpt2_batch,
+)
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -134,6 +146,35 @@ def test_activation_checkpointing_is_bitwise(job, reentrant):
     assert_bitwise(replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant), steps=8), STAGES)
 
 
+class InSegments(nn.Module):
+    """Four layers in two checkpoints: what is recomputed and what runs backward are not the same layer."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(24, VOCABULARY)
+        self.reentrant = reentrant
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Answer:
+        hidden = self.embed(input_ids)
+        for segment in (self.layers[:2], self.layers[2:]):
+            hidden = checkpoint(partial(self.through, segment), hidden, use_reentrant=self.reentrant)
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+    @staticmethod
+    def through(segment: nn.ModuleList, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in segment:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_several_layers_in_one_checkpoint_are_bitwise(reentrant):
+    job = replace(GPT2, make_model=InSegments, model_arguments={"reentrant": reentrant}, steps=6)
+    assert_bitwise(job, [{"stage": 3, "bucket_bytes": SMALL_BUCKETS, "prefetch_units": n} for n in (0, 1, 2)])
+
+
 class TwiceCheckpointed(nn.Module):
     """A layer in two reentrant checkpoints: its gradient comes in two inner backward passes, which DDP refuses."""
 
@@ -145,9 +186,6 @@ class TwiceCheckpointed(nn.Module):
         self.checkpointing = checkpointing
 
     def forward(self, input_ids, labels):
-        from torch.utils.checkpoint import checkpoint
-        from training import Answer
-
         hidden = self.embed(input_ids % 97)
         for _ in range(3):
             if self.checkpointing:

@@ -83,8 +83,8 @@ class ModuleGuard:
             self.module.__dict__["_parameters"] = self.module._parameters.stock
 
     def _before_read(self, name: str) -> None:
-        # Outside a forward a read is a look at shape or dtype, maybe on one rank alone.
-        if name in self.slots and self._schedule.in_forward:
+        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone.
+        if name in self.slots and self._schedule.in_pass:
             self._schedule.before_read(self.slots[name][0])
 
 

@@ -64,6 +64,7 @@ class Unsharding:
 
     def __init__(self, root: Unit, layers: Sequence[Unit], *, prefetch: int, reshard_after_forward: bool):
         self._root = root
+        self._lasting = [root]
         self.units = [root, *layers]
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
@@ -74,9 +75,9 @@ class Unsharding:
         self.peak_bytes = 0
 
     @property
-    def in_forward(self) -> bool:
-        """Whether some unit's forward is running."""
-        return bool(self._running)
+    def in_pass(self) -> bool:
+        """Whether some unit's forward is running, or a backward."""
+        return bool(self._running) or is_in_backward()
 
     # ---- what the hooks call ----
 
@@ -92,22 +93,31 @@ class Unsharding:
 
     def after_forward(self, unit: Unit, inputs: object, outputs: object) -> None:
         """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled:
+            self._watch(unit, inputs, outputs)
         if is_in_backward():
             return
         if unit in self._running:
             # An exception in a forward leaves out the units inside it.
             del self._running[self._running.index(unit) :]
-        grad_enabled = torch.is_grad_enabled()
-        if grad_enabled:
-            self._watch(unit, inputs, outputs)
         if not self._running:
             self._forward.end()
-        comes_next = not self._running or not self._forward.following(unit, 1)
-        if self.reshards_after_forward and not (grad_enabled and comes_next):
+        if not self.reshards_after_forward:
+            return
+        if unit is self._root:
+            self._drop([] if grad_enabled else self._lasting)
+        elif unit not in self._lasting and not (grad_enabled and not self._forward.following(unit, 1)):
+            # The last layer stays for its backward, which comes first.
             self._drop([unit])
 
     def before_read(self, unit: Unit) -> None:
-        """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent."""
+        """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent.
+
+        From then on it is gathered and dropped with the root: nothing announces the backward of such a read.
+        """
+        if unit not in self._lasting:
+            self._lasting.append(unit)
         self._start(unit)
         self._finish(unit)
 
@@ -161,13 +171,14 @@ class Unsharding:
     def _use(self, unit: Unit, order: VisitOrder) -> None:
         order.visit(unit)
         ahead = order.following(unit, self._prefetch)
+        used = self._lasting if unit is self._root else [unit]
         if self.reshards_after_forward and unit is not self._root:
-            wanted = {unit, self._root, *ahead, *self._running}
+            wanted = {unit, *self._lasting, *ahead, *self._running}
             self._drop([other for other in self.units if other not in wanted])
-        self._start(unit)
-        for following in ahead:
-            self._start(following)
-        self._finish(unit)
+        for each in (*used, *ahead):
+            self._start(each)
+        for each in used:
+            self._finish(each)
 
     def _start(self, unit: Unit) -> None:
         if unit.is_sharded:

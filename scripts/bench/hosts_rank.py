@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from peers import ENGINES, chosen_engines
+from peers import USUAL_ENGINES, chosen_engines
 from ranks import joined_process_group
 from rich.console import Console
 from rounds import measure_rounds
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--store-folder", type=Path, required=True)
     parser.add_argument("--rate", required=True, help="the link's rate, for the table's title")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=list(USUAL_ENGINES))
     parser.add_argument("--model", choices=WORKLOADS, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)

@@ -52,13 +52,13 @@ class Engine:
 class HfZero(Engine):
     """This package's engine, which leaves parameter all-gathers in flight after a step and counts its own waits."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict) -> None:
         # Imported here, so that torch's own engines can be measured without this package.
         from hf_zero.config import ZeroConfig
         from hf_zero.engine.engine import ZeroEngine
 
         super().__init__(model, optimizer)
-        self.zero = ZeroEngine(model, [optimizer], ZeroConfig(stage=stage))
+        self.zero = ZeroEngine(model, [optimizer], ZeroConfig(**settings))
 
     def finish(self) -> None:
         self.zero.finish_parameters()
@@ -95,15 +95,15 @@ def make_fsdp2(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -
     return Engine(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
 
 
-def make_hf_zero(make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, stage: int) -> Engine:
-    """This package's engine at one stage, with its default settings."""
+def make_hf_zero(make_model: MakeModel, optimizer_arguments: OptimizerArguments, **settings: object) -> Engine:
+    """This package's engine with these settings, and its defaults for the others."""
     model = make_model()
-    return HfZero(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments), stage)
+    return HfZero(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments), settings)
 
 
 BASELINE = "ddp"
 
-ENGINES: dict[str, Callable[[MakeModel, OptimizerArguments], Engine]] = {
+USUAL_ENGINES: dict[str, Callable[[MakeModel, OptimizerArguments], Engine]] = {
     BASELINE: make_ddp,
     "zero_optimizer": make_zero_optimizer,
     "fsdp2": make_fsdp2,
@@ -112,6 +112,12 @@ ENGINES: dict[str, Callable[[MakeModel, OptimizerArguments], Engine]] = {
     "hf_zero2": partial(make_hf_zero, stage=2),
     "hf_zero3": partial(make_hf_zero, stage=3),
 }
+
+ENGINES = USUAL_ENGINES | {
+    "hf_zero3_kept": partial(make_hf_zero, stage=3, reshard_after_forward=False),
+    "hf_zero3_no_prefetch": partial(make_hf_zero, stage=3, prefetch_units=0),
+}
+"""All that can be named; the variants of one engine are measured only when they are."""
 
 
 def chosen_engines(names: list[str]) -> list[str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from bounds import bounds_for, broken_bounds
 from memory import measure_peaks
-from peers import ENGINES, chosen_engines
+from peers import ENGINES, USUAL_ENGINES, chosen_engines
 from ranks import run_ranks
 from rich.console import Console
 from rounds import measure_rounds
@@ -42,7 +42,7 @@ TABLE_WIDTH_COLUMNS = 190
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES), metavar="ENGINE", help=", ".join(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=list(USUAL_ENGINES), metavar="ENGINE", help=", ".join(ENGINES))
     parser.add_argument("--model", choices=WORKLOADS, default="30m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
