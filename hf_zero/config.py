@@ -27,7 +27,7 @@ def _refuse(name: str, value: Any, allowed: str) -> ConfigError:
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed or isinstance(value, bool) != any(isinstance(a, bool) for a in allowed):
+    if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
         raise _refuse(name, value, ", ".join(str(a) for a in allowed))
 
 
@@ -104,6 +104,20 @@ class CommConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How checkpoints are written."""
+
+    on_failure: str = "stop"
+    """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
+
+    def __post_init__(self):
+        _one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
+
+
+_NESTED = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """What the engine is asked to do. Every field has a default that suits BERT- and GPT-class fine-tuning.
 
@@ -145,6 +159,7 @@ class ZeroConfig:
     unit_modules: tuple[str, ...] | str = field(default=AUTO, metadata={"stage": 3})
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     comm: CommConfig = field(default_factory=CommConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
         _one_of("stage", self.stage, (0, 1, 2, 3))
@@ -173,7 +188,7 @@ class ZeroConfig:
         for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true, false")
-        for name, kind in (("offload", OffloadConfig), ("comm", CommConfig)):
+        for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise _refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
 
@@ -279,7 +294,7 @@ def _names(kind: type) -> list[str]:
 
 
 def _build(kind: type, settings: Mapping[str, Any], prefix: str):
-    nested = {"offload": OffloadConfig, "comm": CommConfig} if kind is ZeroConfig else {}
+    nested = _NESTED if kind is ZeroConfig else {}
     arguments = {}
     for name, value in settings.items():
         if name not in _names(kind):

@@ -28,7 +28,7 @@ class Texts(Dataset):
 
 
 def make_accelerator(door: str, **arguments) -> Accelerator:
-    """ "ddp", or a way in and a stage: "plugin 2", "attach 1", "class 2", "variable 2", "yaml 2"."""
+    """ "ddp", or a way in and a stage: "plugin 2", "attach 1", "class 2", "variable 2", "yaml 3"."""
     kind, _, stage = door.partition(" ")
     if kind == "ddp":
         return Accelerator(**arguments)
@@ -103,6 +103,7 @@ def run(
     unwrapped = accelerator.unwrap_model(model)
     state = accelerator.get_state_dict(model)
     outcome = {
+        "door": door,
         "losses": losses,
         "norms": norms,
         "state": {name: value.float().tolist() for name, value in state.items()},

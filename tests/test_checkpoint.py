@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +18,14 @@ from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.settings import plain_settings, restore_settings
 from hf_zero.checkpoint.writer import write_rows
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpointing import load_engine, save_engine
+from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(120)
 
 
-def save_alone(folder, rows, scalars=None):
-    write_rows(
+def save_alone(folder, rows, scalars=None) -> Manifest:
+    manifest = write_rows(
         folder,
         rank=0,
         world_size=1,
@@ -34,6 +36,12 @@ def save_alone(folder, rows, scalars=None):
         optimizers=[],
         exchange=lambda value: [value],
     )
+    manifest.write(folder)
+    return manifest
+
+
+def save_engine(engine: ZeroEngine, root: str | Path) -> None:
+    seal_state(engine, Path(root), write_state(engine, Path(root) / ZERO_FOLDER))
 
 
 @settings(max_examples=25, deadline=None)
@@ -43,11 +51,9 @@ def test_any_split_reads_any_other(tmp_path_factory, cuts_then, cuts_now):
     values = torch.arange(30, dtype=torch.float32)
     edges = [0, *sorted(cuts_then), 30]
     rows = [(f"part{i}", "w", Interval(a, b), values[a:b]) for i, (a, b) in enumerate(itertools.pairwise(edges))]
-    save_alone(folder, rows)
+    manifest = save_alone(folder, rows)
     # Each part was saved under a kind of its own; one kind whose rows lie in all of them is what ranks write.
-    content = json.loads((folder / "manifest.json").read_text())
-    content["rows"] = [["exp_avg", *row[1:]] for row in content["rows"]]
-    (folder / "manifest.json").write_text(json.dumps(content))
+    replace(manifest, rows=tuple(replace(row, kind="exp_avg") for row in manifest.rows)).write(folder)
     edges = [0, *sorted(cuts_now), 30]
     with CheckpointReader(folder) as reader:
         for a, b in itertools.pairwise(edges):
@@ -94,7 +100,10 @@ def test_the_manifest_is_there_last_or_not_at_all(tmp_path, monkeypatch):
     [
         ("{", "is damaged"),
         ('{"format_version": 99}', "has format version 99"),
-        ('{"format_version": 1}', "is damaged"),
+        ('{"format_version": 1}', "has format version 1, and this version of hf_zero reads 2"),
+        ('{"format_version": 2}', "is damaged"),
+        ('{"format_version": 2, "xxh3": "0123456789abcdef"}', "is damaged"),
+        ("[]", "is damaged"),
     ],
 )
 def test_damaged_manifests(tmp_path, text, says):
@@ -129,7 +138,7 @@ def test_a_fault_on_one_rank_is_every_ranks(tmp_path):
     messages = run_ranks(fails_on_one_rank, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
     for message in messages:
         assert message.startswith("hf_zero: rank 1 could not write to") and "Not a directory" in message
-    assert not (tmp_path / "manifest.json").exists()
+    assert not (tmp_path / ZERO_FOLDER / "manifest.json").exists()
 
 
 def saved_state(rank: int, world_size: int, folder: str, stage: int, bf16: bool) -> dict:
@@ -146,7 +155,7 @@ def loaded_state(rank: int, world_size: int, folder: str, stage: int, bf16: bool
     model = gpt2().to(torch.bfloat16 if bf16 else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "9KiB"})
-    load_engine(engine, folder)
+    load_engine(engine, Path(folder) / ZERO_FOLDER)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     return {
         n: {k: torch.as_tensor(v).tolist() for k, v in engine.full_state(p).items()}
@@ -172,17 +181,17 @@ def test_other_models_and_optimizers_are_refused(tmp_path):
     save_engine(engine, tmp_path)
     _, _, other = trained_engine(2, torch.optim.SGD)
     with pytest.raises(CheckpointError, match="was made with the optimizer AdamW, and this run has SGD"):
-        load_engine(other, tmp_path)
+        load_engine(other, tmp_path / ZERO_FOLDER)
     torch.manual_seed(0)
     model = gpt2()
     model.resize_token_embeddings(300, mean_resizing=False)
     larger = ZeroEngine(model, [torch.optim.AdamW(model.parameters())], 2)
     with pytest.raises(CheckpointError, match=r"'transformer.wte.weight' has shape \(211, 40\) there and \(300, 40\)"):
-        load_engine(larger, tmp_path)
+        load_engine(larger, tmp_path / ZERO_FOLDER)
     frozen = gpt2()
     frozen.transformer.wpe.weight.requires_grad_(False)
     fewer = ZeroEngine(frozen, [torch.optim.AdamW([p for p in frozen.parameters() if p.requires_grad])], 2)
     with pytest.raises(
         CheckpointError, match=r"'transformer\.wpe\.weight' is in the checkpoint but is not trained now"
     ):
-        load_engine(fewer, tmp_path)
+        load_engine(fewer, tmp_path / ZERO_FOLDER)

@@ -1,5 +1,6 @@
 """The files in configs/: what the engine and accelerate make of them."""
 
+import dataclasses
 import math
 
 import pytest
@@ -24,6 +25,7 @@ KEYS = {
     "broadcast_buffers",
     "check_nonfinite",
 }
+KEYS_OF_STAGE_3 = {"prefetch_units", "reshard_after_forward", "persist_below_numel", "unit_modules", "comm"}
 
 SAY_WHERE = """
 from accelerate import Accelerator
@@ -35,15 +37,25 @@ with ranks_together():
 
 
 def test_every_config_is_there():
-    assert [path.name for path in ZERO_CONFIGS] == ["zero0.yaml", "zero1.yaml", "zero2.yaml"]
+    assert [path.name for path in ZERO_CONFIGS] == ["zero0.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml"]
     assert [path.stem for path in ACCELERATE_CONFIGS] == ["cpu2", "eight_gpus", "one_gpu", "two_nodes"]
 
 
 @pytest.mark.parametrize("path", ZERO_CONFIGS, ids=lambda path: path.stem)
 def test_zero_config_sets_the_stage_of_its_name_and_known_keys_only(path):
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert set(settings) <= KEYS
-    assert ZeroConfig.from_yaml(path).stage == int(path.stem.removeprefix("zero"))
+    stage = int(path.stem.removeprefix("zero"))
+    assert set(settings) <= (KEYS | KEYS_OF_STAGE_3 if stage == 3 else KEYS)
+    assert ZeroConfig.from_yaml(path).stage == stage
+
+
+def test_zero3_shows_every_setting_of_stage_3_with_its_default():
+    path = CONFIGS / "zero3.yaml"
+    assert set(yaml.safe_load(path.read_text(encoding="utf-8"))) >= KEYS_OF_STAGE_3
+    assert {
+        field.name for field in dataclasses.fields(ZeroConfig) if field.metadata.get("stage") == 3
+    } < KEYS_OF_STAGE_3
+    assert ZeroConfig.from_yaml(path) == ZeroConfig(stage=3)
 
 
 @pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)

@@ -10,8 +10,8 @@ from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.reference import engine_attached_to
 from hf_zero.engine.nonfinite import NonFiniteGradientError
+from hf_zero.engine.reference import engine_attached_to
 from hf_zero.engine.sharded_gradient import ShardedGradientError
 
 pytestmark = pytest.mark.timeout(120)

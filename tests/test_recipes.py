@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import re
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,9 +50,10 @@ def caches(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-def run(name: str, output: Path, caches: Path, *arguments: object) -> dict[str, float]:
-    """Run a recipe on two ranks at stage 2, and return its results."""
-    done = launch(SCRIPTS / f"finetune_{name}.py", "--zero", 2, "--output_dir", output, *arguments, caches=caches)
+def run(name: str, output: Path, caches: Path, *arguments: object, stage: int = 2) -> dict[str, float]:
+    """Run a recipe on two ranks, and return its results."""
+    script = SCRIPTS / f"finetune_{name}.py"
+    done = launch(script, "--zero", stage, "--output_dir", output, *arguments, caches=caches)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((output / RESULTS_NAME).read_text(encoding="utf-8"))
 
@@ -64,18 +67,20 @@ def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
 
 
 @pytest.mark.timeout(240)
-def test_bert_learns_reloads_and_resumes(tmp_path, caches):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bert_learns_reloads_and_resumes(stage, tmp_path, caches):
     size = (
         *("--config_overrides", TINY_BERT, "--max_train_samples", 256, "--max_seq_length", 32),
         *("--disable_tqdm", "true"),
     )
     schedule = ("--warmup_steps", 0, "--learning_rate", 5e-3, "--save_steps", 8)
-    first = run("bert", tmp_path, caches, *size, *schedule, "--max_steps", 8)
+    bert = partial(run, "bert", tmp_path, caches, *size, *schedule, stage=stage)
+    first = bert("--max_steps", 8)
     assert first["processes"] == 2
     assert first["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
     assert first["state_bytes"] > 0 and first["bytes_sent"] > 0
 
-    resumed = run("bert", tmp_path, caches, *size, *schedule, "--max_steps", 64, "--resume_from_checkpoint", "true")
+    resumed = bert("--max_steps", 64, "--resume_from_checkpoint", "true")
     assert resumed["train_loss"] < first["train_loss"]
     assert resumed["eval_accuracy"] > 1.5 / len(PACKAGES)
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 64
@@ -90,11 +95,11 @@ def test_bert_learns_reloads_and_resumes(tmp_path, caches):
 
 
 @pytest.mark.timeout(120)
-def test_gpt_learns_and_reloads(tmp_path, caches):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gpt_learns_and_reloads(stage, tmp_path, caches):
     size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 512, "--max_eval_samples", 64)
-    results = run(
-        "gpt", tmp_path, caches, *size, "--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true"
-    )
+    schedule = ("--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true")
+    results = run("gpt", tmp_path, caches, *size, *schedule, stage=stage)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert results["perplexity"] < len(tokenizer) / 2
@@ -105,25 +110,41 @@ def test_gpt_learns_and_reloads(tmp_path, caches):
 
 
 @pytest.mark.timeout(240)
-def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(tmp_path, caches):
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(stage, tmp_path, caches):
     common = (
         *("--config_overrides", f"{TINY_BERT},{NO_DROPOUT['bert']}", "--max_train_samples", 96, "--max_seq_length", 32),
         *("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--num_train_epochs", 2),
         *("--num_warmup_steps", 2, "--max_grad_norm", 0.5),
     )
     # 96 rows on 2 ranks make 12 batches, so 6 steps an epoch: step 8 lies in the second one.
-    whole = run("accelerate", tmp_path / "run", caches, *common, "--checkpointing_steps", 8)
+    loop = partial(run, "accelerate", tmp_path / "run", caches, *common, stage=stage)
+    whole = loop("--checkpointing_steps", 8)
     assert whole["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
     uninterrupted = load_file(tmp_path / "run" / "model.safetensors")
 
-    resumed = run(
-        "accelerate", tmp_path / "run", caches, *common, "--resume_from_checkpoint", tmp_path / "run" / "step_8"
-    )
+    resumed = loop("--resume_from_checkpoint", tmp_path / "run" / "step_8")
     assert resumed["eval_accuracy"] == whole["eval_accuracy"]
     for name, weight in load_file(tmp_path / "run" / "model.safetensors").items():
         torch.testing.assert_close(weight, uninterrupted[name], rtol=0, atol=0, msg=name)
     AutoTokenizer.from_pretrained(tmp_path / "run")
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["bert", "accelerate", "gpt"])
+def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, caches):
+    few = ("--max_train_samples", 32, "--max_eval_samples", 16, "--num_train_epochs", 1, "--output_dir", tmp_path)
+    size = ("--config_overrides", TINY_GPT, "--block_size", 32)
+    if name != "gpt":
+        size = ("--config_overrides", TINY_BERT, "--max_seq_length", 16)
+    command = ["python", SCRIPTS / f"finetune_{name}.py", "--zero", 3, *few, *size]
+    environment = os.environ | {"HF_HOME": str(caches), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads((tmp_path / RESULTS_NAME).read_text(encoding="utf-8"))["processes"] == 1
+    kind = AutoModelForCausalLM if name == "gpt" else AutoModelForSequenceClassification
+    assert all(p.isfinite().all() for p in kind.from_pretrained(tmp_path).parameters())
 
 
 @pytest.mark.timeout(120)

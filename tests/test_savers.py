@@ -1,18 +1,26 @@
 """Everything people save a model with gives every name and value back, and no more bytes than the model has."""
 
 import io
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import clean_state_dict_for_safetensors
+from ranks import run_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
-from training import bert, gpt2, gpt2_batch
+from torch import nn
+from training import bert, bert_batch, gpt2, gpt2_batch
 
+import hf_zero
+from hf_zero.comm.transport import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
 
+GATHER_TIMEOUT_S = 3.0
 
-@pytest.fixture(params=[1, 2])
+
+@pytest.fixture(params=[1, 2, 3])
 def trained(request):
     torch.manual_seed(0)
     model = gpt2()
@@ -84,3 +92,107 @@ def test_load_state_dict_writes_through(trained):
     optimizer.zero_grad()
     optimizer.step()
     assert all(p.abs().max() == 0 for p in model.parameters())
+
+
+# Parameters sharded over two ranks (stage 3)
+
+
+def sharded_and_whole(rank: int, make, make_batch) -> tuple[nn.Module, nn.Module, ZeroEngine]:
+    """A model after a step at stage 3, and the same one trained whole in this process on all ranks' rows."""
+    models, ranks = [], dist.get_world_size()
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if sharded:
+            settings = {"stage": 3, "comm": {"gather_timeout_s": GATHER_TIMEOUT_S}}
+            engine = ZeroEngine(model, [optimizer], settings)
+        batches = [make_batch(torch.Generator().manual_seed(r), 2) for r in range(ranks)]
+        for batch in [batches[rank]] if sharded else batches:
+            (model(**batch).loss / (1 if sharded else ranks)).backward()
+        optimizer.step()
+        models.append(model)
+    return models[0], models[1], engine
+
+
+def saves_whole_tensors(rank: int, world_size: int, folder: str) -> None:
+    model, whole, _ = sharded_and_whole(rank, gpt2, gpt2_batch)
+    state, expected = model.state_dict(), whole.state_dict()
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr()
+    assert all(value.isfinite().all() for value in state.values())
+
+    torch.save(model.state_dict(), f"{folder}/model-{rank}.pt")
+    assert_equal(torch.load(f"{folder}/model-{rank}.pt", weights_only=True), state)
+    fresh = gpt2()
+    fresh.load_state_dict(model.state_dict())
+    assert_equal(fresh.state_dict(), state)
+
+    block = model.transformer.h[1].state_dict()
+    assert_equal(
+        {f"transformer.h.1.{name}": value for name, value in block.items()}, slice_of(state, "transformer.h.1.")
+    )
+    torch.save(block, f"{folder}/block-{rank}.pt")
+    assert_equal(torch.load(f"{folder}/block-{rank}.pt", weights_only=True), block)
+    assert model.transformer.h[1].ln_1.state_dict().keys() == {"weight", "bias"}
+
+    model.save_pretrained(f"{folder}/pretrained")
+    dist.barrier()
+    assert_equal(type(model).from_pretrained(f"{folder}/pretrained").state_dict(), state)
+    model(**gpt2_batch(torch.Generator(), 2)).loss.backward()
+
+
+def slice_of(state: dict, prefix: str) -> dict:
+    return {name: value for name, value in state.items() if name.startswith(prefix)}
+
+
+def test_state_dict_is_whole_on_every_rank_for_the_model_and_a_part_of_it(tmp_path):
+    run_ranks(saves_whole_tensors, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+
+
+def saves_a_file(rank: int, world_size: int, folder: str) -> None:
+    model, whole, _ = sharded_and_whole(rank, bert, bert_batch)
+    state = model.state_dict()
+    save_file(state, f"{folder}/model-{rank}.safetensors")
+    loaded = load_file(f"{folder}/model-{rank}.safetensors")
+    assert_equal(loaded, state)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(loaded[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_save_file_of_a_sharded_models_state_dict(tmp_path):
+    run_ranks(saves_a_file, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+
+
+def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: str) -> None:
+    model = sharded_and_whole(rank, gpt2, gpt2_batch)[0]
+    dist.barrier()
+    if rank in come:
+        started = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"only some ranks came to state_dict\(\) of GPT2LMHeadModel"):
+            model.save_pretrained(f"{folder}/{rank}")
+        waited = time.monotonic() - started
+        assert GATHER_TIMEOUT_S - 0.5 < waited < GATHER_TIMEOUT_S + 3, f"waited {waited:.1f} s"
+    # The rest is somewhere else, and lives on.
+    time.sleep(GATHER_TIMEOUT_S + 5)
+
+
+@pytest.mark.parametrize("come", [(0,), (1, 2)], ids=str)
+def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(come, tmp_path):
+    arguments = {"come": come, "folder": str(tmp_path)}
+    run_ranks(some_ranks_save, world_size=3, time_limit_s=60, keyword_arguments=arguments)
+
+
+def gathered_and_saved_by_one(rank: int, world_size: int, folder: str) -> None:
+    model, _, _ = sharded_and_whole(rank, gpt2, gpt2_batch)
+    with hf_zero.gathered(model):
+        if rank == 0:
+            model.save_pretrained(folder)
+    state = model.state_dict()
+    assert_equal(type(model).from_pretrained(folder).state_dict(), state)
+
+
+def test_inside_gathered_one_rank_may_save_by_itself(tmp_path):
+    run_ranks(gathered_and_saved_by_one, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})

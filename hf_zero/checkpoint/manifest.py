@@ -1,14 +1,19 @@
 """The manifest: which element of which parameter's state lies in which file. Written last, it makes a checkpoint whole."""
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from ..layout.intervals import Interval
+from .files import FileRecord, is_inside, sync
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 class CheckpointError(ValueError):
@@ -35,6 +40,7 @@ class Manifest:
         kinds: parameter name → kinds of state it has rows of, so that a kind whose rows are lost is missed.
         scalars: parameter name → state name → value that holds for all its elements.
         optimizers: for each optimizer its class, and its groups: settings and parameter names.
+        files: every file of the checkpoint but the manifest, by name relative to the folder above the manifest's.
     """
 
     world_size: int
@@ -45,25 +51,32 @@ class Manifest:
     scalars: dict[str, dict[str, Any]]
     optimizers: tuple[dict[str, Any], ...]
     versions: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+
+    def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
+        """The same manifest, vouching for these files."""
+        return dataclasses.replace(self, files=dict(files))
 
     def write(self, folder: Path) -> None:
-        """Writes `manifest.json` under a temporary name and renames it: it is there whole or not at all."""
-        text = json.dumps(
-            {
-                "format_version": FORMAT_VERSION,
-                "world_size": self.world_size,
-                "stage": self.stage,
-                "versions": self.versions,
-                "optimizers": list(self.optimizers),
-                "shapes": {name: list(shape) for name, shape in self.shapes.items()},
-                "kinds": {name: list(kinds) for name, kinds in self.kinds.items()},
-                "scalars": self.scalars,
-                "rows": [[r.kind, r.name, *r.interval, r.file, r.key] for r in self.rows],
-            },
-            indent=1,
-        )
+        """Writes `manifest.json` under a temporary name and renames it: it is there whole or not at all.
+
+        It carries the hash of its own content, so that a change in it is seen too.
+        """
+        content = {
+            "format_version": FORMAT_VERSION,
+            "world_size": self.world_size,
+            "stage": self.stage,
+            "versions": self.versions,
+            "optimizers": list(self.optimizers),
+            "shapes": {name: list(shape) for name, shape in self.shapes.items()},
+            "kinds": {name: list(kinds) for name, kinds in self.kinds.items()},
+            "scalars": self.scalars,
+            "rows": [[r.kind, r.name, *r.interval, r.file, r.key] for r in self.rows],
+            "files": {name: [record.size, record.xxh3] for name, record in self.files.items()},
+        }
         temporary = folder / f".{MANIFEST_NAME}.tmp"
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
+        sync(temporary)
         temporary.replace(folder / MANIFEST_NAME)
 
     @classmethod
@@ -78,11 +91,17 @@ class Manifest:
                 "folder that this package has written, or start without resume_from_checkpoint."
             )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            content = json.loads(text)
             version = content["format_version"]
             if version != FORMAT_VERSION:
                 raise CheckpointError(
                     f"hf_zero: {path} has format version {version}, and this version of hf_zero reads {FORMAT_VERSION}."
+                )
+            # The text too: `1E-8` is `1e-8` with one bit flipped.
+            if text != _text(content) or content.pop("xxh3") != _hash(content):
+                raise CheckpointError(
+                    f"hf_zero: {path} is damaged (its own checksum does not fit); resume from an earlier checkpoint."
                 )
             return cls(
                 world_size=content["world_size"],
@@ -93,8 +112,11 @@ class Manifest:
                 scalars=content["scalars"],
                 optimizers=tuple(content["optimizers"]),
                 versions=content["versions"],
+                files={name: _record(folder, name, *record) for name, record in content["files"].items()},
             )
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointError(
                 f"hf_zero: {path} is damaged ({error!r}); resume from an earlier checkpoint."
             ) from error
@@ -104,3 +126,17 @@ def _row(folder: Path, kind: str, name: str, start: int, stop: int, file: str, k
     if Path(file).name != file:
         raise CheckpointError(f"hf_zero: {folder / MANIFEST_NAME} names {file!r}, which is not a file of that folder.")
     return SavedRow(kind=kind, name=name, interval=Interval(start, stop), file=file, key=key)
+
+
+def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
+    if not is_inside(name):
+        raise CheckpointError(f"hf_zero: {folder / MANIFEST_NAME} names {name!r}, which is not inside its checkpoint.")
+    return FileRecord(size=size, xxh3=xxh3)
+
+
+def _text(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=1)
+
+
+def _hash(content: Mapping[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())

@@ -26,8 +26,8 @@ def write_rows(
     scalars: dict[str, dict[str, Any]],
     optimizers: Sequence[dict[str, Any]],
     exchange: Exchange,
-) -> None:
-    """Writes this rank's rows, then, once every rank has, the manifest. Collective.
+) -> Manifest:
+    """Writes this rank's rows; returns the manifest of all ranks', which is still to be written. Collective.
 
     Args:
         rows: (kind, name, interval of the parameter, 1-D tensor of those elements).
@@ -39,10 +39,6 @@ def write_rows(
         CheckpointError: on every rank, with the reason of the first rank that failed. No manifest is there then.
     """
     file = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-    then = (
-        "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
-        "writable."
-    )
 
     def write_own() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,13 +51,12 @@ def write_rows(
         places = [(kind, name, tuple(interval), file, f"{kind}/{name}") for kind, name, interval, _ in rows]
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places}
 
+    then = (
+        "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
+        "writable."
+    )
     reports = together(exchange, write_own, doing=f"write to {folder}", then=then)
-
-    def write_manifest() -> None:
-        if rank == 0:
-            _manifest(reports, world_size, stage, optimizers).write(folder)
-
-    together(exchange, write_manifest, doing=f"write the manifest of {folder}", then=then)
+    return _manifest(reports, world_size, stage, optimizers)
 
 
 def _manifest(

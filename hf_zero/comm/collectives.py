@@ -1,11 +1,12 @@
 """torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at."""
 
-from datetime import timedelta
+import uuid
 
 import torch
 import torch.distributed as dist
 
 from .groups import Groups
+from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
 from .transport import CommunicationError, Handle, Label, Transport
 
@@ -16,6 +17,7 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups):
         super().__init__()
         self._groups = groups
+        self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
 
     def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
         self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
@@ -51,21 +53,13 @@ class CollectiveTransport(Transport):
         return self._agree(values, label, dist.ReduceOp.MAX, self._groups.control)
 
     def meet(self, purpose: str, timeout_s: float) -> None:
-        if self._groups.backend == "fake":
-            return
-        try:
-            dist.monitored_barrier(self._groups.control, timedelta(seconds=timeout_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"hf_zero: only some ranks came to {purpose}; waited {timeout_s:.0f} s for the others ({error}). It is "
-                "collective: call it on every rank, outside `if is_main_process`, or wrap the call in "
-                "`with hf_zero.gathered(model)` on every rank. The time limit is `comm.gather_timeout_s`."
-            ) from error
-        purposes = self.exchange(purpose)
-        if len(set(purposes)) > 1:
-            raise CommunicationError(
-                f"hf_zero: the ranks came to different collectives: {purposes}. Call the same one on every rank."
-            )
+        if self._groups.backend != "fake":
+            self._meetings.meet(purpose, timeout_s)
+            purposes = self.exchange(purpose)
+            if len(set(purposes)) > 1:
+                raise CommunicationError(
+                    f"hf_zero: the ranks came to different collectives: {purposes}. Call the same one on every rank."
+                )
 
     def exchange(self, value: object) -> list[object]:
         values: list[object] = [None] * self._groups.world_size

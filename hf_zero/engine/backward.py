@@ -18,6 +18,15 @@ def differentiable_tensors(value: object) -> Iterator[torch.Tensor]:
             yield from differentiable_tensors(list(vars(leaf).values()))
 
 
+def has_tensors(value: object) -> bool:
+    """Whether any tensor can be found in the same places."""
+    return any(
+        isinstance(leaf, torch.Tensor)
+        or (is_dataclass(leaf) and not isinstance(leaf, type) and has_tensors(list(vars(leaf).values())))
+        for leaf in tree_leaves(value)
+    )
+
+
 class BackwardEnd:
     """Calls `on_end` once after each backward pass.
 

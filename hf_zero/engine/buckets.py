@@ -143,6 +143,14 @@ class Bucket:
                 row.of(self.master).copy_(row.of(self.own))
             slot.version = slot.parameter._version
 
+    def follow_values(self) -> None:
+        """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""
+        for row in self.rows if self.precision.has_master else ():
+            master, own = row.of(self.master), row.of(self.own)
+            master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
+        for slot in self.slots:
+            slot.version = slot.parameter._version
+
     def write_back(self) -> None:
         """The updated master into this rank's shard of the parameters."""
         if self.precision.has_master:

@@ -114,7 +114,7 @@ class ZeroEngine:
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(self._entry)
-        attach(self, (model, self._entry, *model.parameters()))
+        attach(self, (model, self._entry, *model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
 
@@ -187,6 +187,8 @@ class ZeroEngine:
                 for parameter in parameters:
                     if parameter not in self.sharded.unit_of:
                         self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
+                for bucket in {self._slot_of[p].bucket for p in parameters if p in self._slot_of}:
+                    bucket.follow_values()
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
@@ -395,7 +397,7 @@ class ZeroEngine:
         self._buffers.before_forward()
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
-        self.sharded.schedule.after_forward(self.sharded.root, (args, kwargs), outputs)
+        self.sharded.schedule.after_forward(self.sharded.root, outputs)
         if torch.is_grad_enabled():
             self._gradients.end.watch(outputs)
             self._buffers.after_forward(under_no_sync=self._no_sync_depth > 0)

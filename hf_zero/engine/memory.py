@@ -115,6 +115,14 @@ class ShardMemory(ParameterMemory):
         # `p.data.zero_()` on an absent parameter would have made it read as 0.
         self._absent.fill_(float("nan"))
 
+    def was_written(self) -> bool:
+        """Whether something was written into absent parameters. Told on the host only: elsewhere it would stop the queue."""
+        return self._absent.device.type == "cpu" and not self._gathered and not self._absent.isnan().item()
+
+    def snapshot(self) -> torch.Tensor | None:
+        """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
+        return self.own.clone() if self._reservation.in_place else None
+
     def keep_edits(self) -> None:
         """Takes this rank's part of an edited `flat` into the shard."""
         if not self._reservation.in_place:

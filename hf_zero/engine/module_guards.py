@@ -1,7 +1,6 @@
 """What a model's own methods do while its parameters are sharded: the right thing, or a clear error."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,17 +45,18 @@ class ShardedParameters(dict):
         return super().pop(name, *default)
 
     def __deepcopy__(self, memo: dict):
-        raise self._refusal("copied")
+        raise _refusal("copied")
 
     def __reduce_ex__(self, protocol: int):
-        raise self._refusal("pickled")
+        raise _refusal("pickled")
 
-    def _refusal(self, verb: str) -> ShardedParametersError:
-        return ShardedParametersError(
-            f"hf_zero: a model whose parameters are sharded over the ranks (stage 3) cannot be {verb}: {next(iter(self))!r} is "
-            "not whole here. Save it with save_pretrained, accelerator.save_model or torch.save(model.state_dict()) on all "
-            "ranks, or copy it before accelerator.prepare or after engine.close()."
-        )
+
+def _refusal(verb: str) -> ShardedParametersError:
+    return ShardedParametersError(
+        f"hf_zero: a model whose parameters are sharded over the ranks (stage 3) cannot be {verb}. Save it with "
+        "save_pretrained, accelerator.save_model or torch.save(model.state_dict()) on all ranks, or copy it before "
+        "accelerator.prepare or after engine.close()."
+    )
 
 
 class ModuleGuard:
@@ -88,6 +88,23 @@ class ModuleGuard:
             self._schedule.before_read(self.slots[name][0])
 
 
+class ReplacedMethod:
+    """A method of one module, in the place of its class's. A copy or pickle of the module would take it along: it raises."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module):
+        self._function = function
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict):
+        raise _refusal("copied")
+
+    def __reduce_ex__(self, protocol: int):
+        raise _refusal("pickled")
+
+
 class ModuleMethods:
     """Replaces, on each module that holds sharded parameters somewhere, the methods that read or write them.
 
@@ -102,10 +119,10 @@ class ModuleMethods:
         self._whole = whole
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
         for module in self._modules:
-            module.state_dict = partial(self._state_dict, module)
-            module._apply = partial(self._apply, module)
+            module.state_dict = ReplacedMethod(self._state_dict, module)
+            module._apply = ReplacedMethod(self._apply, module)
             if module in guards:
-                module._load_from_state_dict = partial(self._load_from_state_dict, module)
+                module._load_from_state_dict = ReplacedMethod(self._load_from_state_dict, module)
 
     def remove(self) -> None:
         for module in self._modules:

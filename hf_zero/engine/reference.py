@@ -10,10 +10,14 @@ _ATTRIBUTE = "_hf_zero_engine"
 
 
 class EngineReference:
-    """A weak pointer to an engine; copies and pickles of what holds it get an empty one."""
+    """A pointer to an engine; copies and pickles of what holds it get an empty one.
 
-    def __init__(self, engine: object | None = None):
-        self._engine = weakref.ref(engine) if engine is not None else lambda: None
+    Args:
+        keeps: the engine lives as long as its model, which is of no use without it. Else the pointer is weak.
+    """
+
+    def __init__(self, engine: object | None = None, *, keeps: bool = False):
+        self._engine = (lambda: engine) if keeps or engine is None else weakref.ref(engine)
 
     def __call__(self) -> Any:
         return self._engine()
@@ -25,9 +29,9 @@ class EngineReference:
         return EngineReference, ()
 
 
-def attach(engine: object, holders: Iterable[nn.Module | nn.Parameter]) -> None:
+def attach(engine: object, holders: Iterable[nn.Module | nn.Parameter], *, keeps: bool) -> None:
     """Lets modules and parameters know their engine."""
-    reference = EngineReference(engine)
+    reference = EngineReference(engine, keeps=keeps)
     for holder in holders:
         holder.__dict__[_ATTRIBUTE] = reference
 

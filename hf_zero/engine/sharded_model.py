@@ -97,10 +97,15 @@ class ShardedModel:
         self._remove()
         for slot, values in whole.items():
             slot.parameter.data = values
-        for module in () if wanted else self._model.modules():
+        if not wanted:
+            self._move_to_meta()
+
+    def _move_to_meta(self) -> None:
+        on_meta = {p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
+        for module in self._model.modules():
             for name, parameter in module._parameters.items():
-                if parameter in self.unit_of:
-                    module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+                if parameter in on_meta:
+                    module._parameters[name] = on_meta[parameter]
 
     def _remove(self) -> None:
         for handle in self._handles:
@@ -130,7 +135,10 @@ class ShardedModel:
             module = self._model.get_submodule(name)
             before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
             after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
-            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            # Not always_call: a forward that an exception ended has returned nothing.
+            look = WeakHook(self, partial(ShardedModel._look_at_outputs, unit=unit))
+            handles.append(module.register_forward_hook(look))
             # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for module in guards:
@@ -140,11 +148,14 @@ class ShardedModel:
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
         return handles
 
-    def _before_layer(self, _module: nn.Module, _args: tuple, unit: Unit) -> None:
-        self.schedule.before_forward(unit)
+    def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
+        self.schedule.before_forward(unit, (args, kwargs))
 
-    def _after_layer(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object, unit: Unit) -> None:
-        self.schedule.after_forward(unit, (args, kwargs), outputs)
+    def _after_layer(self, _module: nn.Module, _args: tuple, _kwargs: dict, outputs: object, unit: Unit) -> None:
+        self.schedule.after_forward(unit, outputs)
+
+    def _look_at_outputs(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
+        self.schedule.look_at_outputs(unit, outputs)
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
         self.schedule.before_read(self.root)

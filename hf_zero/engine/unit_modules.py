@@ -7,6 +7,9 @@ from torch import nn
 
 from ..config import AUTO, ConfigError
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""A container may be iterated and never called, so that its hooks would never run: what lies in it is looked at instead."""
+
 _SMALLEST_SHARE = 64
 """By size, a unit has at least this part of the model: below it, gathers cost more than memory is won."""
 
@@ -44,7 +47,10 @@ def _repeated_classes(model: nn.Module) -> set[str]:
     repeated: set[str] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList | nn.Sequential):
-            counts = Counter(type(child).__name__ for child in module if any(True for _ in child.children()))
+            blocks = [
+                child for child in module if not isinstance(child, _CONTAINERS) and any(True for _ in child.children())
+            ]
+            counts = Counter(type(child).__name__ for child in blocks)
             repeated.update(name for name, count in counts.items() if count > 1)
     return repeated
 

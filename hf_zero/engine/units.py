@@ -91,7 +91,7 @@ class Unit:
             raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
         for bucket in self.buckets:
             bucket.memory.keep_edits()
-            bucket.follow_edits()
+            bucket.follow_values()
 
     def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
@@ -119,7 +119,8 @@ class Unit:
 
     def _refuse_edits(self) -> None:
         for slot, version in zip(self.slots, self._versions):
-            if slot.parameter._version != version:
+            bucket = slot.bucket
+            if slot.parameter._version != version or not bucket.holds(slot) or bucket.memory.was_written():
                 raise RuntimeError(
                     f"hf_zero: {slot.name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all "
                     "ranks inside `with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."

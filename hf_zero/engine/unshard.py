@@ -8,11 +8,11 @@ ours is put around a unit's inputs to learn that: it would sum the gradients of 
 decoder's encoder states) in another order than plain autograd does.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from .backward import differentiable_tensors
+from .backward import differentiable_tensors, has_tensors
 from .units import Unit, UnitState, is_in_backward
 
 
@@ -71,7 +71,10 @@ class Unsharding:
         self._forward = VisitOrder()
         self._backward = VisitOrder()
         self._running: list[Unit] = []
+        self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
+        self._builds_graph = False
+        self._keeps_all = False
         self.peak_bytes = 0
 
     @property
@@ -81,8 +84,9 @@ class Unsharding:
 
     # ---- what the hooks call ----
 
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit, inputs: object = ()) -> None:
         """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
+        self._versions[unit] = {id(tensor): tensor._version for tensor in _with_bases(differentiable_tensors(inputs))}
         if is_in_backward():
             self.before_backward(unit)
             return
@@ -91,11 +95,11 @@ class Unsharding:
         self._running.append(unit)
         self._use(unit, self._forward)
 
-    def after_forward(self, unit: Unit, inputs: object, outputs: object) -> None:
+    def after_forward(self, unit: Unit, outputs: object) -> None:
         """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
         grad_enabled = torch.is_grad_enabled()
         if grad_enabled:
-            self._watch(unit, inputs, outputs)
+            self._watch(unit, outputs)
         if is_in_backward():
             return
         if unit in self._running:
@@ -111,6 +115,11 @@ class Unsharding:
             # The last layer stays for its backward, which comes first.
             self._drop([unit])
 
+    def look_at_outputs(self, unit: Unit, outputs: object) -> None:
+        """Keeps a unit whole with the root if nothing that it returned can announce its backward."""
+        if torch.is_grad_enabled() and unit not in self._lasting and not has_tensors(outputs):
+            self._lasting.append(unit)
+
     def before_read(self, unit: Unit) -> None:
         """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent.
 
@@ -121,11 +130,19 @@ class Unsharding:
         self._start(unit)
         self._finish(unit)
 
-    def before_backward(self, unit: Unit) -> None:
-        """Makes `unit` whole for its backward and drops the layers whose backward it ends."""
+    def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
+        """Makes `unit` whole for its backward and drops the layers whose backward it ends.
+
+        Args:
+            builds_graph: this backward is itself differentiated (create_graph). The nodes of the second backward read the
+                parameters and nothing announces those, so all stays whole until a backward without it has ended.
+        """
         if not self._is_backward_open:
             self._is_backward_open = True
+            self._builds_graph = False
             self._backward.begin()
+        self._builds_graph |= builds_graph
+        self._keeps_all |= builds_graph
         self._use(unit, self._backward)
 
     def end_backward(self) -> None:
@@ -133,6 +150,7 @@ class Unsharding:
         if self._is_backward_open:
             self._is_backward_open = False
             self._backward.end()
+            self._keeps_all = self._builds_graph
         if self.reshards_after_forward:
             self._drop(self.units)
 
@@ -160,6 +178,7 @@ class Unsharding:
                 f"hf_zero: optimizer.step() inside `gathered` or `unsharded` (units {', '.join(held[:3])}): the whole copies "
                 "would be out of date. Leave the context before the step."
             )
+        self._keeps_all = False
         self._drop(self.units)
 
     def release(self, units: Iterable[Unit]) -> None:
@@ -192,18 +211,28 @@ class Unsharding:
             unit.finish_unshard()
 
     def _drop(self, units: Iterable[Unit]) -> None:
-        for unit in units:
+        for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
                 self._finish(unit)
                 unit.reshard()
 
-    def _watch(self, unit: Unit, inputs: object, outputs: object) -> None:
-        # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time.
-        passed_on = {id(tensor) for tensor in differentiable_tensors(inputs)}
+    def _watch(self, unit: Unit, outputs: object) -> None:
+        # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time. One that the
+        # layer has written into is made here.
+        versions = self._versions.pop(unit, {})
 
         def announce(_gradient: torch.Tensor) -> None:
-            self.before_backward(unit)
+            self.before_backward(unit, builds_graph=torch.is_grad_enabled())
 
-        for tensor in differentiable_tensors(outputs):
-            if id(tensor) not in passed_on:
+        found = list(differentiable_tensors(outputs))
+        # An in-place operation on a view takes the view's own node out of the graph, and its base's stays.
+        for tensor in _with_bases(found):
+            if versions.get(id(tensor)) != tensor._version:
                 tensor.register_hook(announce)
+
+
+def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield tensor
+        if tensor._is_view() and tensor._base.requires_grad:
+            yield tensor._base

@@ -8,10 +8,43 @@ from torch import nn
 
 from ..comm.transport import Label, Transport
 from ..device import free_bytes
-from .buckets import ParameterSlot
+from .buckets import Bucket, ParameterSlot
 from .reports import mib
 from .units import Unit
 from .unshard import Unsharding
+
+
+class _Record:
+    """What parameters were when `gathered` made them whole, so that an edit that is not to be kept is seen and undone."""
+
+    def __init__(self):
+        self._versions: dict[ParameterSlot, int] = {}
+        self._shards: dict[Bucket, torch.Tensor | None] = {}
+
+    def take(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
+            self._shards.update((bucket, bucket.memory.snapshot()) for bucket in unit.buckets)
+
+    def renew(self, unit: Unit) -> None:
+        """Takes what the unit is now for what it was: its edits have been kept."""
+        if unit.slots and unit.slots[0] in self._versions:
+            self.take([unit])
+
+    def refuse_edits(self) -> None:
+        """Raises for an edit that has not been kept."""
+        for slot, version in self._versions.items():
+            if slot.parameter._version != version:
+                raise RuntimeError(
+                    f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
+                    "hf_zero.gathered(..., writeback=True)."
+                )
+
+    def restore(self) -> None:
+        """Undoes edits that have not been kept."""
+        for bucket, shard in self._shards.items():
+            if shard is not None:
+                bucket.own.copy_(shard)
 
 
 class WholeParameters:
@@ -36,6 +69,7 @@ class WholeParameters:
         self._device = device
         self._timeout_s = timeout_s
         self.is_lent = False
+        self._open: list[_Record] = []
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """The units of these parameters, each once, in the order of the parameters."""
@@ -58,16 +92,18 @@ class WholeParameters:
         self._refuse_unless_they_fit(units)
         for unit in units:
             unit.holds += 1
-        slots = [slot for unit in units for slot in unit.slots]
+        record = _Record()
+        self._open.append(record)
         try:
             self._schedule.unshard(units)
-            versions = [slot.parameter._version for slot in slots]
+            record.take(units)
             yield
             if writeback:
                 self._keep_edits(units)
-            else:
-                _refuse_edits(slots, versions)
+            record.refuse_edits()
         finally:
+            self._open.remove(record)
+            record.restore()
             for unit in units:
                 unit.holds -= 1
             self._schedule.release(units)
@@ -110,6 +146,8 @@ class WholeParameters:
             for bucket in unit.buckets:
                 self._transport.broadcast(bucket.flat, Label(kind="broadcast edits", subject=bucket.name))
             unit.keep_edits()
+            for record in self._open:
+                record.renew(unit)
 
     def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
         needed = sum(unit.passing_bytes for unit in units if unit.is_sharded)
@@ -119,13 +157,4 @@ class WholeParameters:
                 f"hf_zero: whole parameters would take {mib(needed)} MiB on each rank, and {mib(free)} MiB are free. Gather "
                 "fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it: each layer is then "
                 "gathered for its own forward."
-            )
-
-
-def _refuse_edits(slots: Iterable[ParameterSlot], versions: Iterable[int]) -> None:
-    for slot, version in zip(slots, versions):
-        if slot.parameter._version != version:
-            raise RuntimeError(
-                f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
-                "hf_zero.gathered(..., writeback=True)."
             )

@@ -28,7 +28,7 @@ from ..engine.parameters import is_compiled
 from ..engine.precision import check_cast_owner
 from ..engine.reference import engine_attached_to
 from .announce import announce
-from .checkpointing import ZERO_FOLDER, load_engine, save_engine
+from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .environment import check_environment
 from .leaving import end_cleanly
 
@@ -254,8 +254,12 @@ class ZeroAcceleratorMixin:
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
         with self._engines_optimizers_aside():
             location = super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
-        for index, engine in enumerate(self.zero_engines):
-            save_engine(engine, _zero_folder(location, index))
+        folders = [_zero_folder(location, index) for index in range(len(self.zero_engines))]
+        manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
+        # The first engine's manifest vouches for the whole folder, and so comes last.
+        for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
+            within = "" if folder is folders[0] else f"{folder.name}/"
+            seal_state(engine, Path(location), manifest, folder=folder.name, within=within)
         return location
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
@@ -264,6 +268,8 @@ class ZeroAcceleratorMixin:
         for engine in self.zero_engines:
             engine.finish_parameters()
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
+        if self.zero_engines:
+            refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
         with self._engines_optimizers_aside():
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         for index, engine in enumerate(self.zero_engines):

@@ -3,23 +3,29 @@
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.manifest import CheckpointError
+from ..checkpoint.commit import seal
+from ..checkpoint.manifest import CheckpointError, Manifest
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.settings import plain_settings, restore_settings, same_groups
 from ..checkpoint.together import together
+from ..checkpoint.verify import checkpoint_faults
 from ..checkpoint.writer import write_rows
 from ..engine.engine import ZeroEngine
 
 ZERO_FOLDER = "zero"
 
 
-def save_engine(engine: ZeroEngine, folder: str | Path) -> None:
-    """Writes masters and optimizer state to `folder`, every rank its own rows. Collective."""
+def write_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = True) -> Manifest:
+    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective.
+
+    Args:
+        with_state: False writes none, for a checkpoint of the model alone.
+    """
     groups = engine.groups
     # Ranks of a replicate group hold the same rows; the first of them writes.
-    writes = groups.rank == groups.shard_rank
+    writes = with_state and groups.rank == groups.shard_rank
     rows = list(engine.state_rows()) if writes else []
-    write_rows(
+    return write_rows(
         Path(folder),
         rank=groups.rank,
         world_size=groups.world_size,
@@ -35,10 +41,44 @@ def save_engine(engine: ZeroEngine, folder: str | Path) -> None:
                     for group, names in zip(optimizer.param_groups, group_names)
                 ],
             }
-            for optimizer, group_names in engine.named_groups()
+            for optimizer, group_names in (engine.named_groups() if with_state else ())
         ],
         exchange=engine.transport.exchange,
     )
+
+
+def seal_state(
+    engine: ZeroEngine, root: Path, manifest: Manifest, *, folder: str = ZERO_FOLDER, within: str = ""
+) -> None:
+    """Writes the manifest, which makes `root` a finished checkpoint. Collective."""
+    groups = engine.groups
+    seal(
+        root,
+        manifest,
+        folder=folder,
+        within=within,
+        rank=groups.rank,
+        world_size=groups.world_size,
+        exchange=engine.transport.exchange,
+    )
+
+
+def state_bytes(engine: ZeroEngine) -> int:
+    """About what a checkpoint of this engine takes on the disk: whole weights, and every rank's state."""
+    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    return weights + sum(engine.transport.exchange(sum(row.tensor.nbytes for row in engine.state_rows())))
+
+
+def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
+    """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
+    groups = engine.groups
+    mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size)
+    faults = list(dict.fromkeys(fault for theirs in engine.transport.exchange(mine) for fault in theirs))
+    if faults:
+        raise CheckpointError(
+            f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. Nothing was trained; resume from another "
+            "checkpoint."
+        )
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path) -> None:

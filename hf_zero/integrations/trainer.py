@@ -13,12 +13,14 @@ import torch
 from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..config import ConfigError
+from ..checkpoint.manifest import Manifest
 from ..engine.engine import ZeroEngine
 from ..engine.reference import engine_attached_to
-from .checkpointing import ZERO_FOLDER, load_engine, save_engine
+from .checkpointing import ZERO_FOLDER, load_engine
 from .frames import find_in_callers
 from .init import init
+from .plain_optimizer import load_plain_optimizer
+from .trainer_checkpoints import checkpoint_to_resume, save_checkpoint
 
 logger = logging.get_logger(__name__)
 
@@ -45,8 +47,7 @@ class ZeroTrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
-        if isinstance(resume_from_checkpoint, str | os.PathLike):
-            _refuse_unless_checkpoint(Path(resume_from_checkpoint), self.args.output_dir)
+        resume_from_checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
         return super().train(
@@ -89,36 +90,29 @@ class ZeroTrainerMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def _save_checkpoint(self, model, trial) -> None:
         engine = _only_engine(self)
         if engine is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        save_engine(engine, Path(output_dir) / ZERO_FOLDER)
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+            super()._save_checkpoint(model, trial)
+        else:
+            save_checkpoint(self, engine, trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
         if engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        folder = Path(checkpoint) / ZERO_FOLDER
-        if not folder.is_dir():
-            self._resume_without_state(checkpoint)
+        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
+        if folder.is_dir() and Manifest.read(folder).optimizers:
+            load_engine(engine, folder)
+        elif plain.is_file():
+            load_plain_optimizer(engine, plain)
+        else:
+            # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
+            logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
             return
-        load_engine(engine, folder)
         scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
-
-    def _resume_without_state(self, checkpoint: str) -> None:
-        if os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
-            raise ConfigError(
-                f"hf_zero: {checkpoint} has a {OPTIMIZER_NAME} of plain Trainer and no {ZERO_FOLDER}/ folder; reading it is "
-                "not built yet. Resume it without --zero, or start from its weights with --model_name_or_path."
-            )
-        # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
-        logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
 
     def _load_best_model(self) -> None:
         for engine in self.accelerator.zero_engines:
@@ -131,17 +125,6 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
     return engine if engine in trainer.accelerator.zero_engines else None
-
-
-def _refuse_unless_checkpoint(folder: Path, output_dir: str) -> None:
-    if folder.is_dir() and (any(folder.glob("*.safetensors*")) or any(folder.glob("*.bin*"))):
-        return
-    there = sorted(p.name for p in Path(output_dir).glob("checkpoint-*")) if Path(output_dir).is_dir() else []
-    raise ValueError(
-        f"hf_zero: cannot resume from {str(folder)!r}: "
-        f"{'it holds no model weights' if folder.is_dir() else 'there is no such folder'}. Checkpoints in "
-        f"{output_dir!r}: {', '.join(there) or 'none'}. Pass one of those, or start without resume_from_checkpoint."
-    )
 
 
 def _warn_of_scaled_loss(trainer: Trainer) -> None:

@@ -1,0 +1,120 @@
+"""The command `hf-zero`: look at checkpoints, check them, and make model folders of them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+
+from ..checkpoint.manifest import CheckpointError, Manifest
+from ..checkpoint.verify import checkpoint_faults
+from ..config import ConfigError, parse_bytes
+from ..engine.reports import mib
+from .checkpointing import ZERO_FOLDER
+from .weights import consolidate as consolidate_weights
+from .weights import is_checkpoint_of_ours, saved_tensors, weight_faults
+
+app = typer.Typer(help="Checkpoints of hf_zero.", no_args_is_help=True, add_completion=False)
+_console = Console()
+_errors = Console(stderr=True, soft_wrap=True)
+
+Folder = Annotated[Path, typer.Argument(help="A checkpoint or a model folder.")]
+
+
+class Dtype(str, Enum):
+    """What weights can be written in."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@app.command()
+def verify(folder: Folder) -> None:
+    """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
+    faults = [] if not is_checkpoint_of_ours(folder) and folder.is_dir() else checkpoint_faults(folder, ZERO_FOLDER)
+    if folder.is_dir():
+        with _said_plainly():
+            faults += weight_faults(folder)
+    for fault in faults:
+        _errors.print(f"{folder}: {fault}", markup=False, highlight=False)
+    if faults:
+        raise typer.Exit(1)
+    what = "checksums, rows and weights" if is_checkpoint_of_ours(folder) else "weights (no manifest to compare with)"
+    _console.print(f"{folder}: good: {what}", markup=False, highlight=False)
+
+
+@app.command()
+def inspect(folder: Folder) -> None:
+    """What a checkpoint holds, as a table."""
+    with _said_plainly():
+        tensors = saved_tensors(folder)
+        manifest = Manifest.read(folder / ZERO_FOLDER) if is_checkpoint_of_ours(folder) else None
+    table = Table(title=str(folder), title_justify="left")
+    table.add_column("what")
+    table.add_column("value")
+    numel = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+    dtypes = sorted({tensor.dtype for tensor in tensors})
+    table.add_row("weights", f"{len(tensors)} tensors, {numel:,} elements, {', '.join(dtypes)}")
+    table.add_row("weights bytes", f"{mib(sum(tensor.nbytes for tensor in tensors))} MiB")
+    for row in () if manifest is None else _rows_of(manifest):
+        table.add_row(*row)
+    _console.print(table)
+
+
+@app.command()
+def consolidate(
+    checkpoint: Annotated[Path, typer.Argument(help="The checkpoint to read.")],
+    out: Annotated[Path, typer.Argument(help="The model folder to write; new or empty.")],
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
+) -> None:
+    """Writes the model of a checkpoint as a folder for from_pretrained, one file at a time."""
+    with _said_plainly():
+        ours = is_checkpoint_of_ours(checkpoint)
+        faults = checkpoint_faults(checkpoint, ZERO_FOLDER) if ours else weight_faults(checkpoint)
+        if faults:
+            raise CheckpointError(f"hf_zero: {checkpoint} is not good: {'; '.join(faults[:3])}.")
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        with Progress(*columns, console=_errors) as progress:
+            task = progress.add_task("Writing weights", total=None)
+            files = consolidate_weights(
+                checkpoint,
+                out,
+                dtype=None if dtype is None else getattr(torch, dtype.value),
+                max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
+                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+    _console.print(f"{out}: {', '.join(files)}", markup=False, highlight=False)
+
+
+def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:
+    kinds = sorted({kind for kinds in manifest.kinds.values() for kind in kinds})
+    optimizers = ", ".join(optimizer["class"] for optimizer in manifest.optimizers) or "none"
+    return [
+        ("saved by", f"{manifest.world_size} ranks at stage {manifest.stage}"),
+        ("optimizers", f"{optimizers}; state: {', '.join(kinds) or 'none'}"),
+        ("trained parameters", f"{len(manifest.shapes)}"),
+        ("files", f"{len(manifest.files)}, {mib(sum(record.size for record in manifest.files.values()))} MiB"),
+        ("versions", ", ".join(f"{library} {version}" for library, version in manifest.versions.items())),
+    ]
+
+
+@contextmanager
+def _said_plainly() -> Iterator[None]:
+    """Turns our own errors, and a disk's, into one line and exit status 1."""
+    try:
+        yield
+    except (CheckpointError, ConfigError, OSError) as error:
+        _errors.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+def main() -> None:
+    app()
