@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import DataCollatorWithPadding, get_scheduler, set_seed
 
-from hf_zero import ZeroPlugin, engine_of
+from hf_zero import ZeroPlugin, engine_of, init
 
 FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_batch_size": 16, "num_warmup_steps": 40}
 
@@ -117,11 +117,12 @@ def main():
     first_step = step_to_resume(run.resume_from_checkpoint)
     set_seed(run.seed)
 
+    plugin = ZeroPlugin(run.zero) if run.zero is not None else None
     accelerator = Accelerator(
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         # The order of an epoch follows from seed and epoch alone, so that a resumed run skips what was really seen.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
-        parallelism_config=ZeroPlugin(run.zero) if run.zero is not None else None,
+        parallelism_config=plugin,
     )
 
     with accelerator.local_main_process_first():
@@ -131,7 +132,9 @@ def main():
     )
     with accelerator.local_main_process_first():
         rows = tokenize(splits, tokenizer, data_args.max_seq_length)
-    model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
+    # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
+    with init(plugin):
+        model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
 
     loader = partial(DataLoader, collate_fn=DataCollatorWithPadding(tokenizer))
     train_loader, eval_loader = accelerator.prepare(

@@ -30,7 +30,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_zero import ZeroTrainingArguments, engine_of
+from hf_zero import ZeroTrainingArguments, engine_of, init
 
 DEFAULTS = {
     "output_dir": "outputs/bert",
@@ -96,7 +96,9 @@ def main():
     )
     with training_args.main_process_first(desc="tokenizing"):
         rows = tokenize(splits, tokenizer, data_args.max_seq_length)
-    model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
+    # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
+    with init(training_args.parallelism_config):
+        model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
 
     trainer = Trainer(
         model=model,

@@ -35,7 +35,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_zero import ZeroTrainingArguments, engine_of
+from hf_zero import ZeroTrainingArguments, engine_of, init
 
 DEFAULTS = {"output_dir": "outputs/gpt", "logging_steps": 20, "save_total_limit": 1}
 FROM_SCRATCH = {"learning_rate": 2e-3, "num_train_epochs": 1, "warmup_steps": 20}
@@ -99,7 +99,9 @@ def main():
         training_args.output_dir,
         resuming=checkpoint is not None,
     )
-    model = load_model(model_args, tokenizer, data_args.block_size)
+    # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
+    with init(training_args.parallelism_config):
+        model = load_model(model_args, tokenizer, data_args.block_size)
     with training_args.main_process_first(desc="packing the text"):
         blocks = pack(splits, tokenizer, data_args.block_size)
 

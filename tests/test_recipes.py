@@ -336,7 +336,8 @@ def test_resuming_from_what_is_no_checkpoint(tmp_path):
         checkpoint_to_resume(str(tmp_path / "checkpoint-8"), str(tmp_path))
     with pytest.raises(RecipeError, match=r"has no trainer_state.json"):
         checkpoint_to_resume(str(tmp_path / "checkpoint-7"), str(tmp_path))
-    assert checkpoint_to_resume("true", str(tmp_path)) == str(tmp_path / "checkpoint-7")
+    assert checkpoint_to_resume("true", str(tmp_path)) is True
+    assert checkpoint_to_resume("last-good", str(tmp_path)) == "last-good"
 
     assert step_to_resume(None) == 0
     with pytest.raises(RecipeError, match="its name is not `step_` and a number"):

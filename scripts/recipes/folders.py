@@ -4,8 +4,6 @@ import re
 import tempfile
 from pathlib import Path
 
-from transformers.trainer_utils import get_last_checkpoint
-
 from .errors import RecipeError
 
 
@@ -22,20 +20,19 @@ def check_writable(output_dir: str) -> None:
         ) from error
 
 
-def checkpoint_to_resume(asked: str | None, output_dir: str) -> str | None:
-    """The Trainer checkpoint named by `--resume_from_checkpoint`: a folder, or `true` for the last of the output folder."""
-    if asked is None:
-        return None
+def checkpoint_to_resume(asked: str | None, output_dir: str) -> str | bool | None:
+    """What `--resume_from_checkpoint` asks Trainer for: a folder, True for the last of the output folder, or "last-good"."""
+    if asked is None or asked == "last-good":
+        return asked
     here = sorted(path.name for path in Path(output_dir).glob("checkpoint-*"))
     choice = f"{output_dir} holds {', '.join(here)}" if here else f"{output_dir} holds no checkpoint"
     if asked.lower() == "true":
-        last = get_last_checkpoint(output_dir) if here else None
-        if last is None:
+        if not here:
             raise RecipeError(
                 f"--resume_from_checkpoint true asks for the last checkpoint of the output folder, but {choice}. Set "
                 "--output_dir to the folder of the run to go on with, or leave the option out to start anew."
             )
-        return last
+        return True
     if not (Path(asked) / "trainer_state.json").is_file():
         problem = "has no trainer_state.json" if Path(asked).is_dir() else "does not exist"
         raise RecipeError(
