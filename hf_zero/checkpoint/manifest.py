@@ -123,7 +123,7 @@ class Manifest:
 
 
 def _row(folder: Path, kind: str, name: str, start: int, stop: int, file: str, key: str) -> SavedRow:
-    if Path(file).name != file:
+    if Path(file).name != file or not is_inside(file):
         raise CheckpointError(f"hf_zero: {folder / MANIFEST_NAME} names {file!r}, which is not a file of that folder.")
     return SavedRow(kind=kind, name=name, interval=Interval(start, stop), file=file, key=key)
 

@@ -45,6 +45,7 @@ class Unit:
         self._transport = transport
         self._handles: list[Handle] = []
         self._versions = [slot.parameter._version for slot in self.slots]
+        self._place_of = {slot: slot.view_of(slot.bucket.flat) for slot in self.slots}
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -97,7 +98,7 @@ class Unit:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
         bucket = slot.bucket
         if written:
-            bucket.memory.take_in(slot.view_of(bucket.flat), slot.interval, slot.parameter.detach())
+            bucket.memory.take_in(self._place_of[slot], slot.interval, slot.parameter.detach())
             # The master follows what no optimizer step has written.
             slot.version = -1
         self.hang(slot)
@@ -105,7 +106,7 @@ class Unit:
 
     def hang(self, slot: ParameterSlot) -> None:
         """Gives a parameter the data that it has in this state."""
-        slot.parameter.data = slot.bucket.memory.view(slot.view_of(slot.bucket.flat))
+        slot.parameter.data = slot.bucket.memory.view(self._place_of[slot])
 
     def _leave(self, expected: UnitState) -> None:
         if self.state is not expected:
@@ -118,13 +119,20 @@ class Unit:
             guard.update()
 
     def _refuse_edits(self) -> None:
+        for bucket in self.buckets:
+            if bucket.memory.was_written():
+                raise _lost_edit(bucket.slots[0].name)
         for slot, version in zip(self.slots, self._versions):
-            bucket = slot.bucket
-            if slot.parameter._version != version or not bucket.holds(slot) or bucket.memory.was_written():
-                raise RuntimeError(
-                    f"hf_zero: {slot.name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all "
-                    "ranks inside `with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."
-                )
+            held = slot.bucket.memory.is_view(slot.parameter, self._place_of[slot])
+            if slot.parameter._version != version or not held:
+                raise _lost_edit(slot.name)
+
+
+def _lost_edit(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"hf_zero: {name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all ranks inside "
+        "`with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."
+    )
 
 
 def is_in_backward() -> bool:

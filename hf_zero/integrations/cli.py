@@ -1,7 +1,7 @@
 """The command `hf-zero`: look at checkpoints, check them, and make model folders of them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -47,7 +47,7 @@ def verify(folder: Folder) -> None:
     if faults:
         raise typer.Exit(1)
     what = "checksums, rows and weights" if is_checkpoint_of_ours(folder) else "weights (no manifest to compare with)"
-    _console.print(f"{folder}: good: {what}", markup=False, highlight=False)
+    _console.print(f"{folder}: good: {what}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -56,7 +56,8 @@ def inspect(folder: Folder) -> None:
     with _said_plainly():
         tensors = saved_tensors(folder)
         manifest = Manifest.read(folder / ZERO_FOLDER) if is_checkpoint_of_ours(folder) else None
-    table = Table(title=str(folder), title_justify="left")
+    _console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+    table = Table()
     table.add_column("what")
     table.add_column("value")
     numel = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
@@ -81,17 +82,15 @@ def consolidate(
         faults = checkpoint_faults(checkpoint, ZERO_FOLDER) if ours else weight_faults(checkpoint)
         if faults:
             raise CheckpointError(f"hf_zero: {checkpoint} is not good: {'; '.join(faults[:3])}.")
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        with Progress(*columns, console=_errors) as progress:
-            task = progress.add_task("Writing weights", total=None)
+        with _progress_bar("Writing weights") as show:
             files = consolidate_weights(
                 checkpoint,
                 out,
                 dtype=None if dtype is None else getattr(torch, dtype.value),
                 max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
-                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+                on_progress=show,
             )
-    _console.print(f"{out}: {', '.join(files)}", markup=False, highlight=False)
+    _console.print(f"{out}: {', '.join(files)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:
@@ -104,6 +103,21 @@ def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:
         ("files", f"{len(manifest.files)}, {mib(sum(record.size for record in manifest.files.values()))} MiB"),
         ("versions", ", ".join(f"{library} {version}" for library, version in manifest.versions.items())),
     ]
+
+
+@contextmanager
+def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with bytes done and bytes in all; there is no bar, and so nothing beside an error, before that."""
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=_errors)
+    task = progress.add_task(what, total=None)
+    with ExitStack() as stack:
+
+        def show(done: int, total: int) -> None:
+            if not progress.live.is_started:
+                stack.enter_context(progress)
+            progress.update(task, completed=done, total=total)
+
+        yield show
 
 
 @contextmanager

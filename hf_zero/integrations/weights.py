@@ -147,15 +147,16 @@ def consolidate(
         raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
     tensors = saved_tensors(checkpoint)
     out.mkdir(parents=True, exist_ok=True)
-    shards = list(_shards(tensors, max_shard_bytes))
-    total = sum(tensor.nbytes for tensor in tensors)
+    written_bytes = {tensor.name: _written_bytes(tensor, dtype) for tensor in tensors}
+    shards = list(_shards(tensors, written_bytes, max_shard_bytes))
+    total = sum(written_bytes.values())
     done = 0
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(_read(checkpoint, shard, dtype), out / file, metadata={"format": "pt"})
         weight_map.update({tensor.name: file for tensor in shard})
-        done += sum(tensor.nbytes for tensor in shard)
+        done += sum(written_bytes[tensor.name] for tensor in shard)
         on_progress(done, total)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -176,10 +177,18 @@ def consolidate(
     return sorted(set(weight_map.values()))
 
 
-def _shards(tensors: list[SavedTensor], max_shard_bytes: int) -> Iterator[list[SavedTensor]]:
+def _written_bytes(tensor: SavedTensor, dtype: torch.dtype | None) -> int:
+    if dtype is None or not tensor.dtype.startswith(("F", "BF")):
+        return tensor.nbytes
+    return torch.Size(tensor.shape).numel() * dtype.itemsize
+
+
+def _shards(
+    tensors: list[SavedTensor], written_bytes: dict[str, int], max_shard_bytes: int
+) -> Iterator[list[SavedTensor]]:
     shard: list[SavedTensor] = []
     for tensor in tensors:
-        if shard and sum(t.nbytes for t in shard) + tensor.nbytes > max_shard_bytes:
+        if shard and sum(written_bytes[t.name] for t in [*shard, tensor]) > max_shard_bytes:
             yield shard
             shard = []
         shard.append(tensor)
