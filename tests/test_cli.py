@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate_job import make_accelerator
 from click.testing import Result
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -95,6 +96,23 @@ def test_verify_says_what_it_has_checked(trained, plain, sharded):
         result = hf_zero("verify", folder)
         assert result.exit_code == 0, result.stderr
         assert result.stdout == f"{folder}: good: weights (no manifest to compare with)\n"
+
+
+def saves_state(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator("attach 3", cpu=True)
+    model = gpt2()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state(folder)
+
+
+def test_a_state_of_accelerate_has_no_config_and_is_good(tmp_path):
+    run_ranks(saves_state, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)})
+    assert hf_zero("verify", tmp_path).exit_code == 0
+    assert "2 ranks at stage 3" in hf_zero("inspect", tmp_path).stdout
+    flipped(tmp_path / "model.safetensors")
+    [line] = refusals("verify", tmp_path)
+    assert "model.safetensors has other contents" in line
 
 
 @pytest.mark.parametrize(
@@ -273,7 +291,9 @@ def test_inspect_tells_what_a_checkpoint_holds(trained):
 
 def test_inspect_reads_plain_folders_and_refuses_others_in_one_line(sharded, tmp_path):
     result = hf_zero("inspect", sharded)
-    assert result.exit_code == 0 and "37 tensors" in result.stdout and "saved by" not in result.stdout
+    count = sum(len(load_file(file)) for file in sharded.glob("*.safetensors"))
+    assert result.exit_code == 0 and result.stdout.startswith(f"{sharded}\n")
+    assert f" {count} tensors" in result.stdout and "saved by" not in result.stdout
     [line] = refusals("inspect", tmp_path)
     assert "holds no model.safetensors and no model.safetensors.index.json" in line
 
@@ -391,5 +411,5 @@ def test_consolidate_holds_one_output_file_in_memory_at_a_time(dtype, tmp_path):
     )
     assert len(list((tmp_path / "out" / "large").glob("*.safetensors"))) >= 3
     growth = int(re.search(r"growth (\d+)", done.stdout).group(1))
-    print("GROWTH", growth)
-    assert growth <= 10e6 + 200e6
+    # The limit is an output file and 200 MB; this model would fit in that whole, so it is held to a file and 10 MB.
+    assert growth <= 10e6 + 10e6
