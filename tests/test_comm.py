@@ -127,11 +127,14 @@ def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int
         ({"stage": 1}, 3, 2),
         ({"stage": 2, "grad_accumulation": "local"}, 3, 2),
         ({"stage": 2, "grad_accumulation": "sharded"}, 3, 4),
+        ({"stage": 3}, 1, 3),
+        ({"stage": 3, "reshard_after_forward": False}, 1, 2),
     ],
-    ids=["0", "1", "2", "1, accumulating 3", "2 local, 3", "2 sharded, 3"],
+    ids=["0", "1", "2", "1, accumulating 3", "2 local, 3", "2 sharded, 3", "3", "3 kept"],
 )
 def test_bytes_at_the_socket_are_what_the_formula_says(settings, accumulation, copies, world_size):
-    """`copies` x (W-1)/W x parameter bytes: 2 for one reduction and one gather, A + 1 when every micro-batch is reduced."""
+    """`copies` x (W-1)/W x parameter bytes: 2 for one reduction and one gather, A + 1 when every micro-batch is reduced, 3 where
+    layers are gathered for forward and for backward."""
     arguments = {"settings": settings, "accumulation": accumulation, "steps": 3}
     for counted in run_ranks(bytes_of_steps, world_size=world_size, time_limit_s=90, keyword_arguments=arguments):
         formula = copies * (world_size - 1) / world_size * counted["parameters"]
