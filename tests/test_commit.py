@@ -251,6 +251,7 @@ def kill_then_resume(seed: int, undisturbed: Undisturbed, folder: Path) -> list[
         context = f"seed {seed}: {kill} at stage {stage}"
         codes = run_until_killed(output_dir=str(run), notes=str(notes), stage=stage, kill=kill)
         assert None not in codes, f"{context}: a survivor does not notice that its peer is dead"
+        assert all(Path(f"{notes}.{rank}").is_file() for rank in range(2)), f"{context}: {codes} before any training"
         seen = [np.fromfile(f"{notes}.{rank}", dtype=np.uint8) for rank in range(2)]
         struck.append(Struck(codes[kill.victims[0]] == -signal.SIGKILL, bool(seen[kill.victims[0]][0])))
         committed = max(committed, *(int(note[1]) for note in seen))
@@ -464,7 +465,7 @@ def best_after_a_failed_save(rank: int, world_size: int, output_dir: str) -> str
         "flag stage=3,checkpoint.on_failure=continue",
         "bert",
         output_dir,
-        callbacks=[Sabotage(failing_disk, output_dir)],
+        callbacks=[Sabotage(refused_rename, output_dir)],
         compute_metrics=Scores(),
         eval_strategy="steps",
         eval_steps=2,

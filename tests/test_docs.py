@@ -30,6 +30,7 @@ ENGINE_NAMES = {
     "hf_zero stage 0": "hf_zero0",
     "hf_zero stage 1": "hf_zero1",
     "hf_zero stage 2": "hf_zero2",
+    "hf_zero stage 3": "hf_zero3",
 }
 
 
