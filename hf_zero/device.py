@@ -4,6 +4,7 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -80,7 +81,7 @@ class Reservation(ABC):
         """Gives back the memory of `flat` except `own`'s."""
 
 
-class _HostReservation(Reservation):
+class HostReservation(Reservation):
     """Pages of one mapping: addresses stay, so nothing that still points there can crash the process."""
 
     in_place = True
@@ -101,12 +102,12 @@ class _HostReservation(Reservation):
             self._arena.discard(start, stop)
 
 
-class _DeviceReservation(Reservation):
-    """A storage resized to nothing and back; what autograd saved of `flat` shares that storage."""
+class ResizedReservation(Reservation):
+    """A storage resized to nothing and back, by the device's allocator; what autograd saved of `flat` shares it."""
 
     in_place = False
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice):
+    def __init__(self, numel: int, dtype: torch.dtype, kept: slice, device: torch.device):
         self.own = torch.empty(kept.stop - kept.start, dtype=dtype, device=device)
         self.flat = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.flat.nbytes
@@ -119,12 +120,12 @@ class _DeviceReservation(Reservation):
 
 
 def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-    """A flat tensor of `numel` elements of which only the elements `kept` last; released at first."""
-    if device.type == "cpu":
-        return _HostReservation(numel, dtype, kept)
-    reservation = _DeviceReservation(numel, dtype, device, kept)
-    reservation.release()
-    return reservation
+    """A flat tensor of `numel` elements of which only the elements `kept` last.
+
+    It has memory at first, for views to be made of it: none can be made of a storage that has been resized to nothing.
+    """
+    kind = HostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
+    return kind(numel, dtype, kept=kept)
 
 
 def alias(view: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from training import VOCABULARY, Answer, bert, bert_batch, fused_adamw, gpt2, gpt2_batch
 
 import hf_zero
+from hf_zero.device import Reservation, ResizedReservation
+from hf_zero.engine import memory
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reference import engine_attached_to
 
@@ -568,6 +571,25 @@ def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_us
     checkpointed = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
     cases = [*checkpointed, *((gpt2, settings) for settings in SETTINGS)]
     run_on_ranks(weighs_steps, world_size=world_size, cases=cases)
+
+
+def uses_memory_as_an_accelerator_does(rank: int, world_size: int) -> None:
+    """Parameters given back by resizing their storage, and not page by page as on the host."""
+    with mock.patch.object(memory, "reserve", resized):
+        run = Run(rank, gpt2, SHARDED)
+        assert not any(bucket.memory.flat.untyped_storage().nbytes() for bucket in run.engine.buckets)
+        for make in (gpt2, partial(checkpointed_gpt2, False), partial(checkpointed_gpt2, True)):
+            same_as_ddp(rank, world_size, evaluating_between_steps, [SHARDED, KEPT, NOT_AHEAD], make=make)
+        goes_on_from(rank, world_size, edit_on_rank_0, [SHARDED], [torch.float32, torch.bfloat16])
+        closes(rank, world_size, rank0_only=False)
+
+
+def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+    return ResizedReservation(numel, dtype, kept, device)
+
+
+def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing():
+    run_on_ranks(uses_memory_as_an_accelerator_does)
 
 
 # ---- the schedule ----

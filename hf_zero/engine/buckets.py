@@ -22,6 +22,7 @@ class ParameterSlot:
     """A parameter in its bucket, and what is known of its gradient in the running backward pass.
 
     Attributes:
+        place: the parameter's elements of the bucket's flat buffer, in its shape.
         arrived: a gradient has been put in the bucket's open buffer.
         used: a gradient arrived on this rank at any time in the pass.
         continues: what arrives adds to a gradient reduced earlier and not zeroed since.
@@ -32,6 +33,7 @@ class ParameterSlot:
     parameter: nn.Parameter
     interval: Interval
     bucket: "Bucket" = field(repr=False)
+    place: torch.Tensor = field(repr=False)
     stand_in: ShardedGradient = field(repr=False)
     arrived: bool = False
     used: bool = False
@@ -40,7 +42,11 @@ class ParameterSlot:
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This slot of a flat buffer laid out as the bucket, in the parameter's shape, row-major."""
-        return flat[self.interval.start : self.interval.stop].view(self.parameter.shape)
+        return _part(flat, self.interval, self.parameter.shape)
+
+
+def _part(flat: torch.Tensor, interval: Interval, shape: torch.Size) -> torch.Tensor:
+    return flat[interval.start : interval.stop].view(shape)
 
 
 @dataclass(eq=False)
@@ -104,6 +110,7 @@ class Bucket:
                 parameter=parameter,
                 interval=slot.interval,
                 bucket=self,
+                place=_part(self.flat, slot.interval, parameter.shape),
                 stand_in=ShardedGradient(slot.name, parameter),
             )
             for slot, parameter in zip(layout.slots, parameters, strict=True)
@@ -113,6 +120,7 @@ class Bucket:
         memory.clear_padding(layout)
         for slot in self.slots:
             self._adopt_with_master(slot)
+        memory.settle()
 
     @property
     def name(self) -> str:
@@ -126,14 +134,14 @@ class Bucket:
         """Copies a parameter into its slot, as far as this rank keeps it, and makes it a view of it."""
         parameter = slot.parameter
         with torch.no_grad():
-            self.memory.take_in(slot.view_of(self.flat), slot.interval, parameter)
-        parameter.data = self.memory.view(slot.view_of(self.flat))
+            self.memory.take_in(slot.place, slot.interval, parameter)
+        parameter.data = self.memory.view(slot.place)
         slot.stand_in = ShardedGradient(slot.name, parameter)
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
         """Whether the parameter still lives in its slot."""
-        return self.memory.is_view(slot.parameter, slot.view_of(self.flat))
+        return self.memory.is_view(slot.parameter, slot.place)
 
     def follow_edits(self) -> None:
         """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""

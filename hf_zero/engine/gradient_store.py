@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.transport import Handle, Transport
-from ..device import Reservation, allocate
+from ..device import allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import Tier
 from .buckets import Bucket, ParameterSlot
@@ -187,7 +187,8 @@ class ShardedStore(GradientStore):
     def __init__(self, transport: Transport, world_size: int, tier: Tier):
         super().__init__(transport, world_size)
         self._tier = tier
-        self._shards: dict[Bucket, Reservation] = {}
+        self._shards: dict[Bucket, torch.Tensor] = {}
+        self._shard_bytes: dict[Bucket, int] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -236,13 +237,13 @@ class ShardedStore(GradientStore):
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._shards:
-            self._shards[bucket] = self._tier.reserve(bucket.layout.shard_numel, bucket.precision.master)
-        self._shards[bucket].restore()
-        return self._shards[bucket].flat
+            self._shards[bucket] = self._tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
+            self._shard_bytes[bucket] = self._shards[bucket].nbytes
+        return self._shards[bucket]
 
     def _shard_or_scratch(self, bucket: Bucket) -> torch.Tensor:
         if any(row.tensor.grad is not None for row in bucket.rows):
-            return self._tier.empty(bucket.layout.shard_numel, bucket.precision.master)
+            return self._tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
         return self._shard(bucket)
 
 
@@ -257,8 +258,8 @@ class WholeGradients(ShardedStore):
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        held = [*self._flat.values(), *(shard.flat for shard in self._shards.values())]
-        return {"gradients": sum(tensor.nbytes for tensor in held), "gradient buffers": 0}
+        whole = sum(flat.nbytes for flat in self._flat.values())
+        return {"gradients": whole + sum(self._shard_bytes.values()), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if isinstance(gradient, ShardedGradient):
@@ -307,20 +308,18 @@ class PooledGradients(ShardedStore):
     def __init__(self, transport: Transport, world_size: int, tier: Tier, pool: "BufferPool"):
         super().__init__(transport, world_size, tier)
         self._pool = pool
-        self._lent: dict[Bucket, Reservation] = {}
+        self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
 
     def held_bytes(self) -> dict[str, int]:
-        gradients = sum(shard.flat.nbytes for shard in self._shards.values())
-        return {"gradients": gradients, "gradient buffers": self._pool.most_bytes}
+        return {"gradients": sum(self._shard_bytes.values()), "gradient buffers": self._pool.most_bytes}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """Autograd itself keeps adding to `p.grad` until the reducing pass."""
 
     def release(self, bucket: Bucket) -> None:
-        # Activations grow from here to the next backward, which fills the shard again as it needs it.
-        if bucket in self._shards:
-            self._shards[bucket].release()
+        # Activations grow from here to the next backward, which makes another shard as it needs it.
+        self._shards.pop(bucket, None)
 
     def finish_all(self) -> None:
         super().finish_all()
@@ -335,7 +334,7 @@ class PooledGradients(ShardedStore):
         while self._pool.exhausted_for(bucket) and self._in_flight:
             self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
-        flat = self._lent[bucket].flat[: bucket.layout.numel]
+        flat = self._lent[bucket][: bucket.layout.numel]
         for gap in bucket.layout.padding:
             flat[gap.start : gap.stop].zero_()
         return flat
@@ -367,7 +366,7 @@ class BufferPool:
         self._tier = tier
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
-        self._free: dict[tuple[int, torch.dtype], list[Reservation]] = {}
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._shared_out = 0
         self._bytes = 0
         self.most_bytes = 0
@@ -376,33 +375,31 @@ class BufferPool:
         """True when a buffer for `bucket` would be one shared buffer more than the limit."""
         return self._kind(bucket) is BufferKind.SHARED and self._shared_out >= self._limit
 
-    def take(self, bucket: Bucket) -> Reservation:
+    def take(self, bucket: Bucket) -> torch.Tensor:
         """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
         shared = self._kind(bucket) is BufferKind.SHARED
         self._shared_out += shared
         size = self._shared_numel if shared else bucket.layout.numel
         free = self._free.setdefault((size, bucket.precision.reduce), [])
         if free:
-            buffer = free.pop()
-        else:
-            buffer = self._tier.reserve(size, bucket.precision.reduce)
-            self._bytes += buffer.flat.nbytes
-            self.most_bytes = max(self.most_bytes, self._bytes)
-        buffer.restore()
+            return free.pop()
+        buffer = self._tier.scratch(size, bucket.precision.reduce)
+        self._bytes += buffer.nbytes
+        self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
 
-    def give_back(self, bucket: Bucket, buffer: Reservation) -> None:
+    def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         kind = self._kind(bucket)
         self._shared_out -= kind is BufferKind.SHARED
         if kind is BufferKind.OVERSIZE:
-            buffer.release()
-        self._free[(buffer.flat.numel(), buffer.flat.dtype)].append(buffer)
+            self._bytes -= buffer.nbytes
+        else:
+            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
 
     def rest(self) -> None:
-        """Gives the memory of buffers not in use back until the next backward."""
-        for buffers in self._free.values():
-            for buffer in buffers:
-                buffer.release()
+        """Drops the buffers not in use, until the next backward."""
+        self._bytes -= sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
+        self._free.clear()
 
     def _kind(self, bucket: Bucket) -> BufferKind:
         return kind_of_buffer(bucket.layout, self._shared_numel)

@@ -39,6 +39,10 @@ class ParameterMemory(ABC):
         """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
 
     @abstractmethod
+    def settle(self) -> None:
+        """Called when all parameters are in: gives back what does not last."""
+
+    @abstractmethod
     def view(self, place: torch.Tensor) -> torch.Tensor:
         """What a parameter at `place` has as its data now."""
 
@@ -68,6 +72,9 @@ class WholeMemory(ParameterMemory):
 
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         place.copy_(parameter)
+
+    def settle(self) -> None:
+        """All of it lasts."""
 
     def view(self, place: torch.Tensor) -> torch.Tensor:
         return alias(place)
@@ -141,6 +148,9 @@ class ShardMemory(ParameterMemory):
             source, target = common.shift(-interval.start), common.shift(-self._shard.start)
             values = parameter.reshape(-1)[source.start : source.stop]
             self.own[target.start : target.stop].copy_(values)
+
+    def settle(self) -> None:
+        self._reservation.release()
 
     def view(self, place: torch.Tensor) -> torch.Tensor:
         return place if self._gathered else self._absent.expand(place.shape)

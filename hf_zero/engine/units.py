@@ -45,7 +45,6 @@ class Unit:
         self._transport = transport
         self._handles: list[Handle] = []
         self._versions = [slot.parameter._version for slot in self.slots]
-        self._place_of = {slot: slot.view_of(slot.bucket.flat) for slot in self.slots}
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -98,7 +97,7 @@ class Unit:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
         bucket = slot.bucket
         if written:
-            bucket.memory.take_in(self._place_of[slot], slot.interval, slot.parameter.detach())
+            bucket.memory.take_in(slot.place, slot.interval, slot.parameter.detach())
             # The master follows what no optimizer step has written.
             slot.version = -1
         self.hang(slot)
@@ -106,7 +105,7 @@ class Unit:
 
     def hang(self, slot: ParameterSlot) -> None:
         """Gives a parameter the data that it has in this state."""
-        slot.parameter.data = slot.bucket.memory.view(self._place_of[slot])
+        slot.parameter.data = slot.bucket.memory.view(slot.place)
 
     def _leave(self, expected: UnitState) -> None:
         if self.state is not expected:
@@ -123,7 +122,7 @@ class Unit:
             if bucket.memory.was_written():
                 raise _lost_edit(bucket.slots[0].name)
         for slot, version in zip(self.slots, self._versions):
-            held = slot.bucket.memory.is_view(slot.parameter, self._place_of[slot])
+            held = slot.bucket.memory.is_view(slot.parameter, slot.place)
             if slot.parameter._version != version or not held:
                 raise _lost_edit(slot.name)
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..device import Reservation, allocate, reserve
+from ..device import allocate
 
 
 class Tier(ABC):
@@ -17,8 +17,8 @@ class Tier(ABC):
         """A flat tensor of `numel` elements in this tier."""
 
     @abstractmethod
-    def reserve(self, numel: int, dtype: torch.dtype) -> Reservation:
-        """A flat tensor of `numel` elements that gives its memory back between uses."""
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of `numel` elements for a part of a step."""
 
 
 class DeviceTier(Tier):
@@ -32,5 +32,7 @@ class DeviceTier(Tier):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(numel, dtype, self._device)
 
-    def reserve(self, numel: int, dtype: torch.dtype) -> Reservation:
-        return reserve(numel, dtype, self._device, kept=slice(0, 0))
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # From where activations come: gradients come as those go, and on the host then fill pages that are there already.
+        # A mapping of their own would have the system clear as many anew in each step.
+        return torch.empty(numel, dtype=dtype, device=self._device)
