@@ -20,7 +20,7 @@ class VisitOrder:
     """Which unit comes after which, as last seen; corrects itself when the graph takes another way."""
 
     def __init__(self):
-        self._successor: dict[Unit, Unit] = {}
+        self._successor: dict[Unit, Unit | None] = {}
         self._last: Unit | None = None
 
     def begin(self) -> None:
@@ -34,8 +34,19 @@ class VisitOrder:
 
     def end(self) -> None:
         """The pass is over: nothing comes after the unit visited last."""
-        self._successor.pop(self._last, None)
+        if self._last is not None:
+            self._successor[self._last] = None
         self._last = None
+
+    def ends_within(self, unit: Unit, count: int) -> bool:
+        """Whether the pass is known to be over after at most `count` units more."""
+        for _ in range(count + 1):
+            if unit not in self._successor:
+                return False
+            unit = self._successor[unit]
+            if unit is None:
+                return True
+        return False
 
     def following(self, unit: Unit, count: int) -> list[Unit]:
         """Up to `count` different units expected after `unit`."""
@@ -71,6 +82,7 @@ class Unsharding:
         self._forward = VisitOrder()
         self._backward = VisitOrder()
         self._running: list[Unit] = []
+        self._turning: list[Unit] = []
         self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
         self._builds_graph = False
@@ -92,6 +104,7 @@ class Unsharding:
             return
         if not self._running:
             self._forward.begin()
+            self._turning.clear()
         self._running.append(unit)
         self._use(unit, self._forward)
 
@@ -111,9 +124,13 @@ class Unsharding:
             return
         if unit is self._root:
             self._drop([] if grad_enabled else self._lasting)
-        elif unit not in self._lasting and not (grad_enabled and not self._forward.following(unit, 1)):
-            # The last layer stays for its backward, which comes first.
-            self._drop([unit])
+        elif unit not in self._lasting:
+            if grad_enabled and self._forward.ends_within(unit, self._prefetch):
+                # Backward begins with the last layer's, and with the gathers ahead of it.
+                self._turning.append(unit)
+            elif not grad_enabled or self._forward.following(unit, 1):
+                # Without a known follower it may be the last: it goes when another comes.
+                self._drop([unit])
 
     def look_at_outputs(self, unit: Unit, outputs: object) -> None:
         """Keeps a unit whole with the root if nothing that it returned can announce its backward."""
@@ -192,12 +209,21 @@ class Unsharding:
         ahead = order.following(unit, self._prefetch)
         used = self._lasting if unit is self._root else [unit]
         if self.reshards_after_forward and unit is not self._root:
-            wanted = {unit, *self._lasting, *ahead, *self._running}
+            turning = self._turning if order is self._forward else []
+            wanted = {unit, *self._lasting, *ahead, *self._running, *turning}
             self._drop([other for other in self.units if other not in wanted])
-        for each in (*used, *ahead):
+        for each in used:
             self._start(each)
+        for each in ahead:
+            if self._has_room():
+                self._start(each)
         for each in used:
             self._finish(each)
+
+    def _has_room(self) -> bool:
+        """Whether one more layer may be gathered ahead of its use."""
+        passing = [unit for unit in self.units if not (unit.is_sharded or unit.holds or unit in self._lasting)]
+        return len(passing) <= self._prefetch or not self.reshards_after_forward
 
     def _start(self, unit: Unit) -> None:
         if unit.is_sharded:
