@@ -1,19 +1,184 @@
-"""Sums over a flat gradient shard."""
+"""What a step asks of all gradients together: the sum of their squares, how many are not finite, and what follows.
+
+Clipping takes four launches' worth of memory traffic from nothing but small arithmetic when it is written in torch, and a
+`.item()` stops the device's queue. Here one launch a shard and one for the rest leave their results on the device, where
+the optimizer's kernel reads them.
+
+The sums are taken over parts of 65,536 elements in float32 and over the parts in float64: one float32 accumulator over
+millions of elements would lose the seventh digit that the clipping norm is compared in. The parts depend on nothing but
+the number of elements and nothing is added atomically, so the same gradients give the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-_CHUNK_NUMEL = 1 << 16
+from .checks import FLOAT_DTYPES, check_flat, check_scalar
+from .choose import runs_triton
+from .lazy import ceil_div, kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+PART_NUMEL = 1 << 16
+BLOCK_NUMEL = 4096
+"""Elements that a program of the first stage reads at a time."""
+
+_SHORT_ROW_NUMEL = 1 << 9
+
+PARTS_A_STEP = 1024
+"""Parts that the program of the second stage reads at a time."""
+
+NORM, COEFFICIENT, MULTIPLIER, FOUND_INF = range(4)
+"""Places in what `step_scalars` gives."""
 
 
 def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of the squares of a flat tensor, as a float64 scalar on its device; NaN or inf where an element is.
-
-    Chunks of 65,536 elements are summed in float32 and their sums in float64: one float32 accumulator over millions of
-    elements would lose the seventh digit that the clipping norm is compared in.
-    """
+    """Sum of the squares of a flat tensor, as a float64 scalar on its device; NaN or inf where an element is."""
     if flat.numel() == 0:
         return torch.zeros((), dtype=torch.float64, device=flat.device)
-    whole = flat.numel() // _CHUNK_NUMEL * _CHUNK_NUMEL
-    chunks = [flat[:whole].view(-1, _CHUNK_NUMEL), flat[whole:].view(1, -1)]
-    norms = [torch.linalg.vector_norm(c, dim=1, dtype=torch.float32) for c in chunks if c.numel()]
+    # torch adds 16-bit elements one by one, which loses the sixth digit over a part; short rows keep the seventh.
+    row_numel = PART_NUMEL if flat.dtype == torch.float32 else _SHORT_ROW_NUMEL
+    whole = flat.numel() // row_numel * row_numel
+    parts = [flat[:whole].view(-1, row_numel), flat[whole:].view(1, -1)]
+    norms = [torch.linalg.vector_norm(p, dim=1, dtype=torch.float32) for p in parts if p.numel()]
     return torch.cat(norms).double().square_().sum()
+
+
+def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares and count of elements that are NaN or infinite, over all shards.
+
+    Args:
+        shards: flat, contiguous, float32, bfloat16 or float16, all on one device; at least one.
+
+    Returns:
+        (2,) float64 on their device: the sum of squares (NaN or inf where an element is) and the count. Float64 is what
+        the ranks' sum travels in.
+
+    Raises:
+        ValueError: a shard is of another kind.
+    """
+    for index, shard in enumerate(shards):
+        check_flat(f"shard {index}", shard, numel=shard.numel(), device=shards[0].device, dtypes=FLOAT_DTYPES)
+    return (statistics_triton if runs_triton(shards[0].device) else statistics_reference)(shards)
+
+
+def statistics_reference(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`gradient_statistics` in torch."""
+    squares = torch.stack([sum_of_squares(shard) for shard in shards]).sum()
+    # A finite sum has finite terms; asking so on the host saves a second pass over all gradients.
+    if squares.device.type == "cpu" and squares.isfinite():
+        return torch.stack([squares, torch.zeros_like(squares)])
+    counts = [torch.isfinite(shard).logical_not_().sum() for shard in shards]
+    return torch.stack([squares, torch.stack(counts).sum().double()])
+
+
+def statistics_triton(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`gradient_statistics` by one launch a shard and one over their parts."""
+    device = shards[0].device
+    part_counts = [ceil_div(shard.numel(), PART_NUMEL) for shard in shards]
+    parts = sum(part_counts)
+    squares = torch.empty(parts, dtype=torch.float32, device=device)
+    counts = torch.empty(parts, dtype=torch.int32, device=device)
+    first = 0
+    for shard, part_count in zip(shards, part_counts):
+        if part_count:
+            _sum_parts[(part_count,)](
+                shard, squares[first:], counts[first:], shard.numel(), PART=PART_NUMEL, BLOCK=BLOCK_NUMEL, num_warps=8
+            )
+        first += part_count
+    out = torch.empty(2, dtype=torch.float64, device=device)
+    # A power of two, so that shards of many sizes share few compiled forms.
+    steps = 1 << (ceil_div(parts, PARTS_A_STEP) - 1).bit_length() if parts else 0
+    _sum_of_parts[(1,)](squares, counts, out, parts, STEPS=steps, BLOCK=PARTS_A_STEP)
+    return out
+
+
+def step_scalars(statistics: torch.Tensor, max_norm: float, inverse_scale: torch.Tensor | None = None) -> torch.Tensor:
+    """What the optimizer's kernel needs to know of a step, without the host.
+
+    norm = sqrt(sum of squares) * inverse_scale and coefficient = min(1, max_norm / (norm + 1e-6)), as
+    torch.nn.utils.clip_grads_with_norm_ computes it in float32.
+
+    Args:
+        statistics: (2,) float64, `gradient_statistics` summed over the ranks.
+        max_norm: inf for no clipping.
+        inverse_scale: one float32 element, 1 / loss scale; None for gradients that are not scaled.
+
+    Returns:
+        (4,) float32 on the device: norm of the unscaled gradients; clip coefficient, which a NaN norm makes NaN;
+        multiplier = inverse_scale * coefficient, for the scaled gradients; found_inf, 1 where a gradient or the norm is
+        NaN or infinite, else 0.
+    """
+    check_flat("statistics", statistics, numel=2, device=statistics.device, dtypes=[torch.float64])
+    if inverse_scale is not None:
+        check_scalar("inverse_scale", inverse_scale, statistics.device)
+    form = scalars_triton if runs_triton(statistics.device) else scalars_reference
+    return form(statistics, max_norm, inverse_scale)
+
+
+def scalars_reference(statistics: torch.Tensor, max_norm: float, inverse_scale: torch.Tensor | None) -> torch.Tensor:
+    """`step_scalars` in torch."""
+    scale = torch.ones_like(statistics[0], dtype=torch.float32) if inverse_scale is None else inverse_scale.reshape(())
+    norm = (statistics[0].sqrt() * scale.double()).float()
+    limit = torch.full_like(norm, max_norm)
+    coefficient = torch.where(limit < norm + 1e-6, limit / (norm + 1e-6), torch.ones_like(norm))
+    coefficient = torch.where(norm.isnan(), norm, coefficient)
+    found_inf = (statistics[1] > 0).logical_or(norm.isfinite().logical_not()).float()
+    return torch.stack([norm, coefficient, scale * coefficient, found_inf])
+
+
+def scalars_triton(statistics: torch.Tensor, max_norm: float, inverse_scale: torch.Tensor | None) -> torch.Tensor:
+    """`step_scalars` in one launch."""
+    out = torch.empty(4, dtype=torch.float32, device=statistics.device)
+    _scalars[(1,)](statistics, inverse_scale, out, float(max_norm), num_warps=1)
+    return out
+
+
+@kernel
+def _sum_parts(flat, squares, counts, numel, PART: tl.constexpr, BLOCK: tl.constexpr):
+    part = tl.program_id(0)
+    start = part.to(tl.int64) * PART
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)
+    strangers = tl.zeros((BLOCK,), dtype=tl.int32)
+    for at in range(0, PART, BLOCK):
+        offsets = start + at + tl.arange(0, BLOCK)
+        x = tl.load(flat + offsets, mask=offsets < numel, other=0.0).to(tl.float32)
+        sums += x * x
+        strangers += tl.where(tl.abs(x) < float("inf"), 0, 1)
+    tl.store(squares + part, tl.sum(sums, axis=0))
+    tl.store(counts + part, tl.sum(strangers, axis=0))
+
+
+@kernel
+def _sum_of_parts(squares, counts, out, parts, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    sums = tl.zeros((BLOCK,), dtype=tl.float64)
+    strangers = tl.zeros((BLOCK,), dtype=tl.int64)
+    for step in range(STEPS):
+        offsets = step * BLOCK + tl.arange(0, BLOCK)
+        mask = offsets < parts
+        sums += tl.load(squares + offsets, mask=mask, other=0.0).to(tl.float64)
+        strangers += tl.load(counts + offsets, mask=mask, other=0).to(tl.int64)
+    tl.store(out, tl.sum(sums, axis=0))
+    tl.store(out + 1, tl.sum(strangers, axis=0).to(tl.float64))
+
+
+@kernel
+def _scalars(statistics, inverse_scale, out, max_norm):
+    norm = tl.sqrt(tl.load(statistics))
+    scale = 1.0
+    if inverse_scale is not None:
+        scale = tl.load(inverse_scale)
+        norm = norm * scale.to(tl.float64)
+    norm = norm.to(tl.float32)
+    limit = norm + 1e-6
+    coefficient = tl.where(max_norm < limit, tl.div_rn(max_norm, limit), 1.0)
+    coefficient = tl.where(norm == norm, coefficient, norm)
+    is_bad = (tl.load(statistics + 1) > 0) | (tl.abs(norm) >= float("inf")) | (norm != norm)
+    tl.store(out, norm)
+    tl.store(out + 1, coefficient)
+    tl.store(out + 2, scale * coefficient)
+    tl.store(out + 3, tl.where(is_bad, 1.0, 0.0))

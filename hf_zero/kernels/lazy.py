@@ -1,0 +1,60 @@
+"""Triton kernels whose triton is imported at their first launch.
+
+Importing triton takes a quarter of a second, most machines that import this package have none of its devices, and many
+have no triton at all. So a file of this room writes its kernel as a plain function under `@kernel`, names `tl` under
+`TYPE_CHECKING` only, and can be imported anywhere for its torch reference.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+class Kernel:
+    """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) when it is launched.
+
+    The function may name `tl` (triton.language) and other kernels of its file.
+
+    Raises:
+        ImportError: at the first launch, where triton is not installed.
+    """
+
+    def __init__(self, function: Callable[..., Any]):
+        functools.update_wrapper(self, function)
+        self._function = function
+
+    @functools.cached_property
+    def jit(self) -> Any:
+        """What `triton.jit` makes of the function, in a scope where its names mean Triton's objects."""
+        import triton
+        import triton.language as tl
+
+        written = self._function
+        scope = {**written.__globals__, "tl": tl}
+        for name in written.__code__.co_names:
+            if isinstance(scope.get(name), Kernel):
+                scope[name] = scope[name].jit
+        bound = types.FunctionType(written.__code__, scope, written.__name__, written.__defaults__)
+        # Triton's interpreter knows a constexpr by the annotation itself, not by its text.
+        bound.__annotations__ = inspect.get_annotations(written, globals=scope, eval_str=True)
+        return triton.jit(bound)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        # Without fused multiply-adds a kernel rounds as its reference does. Releases differ in the default.
+        return functools.partial(self.jit[grid], enable_fp_fusion=False)
+
+
+kernel = Kernel
+
+
+def is_interpreted() -> bool:
+    """Whether launches of this process are interpreted. Read by kernels that must round by hand there."""
+    import triton
+
+    return triton.knobs.runtime.interpret
+
+
+def ceil_div(numel: int, block: int) -> int:
+    return -(-numel // block)

@@ -1,0 +1,119 @@
+"""Checks of the Triton kernels that run them in Triton's interpreter, on tensors of the CPU.
+
+Run by tests/test_kernels.py in a process of its own with TRITON_INTERPRET=1, since one process either interprets or
+compiles: prints one JSON object, by check, of "" or the traceback. The interpreter sees no write beside a buffer, so every
+buffer here lies between canaries.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from hf_zero.kernels import statistics
+
+SIZES = (0, 1, 127, 128, 100_003)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CANARY_NUMEL = 64
+CANARY = 77
+
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Guarded:
+    """Flat tensors between canaries."""
+
+    def __init__(self):
+        self._wholes: list[torch.Tensor] = []
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of `values` with canaries on both sides."""
+        whole = torch.full((values.numel() + 2 * CANARY_NUMEL,), CANARY, dtype=values.dtype)
+        self._wholes.append(whole)
+        inner = whole[CANARY_NUMEL : CANARY_NUMEL + values.numel()]
+        inner.copy_(values)
+        return inner
+
+    def check(self) -> None:
+        for whole in self._wholes:
+            edges = torch.cat([whole[:CANARY_NUMEL], whole[-CANARY_NUMEL:]])
+            assert bool((edges == CANARY).all()), "a kernel wrote beside its buffer"
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Equal bit for bit, except that any NaN equals any other."""
+    return left.dtype == right.dtype and bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def normal(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@check
+def statistics_agree_with_float64_and_are_the_same_twice():
+    for dtype in DTYPES:
+        for numel in SIZES:
+            guard = Guarded()
+            flat = guard.of(normal(numel, 1, dtype))
+            found, again = statistics.statistics_triton([flat]), statistics.statistics_triton([flat])
+            exact = flat.double().square().sum().item()
+            assert torch.equal(found, again)
+            assert abs(found[0].item() - exact) <= 1e-6 * exact, (dtype, numel, found, exact)
+            assert found[1] == 0
+            guard.check()
+
+
+@check
+def statistics_of_several_shards_are_those_of_all_elements():
+    shards = [normal(numel, numel + 1) for numel in (100_003, 0, 5, 131_072)]
+    exact = torch.cat(shards).double().square().sum().item()
+    found = statistics.statistics_triton(shards)
+    assert abs(found[0].item() - exact) <= 1e-6 * exact
+
+
+@check
+def statistics_count_what_is_not_finite():
+    for dtype in DTYPES:
+        flat = normal(70_001, 2, dtype)
+        flat[::10_000] = float("nan")
+        flat[[3, 70_000]] = torch.tensor([math.inf, -math.inf], dtype=dtype)
+        found, expected = statistics.statistics_triton([flat, flat]), statistics.statistics_reference([flat, flat])
+        bad = 2 * int(flat.isfinite().logical_not().sum())
+        assert found[1] == expected[1] == bad, (found, bad)
+        assert found[0].isnan() and expected[0].isnan()
+
+
+@check
+def step_scalars_are_the_references_bit_for_bit():
+    for sums in ([4.0, 0.0], [0.0, 0.0], [1e-30, 0.0], [math.nan, 3.0], [math.inf, 0.0], [1e300, 0.0], [7.3, 0.0]):
+        for max_norm in (1.0, 0.3, 1e9, math.inf):
+            for inverse_scale in (None, torch.tensor([2.0**-16]), torch.tensor([0.3])):
+                given = torch.tensor(sums, dtype=torch.float64)
+                found = statistics.scalars_triton(given, max_norm, inverse_scale)
+                expected = statistics.scalars_reference(given, max_norm, inverse_scale)
+                assert same_bits(found, expected), (sums, max_norm, inverse_scale, found, expected)
+
+
+def main() -> None:
+    outcomes = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            outcomes[name] = ""
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+    json.dump(outcomes, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""The kernels: the torch references by properties, the Triton forms in Triton's interpreter and in their machine code."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kernel_compile
+import kernel_interpreted
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_zero.kernels import choose, statistics
+
+TESTS = Path(__file__).resolve().parent
+TIME_LIMIT_S = 240
+
+needs_triton = pytest.mark.skipif(not choose.has_triton(), reason="triton is not installed")
+
+
+def run_helper(script: str, *, interpret: bool) -> dict:
+    """What a helper prints; interpreting is decided by the environment of a process that has not imported triton yet."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", TESTS / script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIME_LIMIT_S,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    return run_helper("kernel_interpreted.py", interpret=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, dict]]:
+    return run_helper("kernel_compile.py", interpret=False)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", kernel_interpreted.CHECKS)
+def test_interpreted(interpreted, name):
+    assert interpreted[name] == "", interpreted[name]
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", [str(number) for number in kernel_compile.ARCHITECTURES])
+@pytest.mark.parametrize("name", kernel_compile.CASES)
+def test_machine_code_keeps_what_the_kernel_was_written_for(compiled, name, architecture):
+    figures, promise = compiled[name][architecture], kernel_compile.CASES[name].promise
+    assert figures["spilled_bytes"] == 0
+    assert figures["registers"] <= promise.registers
+    assert figures["shared_bytes"] <= promise.shared_bytes
+    assert min(map(int, figures["loads"]), default=128) >= promise.load_bits
+    assert min(map(int, figures["stores"]), default=128) >= promise.store_bits
+
+
+def test_files_with_kernels_do_not_import_triton():
+    names = ", ".join(f"hf_zero.kernels.{path.stem}" for path in Path(choose.__file__).parent.glob("*.py"))
+    check = f"import sys, hf_zero, {names}; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+
+
+def test_the_host_runs_the_references():
+    assert not choose.runs_triton(torch.device("cpu"))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    dtype=st.sampled_from(kernel_interpreted.DTYPES),
+    seed=st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=40)
+def test_statistics_are_float64s_to_the_sixth_digit(sizes, dtype, seed):
+    shards = [kernel_interpreted.normal(numel, seed, dtype) for numel in sizes]
+    exact = sum(shard.double().square().sum().item() for shard in shards)
+    squares, count = statistics.gradient_statistics(shards).tolist()
+    assert squares == pytest.approx(exact, rel=1e-6)
+    assert count == 0
+
+
+@pytest.mark.parametrize("dtype", kernel_interpreted.DTYPES)
+def test_sum_of_squares_of_a_long_shard_keeps_the_sixth_digit(dtype):
+    flat = kernel_interpreted.normal(1_000_003, 0, dtype)
+    assert statistics.sum_of_squares(flat).item() == pytest.approx(flat.double().square().sum().item(), rel=1e-6)
+
+
+def test_statistics_tell_overflow_from_elements_that_are_not_finite():
+    overflow = torch.full((10,), 1e30)
+    assert statistics.gradient_statistics([overflow]).tolist() == [math.inf, 0.0]
+    stranger = torch.tensor([1.0, math.nan, -math.inf])
+    squares, count = statistics.gradient_statistics([torch.ones(3), stranger]).tolist()
+    assert math.isnan(squares) and count == 2
+
+
+@given(norm=st.floats(0, 1e15), max_norm=st.sampled_from([0.1, 1.0, 1e4, math.inf]), exponent=st.integers(0, 16))
+@settings(deadline=None)
+def test_scalars_clip_as_torch_does(norm, max_norm, exponent):
+    scale = 2.0**exponent
+    sums = torch.tensor([(norm * scale) ** 2, 0.0], dtype=torch.float64)
+    scalars = statistics.step_scalars(sums, max_norm, torch.tensor([1 / scale]))
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.ones(1)
+    torch.nn.utils.clip_grads_with_norm_([parameter], max_norm, scalars[statistics.NORM])
+    assert scalars[statistics.NORM].item() == pytest.approx(norm, rel=1e-6, abs=1e-30)
+    expected = parameter.grad.item() if math.isfinite(max_norm) else 1.0
+    assert scalars[statistics.COEFFICIENT].item() == pytest.approx(expected, rel=2e-7)
+    assert scalars[statistics.MULTIPLIER] == scalars[statistics.COEFFICIENT] / scale
+    assert scalars[statistics.FOUND_INF] == 0
+
+
+@pytest.mark.parametrize("sums", [[math.nan, 1.0], [math.inf, 0.0], [1.0, 1.0]])
+def test_scalars_say_that_a_step_must_not_be_taken(sums):
+    assert statistics.step_scalars(torch.tensor(sums, dtype=torch.float64), 1.0)[statistics.FOUND_INF] == 1
+
+
+def test_kernels_refuse_what_they_would_misread():
+    with pytest.raises(ValueError, match=r"shard 1 has shape \(4, 4\) .* flat contiguous"):
+        statistics.gradient_statistics([torch.ones(3), torch.ones(4, 4)])
+    with pytest.raises(ValueError, match=r"shard 0 is torch.int64, and torch.float32, .* are allowed"):
+        statistics.gradient_statistics([torch.ones(3, dtype=torch.int64)])
+    with pytest.raises(ValueError, match="inverse_scale is 2 elements"):
+        statistics.step_scalars(torch.zeros(2, dtype=torch.float64), 1.0, torch.ones(2))
