@@ -73,14 +73,30 @@ class OffloadConfig:
     """Where a shard's state lives; `none` is the training device."""
 
     optimizer: str = "none"
+    """Optimizer state, masters and the reduced gradient: `cpu` is host memory, where the step then runs, too."""
     params: str = "none"
+    activations: str = "none"
+    ratio: float = 1.0
+    """The part of the state that `optimizer` moves away."""
 
     def __post_init__(self):
-        for name in ("optimizer", "params"):
+        _one_of("offload.optimizer", self.optimizer, ("none", "cpu", "nvme"))
+        if self.optimizer == "nvme":
+            raise _not_built("offload.optimizer", "nvme", "use cpu: state lives in host memory")
+        for name, stays in (("params", "parameters stay"), ("activations", "activations stay")):
             value = getattr(self, name)
             _one_of(f"offload.{name}", value, ("none", "cpu", "nvme"))
             if value != "none":
-                raise _not_built(f"offload.{name}", value, "leave it at none: state stays on the training device")
+                raise _not_built(f"offload.{name}", value, f"leave it at none: {stays} on the training device")
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
+            raise _refuse("offload.ratio", self.ratio, "a number above 0, up to 1")
+        if self.ratio != 1:
+            raise _not_built("offload.ratio", self.ratio, "leave it at 1.0: all of the state is moved")
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether optimizer state lives elsewhere than on the training device."""
+        return self.optimizer != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,6 +57,28 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.empty(numel, dtype=dtype, device=device)
 
 
+def pin(tensor: torch.Tensor, device: torch.device) -> None:
+    """Locks a host tensor's pages for direct copies to and from `device`; `unpin` before they are given back.
+
+    Raises:
+        RuntimeError: the system refuses to lock as much.
+    """
+    if device.type != "cuda":
+        return
+    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    if code != 0:
+        raise RuntimeError(
+            f"hf_zero: {tensor.nbytes} bytes of host memory cannot be pinned (CUDA error {code}). Raise the limit of locked "
+            "memory (ulimit -l), or offload less."
+        )
+
+
+def unpin(tensor: torch.Tensor, device: torch.device) -> None:
+    """Undoes `pin`."""
+    if device.type == "cuda":
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
 class Reservation(ABC):
     """A flat tensor of which one interval lasts and the rest comes and goes.
 

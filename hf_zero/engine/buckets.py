@@ -154,7 +154,8 @@ class Bucket:
     def follow_values(self) -> None:
         """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""
         for row in self.rows if self.precision.has_master else ():
-            master, own = row.of(self.master), row.of(self.own)
+            master = row.of(self.master)
+            own = row.of(self.own).to(master.device)
             master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
         for slot in self.slots:
             slot.version = slot.parameter._version

@@ -9,7 +9,7 @@ from torch import nn
 from ..comm.groups import Groups
 from ..config import AUTO, ZeroConfig
 from ..layout.slots import ParameterSpec, plan_buckets
-from ..offload.tier import DeviceTier
+from ..offload.tier import Tier
 from .buckets import Bucket
 from .loaded import wanted_dtype
 from .memory import ShardMemory, WholeMemory
@@ -120,12 +120,14 @@ def build_buckets(
     bucket_numel: int,
     first_index: int,
     device: torch.device,
+    tier: Tier,
     prepare: Callable[[nn.Parameter], None],
 ) -> list[Bucket]:
     """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
 
     Args:
         bucket_numel: elements a bucket should not pass.
+        tier: where masters live.
         prepare: called with each parameter before its values are taken.
     """
     parameter_of = dict(part.parameters)
@@ -139,7 +141,7 @@ def build_buckets(
         for parameter in parameters:
             prepare(parameter)
         trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
-        precision = resolve_precision(config, dtype) if trained else untrained_precision(dtype)
+        precision = resolve_precision(config, dtype, apart=tier.is_apart) if trained else untrained_precision(dtype)
         make_memory = ShardMemory if part.sharded else WholeMemory
         buckets.append(
             Bucket(
@@ -148,16 +150,17 @@ def build_buckets(
                 precision,
                 make_memory(layout, precision.param, device, layout.shard(groups.shard_rank)),
                 shard_rank=groups.shard_rank,
-                whole=groups.shard_size == 1 and not has_masters(config, parameter_of.values()),
-                tier=DeviceTier(device),
+                whole=groups.shard_size == 1 and not has_masters(config, parameter_of.values(), tier),
+                tier=tier,
             )
         )
     return buckets
 
 
-def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter]) -> bool:
+def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter], tier: Tier) -> bool:
     """Whether some of these parameters are trained through a master: all rows are then tensors of their own."""
-    return any(resolve_precision(config, dtype).has_master for dtype in {wanted_dtype(p) for p in parameters})
+    dtypes = {wanted_dtype(p) for p in parameters}
+    return tier.is_apart or any(resolve_precision(config, dtype).has_master for dtype in dtypes)
 
 
 def bucket_numel_for(model: nn.Module, config: ZeroConfig) -> int:

@@ -33,6 +33,8 @@ def total_norm(
         return torch.as_tensor(everyone, device=device).float()
     powers = [_sum_of_powers(gradient, norm_type) for gradient in gradients]
     mine = torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=device)
+    # Gradients that a tier keeps in host memory are measured there.
+    mine = mine.to(device)
     everyone = mine if replicated else transport.agree_sum(mine.reshape(1), _NORM)[0]
     return everyone.pow(1.0 / norm_type).float()
 
@@ -53,7 +55,7 @@ def scale_to_norm(rows: Sequence[Row], norm: torch.Tensor, max_norm: float) -> N
         return
     gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
 
 
 def clamp_values(rows: Sequence[Row], clip_value: float) -> None:

@@ -12,7 +12,7 @@ from ..comm.transport import Label
 from ..config import AUTO, ZeroConfig
 from ..device import free_bytes
 from ..layout.intervals import Interval
-from ..offload.tier import DeviceTier
+from ..offload.choose import choose_tier
 from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
@@ -33,6 +33,7 @@ from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
 from .resize import put_state_back, renew_resized, to_host
+from .room import refuse_unless_it_fits
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 
@@ -89,6 +90,8 @@ class ZeroEngine:
         self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
         self._buffers.broadcast()
         self._parts = self._build(owner)
+        self.tier = choose_tier(self.config.offload, self.device)
+        refuse_unless_it_fits(self.config, owner, optimizers, self.groups, self.transport)
         self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
@@ -209,7 +212,7 @@ class ZeroEngine:
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
         return report_memory(
-            self.model, self.buckets, self._store.held_bytes(), self.optimizers, self.sharded, self.device
+            self.model, self.buckets, self._store.held_bytes(), self.optimizers, self.sharded, self.tier, self.device
         )
 
     def comm_report(self) -> CommReport:
@@ -312,12 +315,12 @@ class ZeroEngine:
         return self.groups.shard_size == 1
 
     def _make_store(self) -> GradientStore:
-        world_size, tier = self.groups.world_size, DeviceTier(self.device)
+        world_size, tier = self.groups.world_size, self.tier
         if all(bucket.whole for bucket in self.buckets):
             return ReplicatedGradients(self.transport, world_size)
-        if self.config.stage < 2 or self._is_replicated:
+        if self.config.stage < 2 or (self._is_replicated and not tier.is_apart):
             return WholeGradients(self.transport, world_size, tier)
-        pool = BufferPool(self.buckets, self.config.grad_buffers, tier)
+        pool = BufferPool(self.buckets, self.config.grad_buffers, self.device)
         return PooledGradients(self.transport, world_size, tier, pool)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
@@ -365,6 +368,7 @@ class ZeroEngine:
         for parameter in self.model.parameters():
             if parameter not in taken:
                 self._start_alike(parameter)
+                tier=self.tier,
                 cast_as_wanted(parameter)
         return built
 

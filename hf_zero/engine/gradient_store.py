@@ -13,7 +13,7 @@ import torch
 from ..comm.transport import Handle, Transport
 from ..device import allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
-from ..offload.tier import Tier
+from ..offload.tier import DeviceTier, Tier
 from .buckets import Bucket, ParameterSlot
 from .sharded_gradient import ShardedGradient
 
@@ -112,12 +112,13 @@ class GradientStore(ABC):
 def _add_or_set(bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor) -> None:
     """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
 
-    `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into.
+    `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
+    the optimizer steps.
     """
     for row in bucket.rows:
         piece = row.of(reduced)
         if row.tensor.grad is not None and row.slot.continues:
-            row.tensor.grad.add_(piece)
+            row.tensor.grad.add_(piece.to(row.tensor.grad.device))
             continue
         place = row.of(home)
         if home is not reduced:
@@ -242,8 +243,8 @@ class ShardedStore(GradientStore):
         return self._shards[bucket]
 
     def _shard_or_scratch(self, bucket: Bucket) -> torch.Tensor:
-        if any(row.tensor.grad is not None for row in bucket.rows):
-            return self._tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
+        if self._tier.is_apart or any(row.tensor.grad is not None for row in bucket.rows):
+            return DeviceTier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.master)
         return self._shard(bucket)
 
 
@@ -292,14 +293,17 @@ class WholeGradients(ShardedStore):
                 row.tensor.grad = row.tensor.grad.clone()
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        if flat.dtype == bucket.precision.master:
+        if self._reduces_in_place(bucket):
             return flat[bucket.own_interval.start : bucket.own_interval.stop]
         return self._shard_or_scratch(bucket)
 
     def _deliver(self, bucket: Bucket) -> None:
         reduced = self._targets.pop(bucket)
-        home = reduced if self._flat[bucket].dtype == bucket.precision.master else self._shard(bucket)
+        home = reduced if self._reduces_in_place(bucket) and not self._tier.is_apart else self._shard(bucket)
         _add_or_set(bucket, reduced, home)
+
+    def _reduces_in_place(self, bucket: Bucket) -> bool:
+        return bucket.precision.reduce == bucket.precision.master
 
 
 class PooledGradients(ShardedStore):
@@ -362,8 +366,8 @@ class BufferPool:
         most_bytes: the most that all its buffers have had at a time.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], limit: int, tier: Tier):
-        self._tier = tier
+    def __init__(self, buckets: Sequence[Bucket], limit: int, device: torch.device):
+        self._tier = DeviceTier(device)
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}

@@ -55,7 +55,7 @@ class Look:
         bucket = slot.bucket
         dtype = bucket.precision.master if mine is None else mine.dtype
         if self._replicated:
-            return mine.detach().reshape(slot.parameter.shape).clone()
+            return mine.detach().reshape(slot.parameter.shape).to(slot.parameter.device, copy=True)
         flat = allocate(bucket.layout.numel, dtype, bucket.device)
         own = flat[bucket.own_interval.start : bucket.own_interval.stop]
         if mine is not None:

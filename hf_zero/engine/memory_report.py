@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..device import peak_bytes
+from ..offload.tier import Tier
 from .buckets import Bucket
 from .optimizer import ShardedOptimizer
 from .reports import MemoryReport, MemoryRow
@@ -19,6 +20,7 @@ def report_memory(
     gradient_bytes: Mapping[str, int],
     optimizers: Sequence[ShardedOptimizer],
     sharded: ShardedModel,
+    tier: Tier,
     device: torch.device,
 ) -> MemoryReport:
     """Bytes of state by kind, and what DDP holds of the same kind.
@@ -26,6 +28,7 @@ def report_memory(
     Args:
         buckets: of trained parameters.
         gradient_bytes: of the gradient store, by kind.
+        tier: where masters and optimizer state are.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
     trained_bytes = sum(parameter.nbytes for parameter in trained)
@@ -40,6 +43,10 @@ def report_memory(
     state = sum(optimizer.state_bytes() for optimizer in optimizers)
     rows = [row for bucket in buckets for row in bucket.rows if state_of(optimizers, row)]
     own_numel = sum(row.tensor.numel() for row in rows)
+    # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
+    gradients_in = (
+        tier.name if gradient_bytes["gradient buffers"] else f"device, {tier.name}" if tier.is_apart else "device"
+    )
     return MemoryReport(
         rows=(
             MemoryRow(kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole),
@@ -50,12 +57,23 @@ def report_memory(
                 ddp_bytes=sum(p.nbytes for p in frozen) + buffer_bytes,
             ),
             MemoryRow(
-                kind="fp32 master", bytes=sum(b.master.nbytes for b in buckets if b.precision.has_master), ddp_bytes=0
+                kind="fp32 master",
+                bytes=sum(b.master.nbytes for b in buckets if b.precision.has_master),
+                ddp_bytes=0,
+                where=tier.name,
             ),
-            MemoryRow(kind="gradients", bytes=gradient_bytes["gradients"], ddp_bytes=trained_bytes),
+            MemoryRow(
+                kind="gradients",
+                bytes=gradient_bytes["gradients"],
+                ddp_bytes=trained_bytes,
+                where=gradients_in,
+            ),
             MemoryRow(kind="gradient buffers", bytes=gradient_bytes["gradient buffers"], ddp_bytes=trained_bytes),
             MemoryRow(
-                kind="optimizer state", bytes=state, ddp_bytes=state * trained_numel // own_numel if own_numel else 0
+                kind="optimizer state",
+                bytes=state,
+                ddp_bytes=state * trained_numel // own_numel if own_numel else 0,
+                where=tier.name,
             ),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),

@@ -16,18 +16,25 @@ class Precision:
         reduce: in which gradients travel.
         master: of the copy that the optimizer updates; the parameters themselves where it equals `param`. The shard of
             the reduced gradient has this dtype too, since optimizers ask for equal dtypes.
+        apart: masters live in other memory than the parameters, so that there is one even where the dtypes are equal.
     """
 
     param: torch.dtype
     reduce: torch.dtype
     master: torch.dtype
+    apart: bool = False
 
     @property
     def has_master(self) -> bool:
+        return self.apart or self.rounds
+
+    @property
+    def rounds(self) -> bool:
+        """Whether the master has digits that the parameter has not, so that a checkpoint needs both."""
         return self.master != self.param
 
 
-def resolve_precision(config: ZeroConfig, model_dtype: torch.dtype) -> Precision:
+def resolve_precision(config: ZeroConfig, model_dtype: torch.dtype, *, apart: bool = False) -> Precision:
     """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master."""
     param = model_dtype if config.param_dtype == AUTO else getattr(torch, config.param_dtype)
     if param == torch.float16:
@@ -37,7 +44,7 @@ def resolve_precision(config: ZeroConfig, model_dtype: torch.dtype) -> Precision
         )
     master = torch.float32 if param.itemsize < 4 else param
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
-    return Precision(param=param, reduce=reduce, master=master)
+    return Precision(param=param, reduce=reduce, master=master, apart=apart)
 
 
 def untrained_precision(dtype: torch.dtype) -> Precision:

@@ -12,11 +12,12 @@ from ..comm.ledger import CommRow
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """Bytes of one kind on this rank, and what the same kind takes under DDP."""
+    """Bytes of one kind on this rank, the memory that they are in, and what the same kind takes under DDP."""
 
     kind: str
     bytes: int
     ddp_bytes: int
+    where: str = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,10 @@ class MemoryReport:
         return sum(row.ddp_bytes for row in self.rows)
 
     def table(self) -> str:
-        rows = [(row.kind, mib(row.bytes), mib(row.ddp_bytes)) for row in self.rows]
-        rows.append(("total", mib(self.total_bytes), mib(self.ddp_total_bytes)))
-        rows.append(("peak of the process", mib(self.peak_bytes), ""))
-        return render("Memory a rank", ("kind", "MiB", "DDP would hold"), rows)
+        rows = [(row.kind, mib(row.bytes), row.where, mib(row.ddp_bytes)) for row in self.rows]
+        rows.append(("total", mib(self.total_bytes), "", mib(self.ddp_total_bytes)))
+        rows.append(("peak of the process", mib(self.peak_bytes), "", ""))
+        return render("Memory a rank", ("kind", "MiB", "where", "DDP would hold"), rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> I
     """Everything that has one value an element: masters where they are kept apart, and optimizer state."""
     for row in rows:
         tensors = elementwise_state(state_of(optimizers, row), row)
-        if row.slot.bucket.precision.has_master:
+        if row.slot.bucket.precision.rounds:
             tensors = {MASTER: row.tensor.detach(), **tensors}
         for kind, tensor in tensors.items():
             yield StateRow(

@@ -6,6 +6,7 @@ from collections import Counter
 from ..engine.engine import ZeroEngine
 from ..engine.memory import ShardMemory
 from ..engine.reports import mib, render
+from ..offload.budget import available_host_bytes
 from ..plan.states import BucketCost, StatePlan, plan_states, state_values
 
 
@@ -48,9 +49,24 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
             f"optimizer state ({optimizers})",
             "told after the first step" if plan.optimizer is None else f"{mib(plan.optimizer)} MiB",
         ),
+        *_offload_rows(engine, plan),
         ("bytes a rank", f"{mib(plan.total)} MiB of state"),
     ]
     print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
+
+
+def _offload_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
+    """What is held elsewhere than on the training device."""
+    if not engine.config.offload.moves_state:
+        return []
+    moved = (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in engine.buckets)
+    return [
+        (
+            "offload",
+            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {mib(moved)} MiB a rank, of "
+            f"{mib(available_host_bytes())} MiB that this host has left; the step runs there",
+        )
+    ]
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -89,4 +105,5 @@ def _cost(engine: ZeroEngine, bucket) -> BucketCost:
         state_bytes=None if values is None else values * precision.master.itemsize,
         sharded=isinstance(bucket.memory, ShardMemory),
         trained=bucket.trained,
+        apart=precision.apart,
     )

@@ -8,9 +8,14 @@ from ..device import allocate
 
 
 class Tier(ABC):
-    """A kind of memory that holds shards. `name` is what the plan and the memory report call it."""
+    """A kind of memory that holds shards. `name` is what the plan and the memory report call it.
+
+    Attributes:
+        is_apart: it is other memory than the parameters': the optimizer steps there, on masters and gradients of its own.
+    """
 
     name: str
+    is_apart: bool
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -25,6 +30,7 @@ class DeviceTier(Tier):
     """The training device itself: nothing has to be fetched before a step."""
 
     name = "device"
+    is_apart = False
 
     def __init__(self, device: torch.device):
         self._device = device

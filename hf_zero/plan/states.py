@@ -26,7 +26,7 @@ class BucketCost:
     """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master, and in state.
 
     `state_bytes` is None for an optimizer whose state is not known beforehand. `sharded` parameters are kept as a shard
-    (stage 3); not `trained` ones have neither gradient nor state.
+    (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced gradients are in other memory.
     """
 
     layout: BucketLayout
@@ -37,6 +37,7 @@ class BucketCost:
     state_bytes: int | None
     sharded: bool = False
     trained: bool = True
+    apart: bool = False
 
     @property
     def parameter_bytes(self) -> int:
@@ -90,7 +91,7 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
     whole = {True: 0, False: 0}
     for cost in costs:
         whole[cost.layout.shards == 1] += cost.layout.numel
-    pooled = config.stage >= 2 and whole[False] > 0
+    pooled = config.stage >= 2 and (whole[False] > 0 or any(cost.apart for cost in costs))
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
     buffers = pool_numel([cost.layout for cost in costs], config.grad_buffers)
     known = all(cost.state_bytes is not None for cost in costs)

@@ -1,0 +1,47 @@
+"""Host memory as a tier: masters, gradient shards and optimizer state beside the CPU that steps on them."""
+
+import weakref
+
+import torch
+
+from ..device import allocate, pin, unpin
+from .tier import Tier
+
+_HOST = torch.device("cpu")
+
+
+class HostTier(Tier):
+    """Host memory, pinned where the parameters are on an accelerator, so that copies need no buffer in between.
+
+    The optimizer's own state is made where its rows are, so it is on the host too, and never moves. Where the training
+    device is the CPU, the same memory holds both; the path is the same.
+
+    Args:
+        device: of the parameters.
+    """
+
+    name = "host memory"
+    is_apart = True
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pinned: list[torch.Tensor] = []
+        # The callback keeps the mappings alive until they have been unpinned: pages may not go back before.
+        weakref.finalize(self, _unpin_all, self._pinned, device)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # Pinned after allocation: the pinned allocator of torch rounds up to a power of two, a quarter too much on average.
+        flat = allocate(numel, dtype, _HOST)
+        if self._device.type != "cpu":
+            pin(flat, self._device)
+            self._pinned.append(flat)
+        return flat
+
+    def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, pin_memory=self._device.type != "cpu")
+
+
+def _unpin_all(tensors: list[torch.Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        unpin(tensor, device)
+    tensors.clear()

@@ -1,0 +1,183 @@
+"""State in host memory: the same trajectory as without offload, and no surprise when it does not fit."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from training import Job, Outcome, Unruly, adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch, train
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.state_kinds import state_kinds
+from hf_zero.integrations.announce import announce, state_plan
+from hf_zero.offload import budget
+from hf_zero.offload.budget import available_host_bytes, host_memory_fault
+
+pytestmark = pytest.mark.timeout(180)
+
+SMALL_BUCKETS = {"bucket_bytes": "20KiB"}
+CPU = {"offload": {"optimizer": "cpu"}}
+
+
+def settings_of(stage: int, offload: dict, **more) -> dict:
+    return {"stage": stage, **SMALL_BUCKETS, **offload, **more}
+
+
+def sgd_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, nesterov=True)
+
+
+def of_trained(make, model: nn.Module) -> torch.optim.Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad])
+
+
+OPTIMIZERS = {
+    "adamw": adamw_in_two_groups,
+    "sgd momentum": sgd_momentum,
+    "rmsprop": partial(of_trained, partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, centered=True)),
+    "adagrad": partial(of_trained, partial(torch.optim.Adagrad, lr=1e-2)),
+    "nadam": partial(of_trained, partial(torch.optim.NAdam, lr=1e-3)),
+    "adam amsgrad": partial(of_trained, partial(torch.optim.Adam, lr=1e-3, amsgrad=True, foreach=True)),
+}
+GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch, steps=6)
+JOBS = {
+    "plain": replace(GPT2, model_arguments={"dropout": 0.1}),
+    "clip and accumulation": replace(GPT2, max_norm=0.3, accumulation=2),
+    "bert": Job(make_model=bert, make_batch=bert_batch, steps=4, max_norm=100.0),
+    "odd model": Job(make_model=Unruly, steps=6, model_arguments={"sleeping": "even steps"}),
+    **{name: replace(GPT2, make_optimizer=make) for name, make in OPTIMIZERS.items()},
+}
+
+
+def in_pairs(rank: int, world_size: int, jobs: dict[str, Job], offload: dict, stages: tuple[int, ...], **more):
+    """(job, stage, without offload, with it), trained in one process group."""
+    found = []
+    for name, job in jobs.items():
+        for stage in stages:
+            plain = train(rank, world_size, replace(job, settings=settings_of(stage, {}, **more)))
+            moved = train(rank, world_size, replace(job, settings=settings_of(stage, offload, **more)))
+            found.append((name, stage, plain, moved))
+    return found
+
+
+def assert_equal(found: list[tuple[str, int, Outcome, Outcome]]) -> None:
+    for name, stage, plain, moved in found:
+        assert moved.equals(plain), f"{name}, stage {stage}: losses differ by {moved.loss_error(plain)}"
+        assert moved.norms == plain.norms, f"{name}, stage {stage}"
+        assert not np.isnan(moved.losses).any()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size):
+    jobs = JOBS if world_size < 3 else {name: JOBS[name] for name in ("clip and accumulation", "sgd momentum")}
+    arguments = {"jobs": jobs, "offload": CPU, "stages": (0, 1, 2, 3)}
+    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert len(found) == 4 * len(jobs)
+        assert_equal(found)
+
+
+def test_host_memory_is_bitwise_with_local_accumulation_and_bf16():
+    jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
+    for more in ({"grad_accumulation": "local"}, {"param_dtype": "bfloat16"}):
+        arguments = {"jobs": jobs, "offload": CPU, "stages": (1, 2, 3), **more}
+        if "grad_accumulation" in more:
+            assert_equal(in_pairs(0, 1, **arguments))
+        for found in run_ranks(in_pairs, world_size=2, time_limit_s=80, keyword_arguments=arguments):
+            assert_equal(found)
+
+
+def built(offload: dict, stage: int = 2, make_optimizer=adamw_in_two_groups, **more):
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = make_optimizer(model)
+    return model, optimizer, ZeroEngine(model, [optimizer], settings_of(stage, offload, **more))
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(**gpt2_batch(torch.Generator().manual_seed(0), 2)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_rows_are_masters_in_memory_of_their_own(stage):
+    model, optimizer, engine = built(CPU, stage)
+    one_step(model, optimizer)
+    for bucket in engine.buckets:
+        assert bucket.master.untyped_storage().data_ptr() != bucket.own.untyped_storage().data_ptr()
+        assert torch.equal(bucket.master, bucket.own)
+    rows = {row.kind: row for row in engine.memory_report().rows}
+    assert rows["fp32 master"].where == rows["optimizer state"].where == "host memory"
+    assert rows["fp32 master"].bytes == sum(bucket.own.nbytes for bucket in engine.buckets)
+    assert state_plan(engine).total == pytest.approx(engine.memory_report().total_bytes, rel=0.2)
+    assert {row.kind for row in engine.state_rows()} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_the_plan_says_what_is_held_where(capsys):
+    _, _, engine = built(CPU)
+    announce(engine, "nobody")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "offload" in said
+    assert "in host memory" in said
+
+
+def test_an_edit_of_a_parameter_reaches_the_master():
+    model, optimizer, engine = built(CPU)
+    one_step(model, optimizer)
+    with engine.gathered(writeback=True):
+        model.transformer.wte.weight.data.fill_(0.25)
+    slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.slots}
+    bucket = slots["transformer.wte.weight"].bucket
+    row = next(row for row in bucket.rows if row.slot.name == "transformer.wte.weight")
+    assert torch.equal(row.of(bucket.master), torch.full_like(row.tensor, 0.25))
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    with pytest.raises(MemoryError, match=r"needs 0\.00 GiB of host memory for each of 1 ranks.*leave"):
+        built(CPU)
+
+
+def test_the_budget_is_for_all_ranks_of_a_host():
+    assert host_memory_fault(10, 40, 4) is None
+    assert "for each of 5 ranks" in host_memory_fault(10, 40, 5)
+
+
+def write_group(folder, **files: int | str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_a_cgroup_limit_bounds_the_budget(tmp_path):
+    membership = tmp_path / "cgroup"
+    write_group(tmp_path / "v2", memory__max=5000, memory__current=1000)
+    write_group(tmp_path / "v2" / "job" / "task", memory__max="max", memory__current=1000)
+    membership.write_text("0::/job/task\n")
+    assert available_host_bytes(tmp_path / "v2", membership) == 4000
+    write_group(tmp_path / "v1" / "memory" / "job", memory__limit_in_bytes=900, memory__usage_in_bytes=1000)
+    membership.write_text("4:memory,cpu:/job\n1:pids:/\n")
+    assert available_host_bytes(tmp_path / "v1", membership) == 0
+    assert available_host_bytes(tmp_path / "none", membership) > 2**20
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (partial(torch.optim.AdamW, fused=True), ["exp_avg", "exp_avg_sq"]),
+        (partial(torch.optim.Adam, amsgrad=True), ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+        (partial(torch.optim.SGD, lr=0.1), []),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), ["momentum_buffer"]),
+    ],
+)
+def test_state_is_known_by_a_trial_that_leaves_the_optimizer_alone(make, expected):
+    optimizer = make([nn.Parameter(torch.zeros(3))])
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    kinds = state_kinds(optimizer, optimizer.param_groups[0], torch.float32)
+    assert [name for name, _ in kinds] == expected
+    assert not optimizer.state
+    assert not calls
