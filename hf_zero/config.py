@@ -125,9 +125,17 @@ class CheckpointConfig:
 
     on_failure: str = "stop"
     """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
+    async_save: bool = True
+    """Trainer's checkpoints are written behind training, from a copy. The next save and the end wait for it."""
+    snapshot_bytes: int | str = AUTO
+    """Host memory that the copy may take on a rank; what does not fit is written before training goes on. `auto` is half
+    of what is free."""
 
     def __post_init__(self):
         _one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
+        _one_of("checkpoint.async_save", self.async_save, (True, False))
+        if self.snapshot_bytes != AUTO:
+            object.__setattr__(self, "snapshot_bytes", parse_bytes("checkpoint.snapshot_bytes", self.snapshot_bytes))
 
 
 _NESTED = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}

@@ -35,8 +35,7 @@ from hf_zero.checkpoint.files import FileRecord, files_below
 from hf_zero.checkpoint.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.verify import checkpoint_faults, find_good, newest_first
-from hf_zero.integrations import trainer as trainer_integration
-from hf_zero.integrations.trainer_checkpoints import exchange_between_ranks
+from hf_zero.integrations.trainer_checkpoints import CheckpointSaver, exchange_between_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -101,7 +100,8 @@ class Disk:
     def watch(self) -> None:
         """Stays for the life of the process."""
         for owner, name in (
-            ("hf_zero.checkpoint.writer", "save_file"),
+            ("os", "posix_fallocate"),
+            ("os", "pwrite"),
             ("hf_zero.checkpoint.commit", "sync"),
             ("hf_zero.checkpoint.manifest", "sync"),
             ("transformers.modeling_utils", "safe_save_file"),
@@ -143,14 +143,18 @@ def watched_run(rank: int, world_size: int, output_dir: str, notes: str, stage: 
     """
     as_launched(rank, world_size)
     note = np.memmap(f"{notes}.{rank}", dtype=np.uint8, mode="w+", shape=(2,))
-    original = trainer_integration.save_checkpoint
+    save, complete = CheckpointSaver.save, CheckpointSaver._complete
 
-    def noted_save(trainer, engine, trial):
+    def noted_save(saver, trial):
+        saver.finish()
         note[0] = 1
-        original(trainer, engine, trial)
-        note[:] = 0, trainer.state.global_step
+        save(saver, trial)
 
-    trainer_integration.save_checkpoint = noted_save
+    def noted_complete(saver, manifest, pieces, temporary, final, **kwargs):
+        complete(saver, manifest, pieces, temporary, final, **kwargs)
+        note[:] = 0, int(final.name.removeprefix("checkpoint-"))
+
+    CheckpointSaver.save, CheckpointSaver._complete = noted_save, noted_complete
     disk, starts = Disk(), Starts()
     trainer = make_trainer(f"flag {stage}", "bert", output_dir, callbacks=[starts], save_total_limit=2, **SAVING)
     pids = exchange_between_ranks(os.getpid())
@@ -311,35 +315,46 @@ def limited_file_size(output_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def failing_disk(output_dir: Path) -> Iterator[None]:
-    with mock.patch("hf_zero.checkpoint.writer.save_file", raising(OSError(errno.EIO, os.strerror(errno.EIO)))):
+    with mock.patch("os.pwrite", raising(OSError(errno.EIO, os.strerror(errno.EIO)))):
         yield
 
 
 @contextmanager
 def filling_disk(output_dir: Path) -> Iterator[None]:
-    def half(tensors, path):
-        Path(path).write_bytes(b"\0" * 1000)
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    pwrite = os.pwrite
 
-    with mock.patch("hf_zero.checkpoint.writer.save_file", half):
+    def some(handle, data, at):
+        if at > 2000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(handle, data[: len(data) // 2 or 1], at)
+
+    with mock.patch("os.pwrite", some):
         yield
 
 
 @contextmanager
-def silently_short_write(output_dir: Path) -> Iterator[None]:
-    from safetensors.torch import save_file
+def file_cut_off_meanwhile(output_dir: Path) -> Iterator[None]:
+    pwrite = os.pwrite
 
-    def half(tensors, path):
-        save_file(tensors, path)
-        os.truncate(path, Path(path).stat().st_size // 2)
+    def then_cut(handle, data, at):
+        written = pwrite(handle, data, at)
+        if "rank-" in os.readlink(f"/proc/self/fd/{handle}"):
+            os.ftruncate(handle, at)
+        return written
 
-    with mock.patch("hf_zero.checkpoint.writer.save_file", half):
+    with mock.patch("os.pwrite", then_cut):
+        yield
+
+
+@contextmanager
+def disk_that_takes_nothing(output_dir: Path) -> Iterator[None]:
+    with mock.patch("os.pwrite", lambda handle, data, at: 0):
         yield
 
 
 @contextmanager
 def full_disk_at_the_weights(output_dir: Path) -> Iterator[None]:
-    with mock.patch("transformers.modeling_utils.safe_save_file", raising(OSError(errno.ENOSPC, "No space left"))):
+    with mock.patch("os.posix_fallocate", raising(OSError(errno.ENOSPC, "No space left"))):
         yield
 
 
@@ -399,8 +414,18 @@ class Sabotage(TrainerCallback):
         self._stack.close()
 
 
-def saves_on_a_bad_disk(rank: int, world_size: int, folder: str, stage: int, refusal: Callable, guilty: int) -> dict:
-    """The same refusal with on_failure of stop and of continue."""
+def saves_on_a_bad_disk(
+    rank: int, world_size: int, folder: str, stage: int, refusal: Callable, guilty: int, async_save: bool
+) -> dict:
+    """The same refusal with on_failure of stop and of continue. It lasts until what is written behind training is there."""
+    save = CheckpointSaver.save
+
+    def save_and_wait(saver, trial):
+        save(saver, trial)
+        if saver._background._thread is not None:
+            saver._background._thread.join()
+
+    CheckpointSaver.save = save_and_wait
     outcomes = {}
     for on_failure in ("stop", "continue"):
         output_dir = f"{folder}/{on_failure}"
@@ -410,7 +435,7 @@ def saves_on_a_bad_disk(rank: int, world_size: int, folder: str, stage: int, ref
             world_size,
             output_dir,
             None,
-            door=f"flag stage={stage},checkpoint.on_failure={on_failure}",
+            door=f"flag stage={stage},checkpoint.on_failure={on_failure},checkpoint.async_save={async_save}",
             callbacks=[sabotage] if rank == guilty else [],
         )
         sabotage.end()
@@ -421,7 +446,8 @@ REFUSALS = [
     (limited_file_size, 2, 1, "rank 1 could not write to .*File too large"),
     (failing_disk, 3, 1, "rank 1 could not write to .*Input/output error"),
     (filling_disk, 1, 0, "rank 0 could not write to .*No space left on device"),
-    (silently_short_write, 0, 0, r"could not put .*rank-00000-of-00002\.safetensors is shorter than its header"),
+    (disk_that_takes_nothing, 2, 1, "rank 1 could not write to .*takes no more bytes"),
+    (file_cut_off_meanwhile, 0, 0, r"could not put .*rank-00000-of-00002\.safetensors is shorter than its header"),
     (full_disk_at_the_weights, 3, 0, "rank 0 could not write the model to .*No space left"),
     (full_disk_at_the_rest, 1, 1, "rank 1 could not write trainer state to .*No space left"),
     (file_for_a_folder, 2, 0, "rank 0 could not begin .*checkpoint-4.*File exists"),
@@ -430,11 +456,15 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.parametrize("async_save", [True, False])
 @pytest.mark.parametrize(
     ("refusal", "stage", "guilty", "says"), REFUSALS, ids=[refusal.__name__ for refusal, *_ in REFUSALS]
 )
-def test_a_refused_save_is_every_ranks_error_and_harms_nothing(refusal, stage, guilty, says, undisturbed, tmp_path):
-    outcomes = on_ranks(saves_on_a_bad_disk, folder=str(tmp_path), stage=stage, refusal=refusal, guilty=guilty)
+def test_a_refused_save_is_every_ranks_error_and_harms_nothing(
+    refusal, stage, guilty, says, async_save, undisturbed, tmp_path
+):
+    case = {"stage": stage, "refusal": refusal, "guilty": guilty, "async_save": async_save}
+    outcomes = on_ranks(saves_on_a_bad_disk, folder=str(tmp_path), **case)
     refused = {outcome["stop"]["refused"] for outcome in outcomes}
     assert len(refused) == 1, refused
     assert re.search(rf"hf_zero: .*{says}.*training state is unharmed", refused.pop())
@@ -462,7 +492,7 @@ class Scores:
 def best_after_a_failed_save(rank: int, world_size: int, output_dir: str) -> str:
     as_launched(rank, world_size)
     trainer = make_trainer(
-        "flag stage=3,checkpoint.on_failure=continue",
+        "flag stage=3,checkpoint.on_failure=continue,checkpoint.async_save=false",
         "bert",
         output_dir,
         callbacks=[Sabotage(refused_rename, output_dir)],
@@ -742,7 +772,7 @@ def rotates(rank: int, world_size: int, output_dir: str, **overrides) -> list[li
         world_size,
         output_dir,
         "last-good",
-        door="flag stage=2,checkpoint.on_failure=continue",
+        door="flag stage=2,checkpoint.on_failure=continue,checkpoint.async_save=false",
         callbacks=[good_ones, refusal],
         save_total_limit=1,
         max_steps=14,

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank its rows, then rank 0 the manifest."""
+"""Writing masters and optimizer state: every rank its rows, in a file of its own."""
 
 import importlib.metadata
 from collections.abc import Sequence
@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ..layout.intervals import Interval
 from .manifest import MANIFEST_NAME, CheckpointError, Manifest, SavedRow
+from .pieces import Piece, lay_out, write_all
 from .together import Exchange, together
 
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "safetensors")
 
 
-def write_rows(
+_THEN = (
+    "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
+    "writable."
+)
+
+
+def plan_rows(
     folder: Path,
     *,
     rank: int,
@@ -26,8 +32,8 @@ def write_rows(
     scalars: dict[str, dict[str, Any]],
     optimizers: Sequence[dict[str, Any]],
     exchange: Exchange,
-) -> Manifest:
-    """Writes this rank's rows; returns the manifest of all ranks', which is still to be written. Collective.
+) -> tuple[Manifest, list[Piece]]:
+    """Makes this rank's file; returns the manifest of all ranks' rows and what this rank has to write. Collective.
 
     Args:
         rows: (kind, name, interval of the parameter, 1-D tensor of those elements).
@@ -40,23 +46,31 @@ def write_rows(
     """
     file = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
-    def write_own() -> dict[str, Any]:
+    def lay_out_own() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)
         # An older manifest must not vouch for the files that are about to replace its own.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
-        tensors = {f"{kind}/{name}": tensor.detach().cpu().contiguous() for kind, name, _, tensor in rows}
-        temporary = folder / f".{file}.tmp"
-        save_file(tensors, temporary)
-        temporary.replace(folder / file)
+        begins = lay_out(
+            folder / file, {f"{kind}/{name}": (tensor.dtype, tensor.shape) for kind, name, _, tensor in rows}
+        )
+        pieces.extend(
+            Piece(path=folder / file, offset=begins[f"{kind}/{name}"], values=tensor) for kind, name, _, tensor in rows
+        )
         places = [(kind, name, tuple(interval), file, f"{kind}/{name}") for kind, name, interval, _ in rows]
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places}
 
-    then = (
-        "The checkpoint is not complete and will not be resumed from; training state is unharmed. Free space or make the folder "
-        "writable."
-    )
-    reports = together(exchange, write_own, doing=f"write to {folder}", then=then)
-    return _manifest(reports, world_size, stage, optimizers)
+    pieces: list[Piece] = []
+    reports = together(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
+    return _manifest(reports, world_size, stage, optimizers), pieces
+
+
+def write_pieces(pieces: Sequence[Piece], folder: Path, exchange: Exchange) -> None:
+    """Writes this rank's pieces. Collective.
+
+    Raises:
+        CheckpointError: on every rank, with the reason of the first rank that failed.
+    """
+    together(exchange, lambda: write_all(pieces), doing=f"write to {folder}", then=_THEN)
 
 
 def _manifest(

@@ -36,6 +36,7 @@ from .resize import put_state_back, renew_resized, to_host
 from .room import refuse_unless_it_fits
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
+from .weights import OwnWeights, own_weights
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
@@ -239,6 +240,14 @@ class ZeroEngine:
         for bucket in self.buckets:
             bucket.follow_edits()
         fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of)
+
+    def parameters_in_buckets(self) -> list[nn.Parameter]:
+        """All that `own_weights` hands out parts of, on some rank."""
+        return [slot.parameter for buckets in self._parts.values() for bucket in buckets for slot in bucket.slots]
+
+    def own_weights(self) -> Iterator[OwnWeights]:
+        """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
+        return own_weights((bucket for buckets in self._parts.values() for bucket in buckets), self.groups)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every trained parameter."""

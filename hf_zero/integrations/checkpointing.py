@@ -5,18 +5,26 @@ from typing import Any
 
 from ..checkpoint.commit import seal
 from ..checkpoint.manifest import CheckpointError, Manifest
+from ..checkpoint.pieces import Piece
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.settings import plain_settings, restore_settings, same_groups
-from ..checkpoint.together import together
+from ..checkpoint.together import Exchange, together
 from ..checkpoint.verify import checkpoint_faults
-from ..checkpoint.writer import write_rows
+from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.engine import ZeroEngine
 
 ZERO_FOLDER = "zero"
 
 
-def write_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = True) -> Manifest:
-    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective.
+def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
+    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective."""
+    manifest, pieces = plan_state(engine, folder)
+    write_pieces(pieces, Path(folder), engine.transport.exchange)
+    return manifest
+
+
+def plan_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = True) -> tuple[Manifest, list[Piece]]:
+    """Makes the files of masters and optimizer state; returns the manifest to seal and this rank's part. Collective.
 
     Args:
         with_state: False writes none, for a checkpoint of the model alone.
@@ -25,7 +33,7 @@ def write_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = Tr
     # Ranks of a replicate group hold the same rows; the first of them writes.
     writes = with_state and groups.rank == groups.shard_rank
     rows = list(engine.state_rows()) if writes else []
-    return write_rows(
+    return plan_rows(
         Path(folder),
         rank=groups.rank,
         world_size=groups.world_size,
@@ -48,9 +56,15 @@ def write_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = Tr
 
 
 def seal_state(
-    engine: ZeroEngine, root: Path, manifest: Manifest, *, folder: str = ZERO_FOLDER, within: str = ""
+    engine: ZeroEngine,
+    root: Path,
+    manifest: Manifest,
+    *,
+    folder: str = ZERO_FOLDER,
+    within: str = "",
+    exchange: Exchange | None = None,
 ) -> None:
-    """Writes the manifest, which makes `root` a finished checkpoint. Collective."""
+    """Writes the manifest, which makes `root` a finished checkpoint. Collective, by `exchange` or the engine's own."""
     groups = engine.groups
     seal(
         root,
@@ -59,7 +73,7 @@ def seal_state(
         within=within,
         rank=groups.rank,
         world_size=groups.world_size,
-        exchange=engine.transport.exchange,
+        exchange=exchange or engine.transport.exchange,
     )
 
 

@@ -20,7 +20,7 @@ from .checkpointing import ZERO_FOLDER, load_engine
 from .frames import find_in_callers
 from .init import init
 from .plain_optimizer import load_plain_optimizer
-from .trainer_checkpoints import checkpoint_to_resume, save_checkpoint
+from .trainer_checkpoints import CheckpointSaver, checkpoint_to_resume
 
 logger = logging.get_logger(__name__)
 
@@ -44,18 +44,31 @@ def _with_engine(kind: type[Trainer]) -> type[Trainer]:
 class ZeroTrainerMixin:
     """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
 
+    _checkpoint_saver: CheckpointSaver | None = None
+
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
         resume_from_checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
-        return super().train(
-            resume_from_checkpoint=resume_from_checkpoint,
-            trial=trial,
-            ignore_keys_for_eval=ignore_keys_for_eval,
-            **kwargs,
-        )
+        try:
+            return super().train(
+                resume_from_checkpoint=resume_from_checkpoint,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+                **kwargs,
+            )
+        except BaseException:
+            if self._checkpoint_saver is not None:
+                self._checkpoint_saver.give_up()
+            raise
+
+    def _finalize_training(self, *args, **kwargs):
+        # What follows looks for the checkpoints that there are.
+        if self._checkpoint_saver is not None:
+            self._checkpoint_saver.finish()
+        return super()._finalize_training(*args, **kwargs)
 
     def call_model_init(self, trial=None):
         with init(self.accelerator.zero_config):
@@ -74,6 +87,8 @@ class ZeroTrainerMixin:
             for verb, sent in report.bytes_by_verb().items():
                 logs[f"zero/{verb.replace('-', '_')}_mib"] = round(sent / 2**20, 3)
             logs["zero/wait_s"] = round(report.wait_seconds, 3)
+            if self._checkpoint_saver is not None and self._checkpoint_saver.stall_s is not None:
+                logs["zero/save_stall_s"] = round(self._checkpoint_saver.stall_s, 3)
             logs["zero/peak_mib"] = round(engine.memory_report().peak_bytes / 2**20, 1)
         super().log(logs, start_time)
 
@@ -94,8 +109,10 @@ class ZeroTrainerMixin:
         engine = _only_engine(self)
         if engine is None:
             super()._save_checkpoint(model, trial)
-        else:
-            save_checkpoint(self, engine, trial)
+            return
+        if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
+            self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
+        self._checkpoint_saver.save(trial)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)

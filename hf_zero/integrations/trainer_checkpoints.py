@@ -1,6 +1,11 @@
 """Trainer's checkpoints, each there whole or not at all, and resuming from the newest good one."""
 
 import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,42 +15,163 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..checkpoint.background import Background
 from ..checkpoint.commit import abandon, begin, clear_leftovers, commit, discard
-from ..checkpoint.manifest import CheckpointError
-from ..checkpoint.together import together
+from ..checkpoint.manifest import CheckpointError, Manifest
+from ..checkpoint.pieces import Piece, snapshot
+from ..checkpoint.together import Exchange, together
 from ..checkpoint.verify import Candidate, checkpoint_faults, find_good, newest_first
+from ..checkpoint.writer import write_pieces
+from ..comm.aside import Aside
+from ..config import AUTO
+from ..device import free_bytes
 from ..engine.engine import ZeroEngine
-from .checkpointing import ZERO_FOLDER, seal_state, state_bytes, write_state
+from .card_facts import write_run
+from .checkpointing import ZERO_FOLDER, plan_state, seal_state, state_bytes
+from .placed_weights import can_be_placed, plan_weights
 
 logger = logging.get_logger(__name__)
 
 LAST_GOOD = "last-good"
+_THEN = "The former checkpoints are as they were, and training state is unharmed."
 
 
-def save_checkpoint(trainer: Trainer, engine: ZeroEngine, trial: object) -> None:
-    """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+_PATIENCE_S = 10.0
+"""For the other ranks' part of a save, when an exception is ending this rank."""
 
-    Raises:
-        CheckpointError: on every rank, when one could not write. Former checkpoints and training state are unharmed;
-            with `checkpoint.on_failure: continue` it is a warning and training goes on.
+
+class CheckpointSaver:
+    """Saves one Trainer's checkpoints, one at a time: at once, or behind training from a copy. Made on all ranks.
+
+    Args:
+        stock_save: the `save_model` that the Trainer has below the engine's.
+
+    Attributes:
+        engine: whose state is saved.
+        stall_s: seconds for which the last save, and the wait for the one before, held training up.
     """
-    run_folder = Path(trainer._get_output_dir(trial=trial))
-    final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-    if trainer.hp_search_backend is None and trial is None:
-        trainer.store_flos()
-    former_best = trainer.state.best_model_checkpoint
-    try:
-        _write(trainer, engine, run_folder, final)
-    except CheckpointError as error:
-        trainer.state.best_model_checkpoint = former_best
-        if engine.config.checkpoint.on_failure == "stop":
+
+    def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
+        self._trainer = trainer
+        self.engine = engine
+        self._is_placed = can_be_placed(trainer, stock_save)
+        self._background = Background()
+        # A hub upload begins when Trainer's own save returns, and reads the folder.
+        self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
+        name = engine.transport.exchange(uuid.uuid4().hex)[0]
+        self._aside = Aside(engine.groups, name, engine.config.comm.timeout_s)
+        self._former_best: str | None = None
+        self.stall_s: float | None = None
+
+    def save(self, trial: object) -> None:
+        """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
+                and training state are unharmed; with `checkpoint.on_failure: continue` it is a warning and training goes on.
+        """
+        began_s = time.perf_counter()
+        self.finish()
+        trainer = self._trainer
+        run_folder = Path(trainer._get_output_dir(trial=trial))
+        final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        self._former_best = trainer.state.best_model_checkpoint
+        with self._on_failure():
+            self._save(run_folder, final)
+        self.stall_s = time.perf_counter() - began_s
+
+    def finish(self) -> None:
+        """Waits for the save behind training; raises what `save` raises. Collective."""
+        with self._on_failure():
+            self._background.finish()
+
+    def give_up(self) -> None:
+        """Lets a save behind training end, without waiting long for other ranks: an exception is ending this one."""
+        self._aside.hurry(_PATIENCE_S)
+        try:
+            self._background.finish()
+        except CheckpointError as error:
+            logger.warning(str(error))
+
+    @contextmanager
+    def _on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._trainer.state.best_model_checkpoint = self._former_best
+            if self.engine.config.checkpoint.on_failure == "stop":
+                raise
+            logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
+
+    def _save(self, run_folder: Path, final: Path) -> None:
+        engine, trainer = self.engine, self._trainer
+        exchange, rank = engine.transport.exchange, engine.groups.rank
+        temporary = begin(final, needed_bytes=state_bytes(engine), rank=rank, exchange=exchange)
+        try:
+            pieces = self._plan_model(temporary)
+            manifest, rows = plan_state(engine, temporary / ZERO_FOLDER, with_state=not trainer.args.save_only_model)
+            pieces += rows
+            _note_best(trainer, run_folder, final)
+            together(
+                exchange,
+                lambda: _write_the_rest(trainer, temporary),
+                doing=f"write trainer state to {temporary}",
+                then=_THEN,
+            )
+            now, later = snapshot(pieces, self._snapshot_bytes()) if self._is_async else (pieces, [])
+            write_pieces(now, temporary, exchange)
+        except CheckpointError:
+            abandon(temporary, rank=rank)
             raise
-        logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
-        return
-    if trainer.args.push_to_hub:
-        trainer._push_from_checkpoint(str(final))
-    if trainer.args.should_save:
-        _rotate(run_folder, final, limit=trainer.args.save_total_limit, best=trainer.state.best_model_checkpoint)
+        best = trainer.state.best_model_checkpoint
+        complete = partial(self._complete, manifest, later, temporary, final, best=best)
+        if self._is_async:
+            self._background.start(partial(complete, exchange=self._aside.exchange))
+        else:
+            complete(exchange=exchange)
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(str(final))
+
+    def _plan_model(self, temporary: Path) -> list[Piece]:
+        exchange = self.engine.transport.exchange
+        pieces = plan_weights(self._trainer, self.engine, temporary, exchange) if self._is_placed else None
+        if pieces is None:
+            together(
+                exchange,
+                lambda: self._trainer.save_model(str(temporary), _internal_call=True),
+                doing=f"write the model to {temporary}",
+                then=_THEN,
+            )
+        return pieces or []
+
+    def _snapshot_bytes(self) -> int:
+        wanted = self.engine.config.checkpoint.snapshot_bytes
+        return free_bytes(torch.device("cpu")) // 2 if wanted == AUTO else wanted
+
+    def _complete(
+        self,
+        manifest: Manifest,
+        pieces: list[Piece],
+        temporary: Path,
+        final: Path,
+        *,
+        best: str | None,
+        exchange: Exchange,
+    ) -> None:
+        engine, args = self.engine, self._trainer.args
+        rank = engine.groups.rank
+        try:
+            write_pieces(pieces, temporary, exchange)
+            pieces.clear()
+            seal_state(engine, temporary, manifest, exchange=exchange)
+            commit(temporary, final, rank=rank, exchange=exchange)
+        except CheckpointError:
+            abandon(temporary, rank=rank)
+            raise
+        if args.should_save:
+            _rotate(final.parent, final, limit=args.save_total_limit, best=best)
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | None) -> None:
@@ -62,32 +188,6 @@ def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | No
             discard(path)
         except OSError as error:
             logger.warning(f"hf_zero: {path} is above save_total_limit and could not be taken away: {error}")
-
-
-def _write(trainer: Trainer, engine: ZeroEngine, run_folder: Path, final: Path) -> None:
-    exchange, rank = engine.transport.exchange, engine.groups.rank
-    then = "The former checkpoints are as they were, and training state is unharmed."
-    temporary = begin(final, needed_bytes=state_bytes(engine), rank=rank, exchange=exchange)
-    try:
-        together(
-            exchange,
-            lambda: trainer.save_model(str(temporary), _internal_call=True),
-            doing=f"write the model to {temporary}",
-            then=then,
-        )
-        manifest = write_state(engine, temporary / ZERO_FOLDER, with_state=not trainer.args.save_only_model)
-        _note_best(trainer, run_folder, final)
-        together(
-            exchange,
-            lambda: _write_the_rest(trainer, temporary),
-            doing=f"write trainer state to {temporary}",
-            then=then,
-        )
-        seal_state(engine, temporary, manifest)
-        commit(temporary, final, rank=rank, exchange=exchange)
-    except CheckpointError:
-        abandon(temporary, rank=rank)
-        raise
 
 
 def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
@@ -114,6 +214,7 @@ def _write_the_rest(trainer: Trainer, folder: Path) -> None:
                 else:
                     held[name] = callback.state()
         trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        write_run(trainer, folder)
 
 
 def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | None:

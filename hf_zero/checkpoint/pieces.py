@@ -1,0 +1,129 @@
+"""safetensors files that several ranks fill at once: the header first, then each rank its own bytes in their place.
+
+The file has its full length from the start, so the disk's room for it is taken before the first byte is written, and no
+rank waits for another.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..device import allocate
+from .manifest import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+"""dtypes as the safetensors format spells them."""
+
+_ALIGNMENT_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A run of bytes of one file: `values`, 1-D and contiguous, belong at byte `offset` of `path`."""
+
+    path: Path
+    offset: int
+    values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
+
+    def write(self) -> None:
+        """Puts the values in their place. Raises `OSError`, and `CheckpointError` when the disk takes fewer bytes."""
+        if not self.nbytes:
+            return
+        # A file that exists: made by `lay_out`, whichever rank did that.
+        handle = os.open(self.path, os.O_WRONLY)
+        try:
+            left = memoryview(self.values.detach().cpu().view(torch.uint8).numpy())
+            at = self.offset
+            while left:
+                written = os.pwrite(handle, left, at)
+                if written == 0:
+                    raise CheckpointError(f"{self.path} takes no more bytes at {at}: {len(left)} are left to write")
+                left, at = left[written:], at + written
+        finally:
+            os.close(handle)
+
+
+def lay_out(
+    path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
+    """Makes a safetensors file of these tensors with nothing in it yet; returns the byte at which each begins.
+
+    Args:
+        tensors: name → dtype and shape.
+        metadata: what the header says beside them.
+
+    Raises:
+        OSError: no room, or no right to write there.
+        CheckpointError: a dtype that the format has no name for.
+    """
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    # Wide ones first, so that each begins at a multiple of its element.
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+        dtype, shape = tensors[name]
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files do not have")
+        begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    start = len(text) + 8
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, start + end)
+    return {name: start + entry["data_offsets"][0] for name, entry in header.items() if name in tensors}
+
+
+def write_all(pieces: Iterable[Piece]) -> None:
+    """Writes pieces one after the other."""
+    for piece in pieces:
+        piece.write()
+
+
+def snapshot(pieces: Sequence[Piece], most_bytes: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces that have to be written before their values change, and copies in host memory of the others.
+
+    Args:
+        most_bytes: that the copies may take.
+    """
+    fitting, used = 0, 0
+    for piece in pieces:
+        if used + piece.nbytes > most_bytes:
+            break
+        fitting, used = fitting + 1, used + _aligned(piece.nbytes)
+    arena = allocate(used, torch.uint8, torch.device("cpu"))
+    copies, at = [], 0
+    for piece in pieces[:fitting]:
+        values = arena[at : at + piece.nbytes].view(piece.values.dtype)
+        values.copy_(piece.values.detach())
+        copies.append(replace(piece, values=values))
+        at += _aligned(piece.nbytes)
+    return list(pieces[fitting:]), copies
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,66 @@
+"""Small values between the ranks beside the process group, for a thread that must not mix its messages into training's."""
+
+import pickle
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from .groups import Groups
+from .transport import CommunicationError
+
+_GLANCE = timedelta(seconds=0.5)
+
+
+class Aside:
+    """Exchanges by way of the store that the ranks were launched with, over a connection of their own.
+
+    Args:
+        name: the same on all ranks, and of this object alone.
+        timeout_s: how long an exchange waits for ranks that do not come.
+    """
+
+    def __init__(self, groups: Groups, name: str, timeout_s: float):
+        self._groups = groups
+        self._timeout_s = timeout_s
+        self._deadline_s = float("inf")
+        self._count = 0
+        if groups.world_size > 1:
+            # A store's connection serves one call at a time: a wait on a shared one would hold training up.
+            self._store = dist.PrefixStore(f"hf_zero/aside/{name}", _get_default_store().clone())
+
+    def hurry(self, seconds: float) -> None:
+        """From now on, gives up after `seconds`: this process wants to end."""
+        self._deadline_s = time.monotonic() + seconds
+
+    def exchange(self, value: object) -> list:
+        """Every rank's picklable value, in rank order.
+
+        Raises:
+            CommunicationError: a rank has not come in time.
+        """
+        if self._groups.world_size == 1:
+            return [value]
+        self._count += 1
+        self._store.set(self._key(self._groups.rank), pickle.dumps(value))
+        values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]
+        # All have come here, so all have read what was left at the place before.
+        self._store.delete_key(f"{self._count - 1}/{self._groups.rank}")
+        return values
+
+    def _key(self, rank: int) -> str:
+        return f"{self._count}/{rank}"
+
+    def _take(self, rank: int) -> object:
+        patience_s = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                self._store.wait([self._key(rank)], _GLANCE)
+                return pickle.loads(self._store.get(self._key(rank)))
+            except dist.DistStoreError as error:
+                if time.monotonic() > min(patience_s, self._deadline_s):
+                    raise CommunicationError(
+                        f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
+                        f"{self._timeout_s:.0f} s; its own error is the reason."
+                    ) from error

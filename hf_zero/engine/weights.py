@@ -1,0 +1,39 @@
+"""Which elements of which parameters this rank has to hand out, so that each is handed out once."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..comm.groups import Groups
+from ..layout.intervals import Interval
+from .buckets import Bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnWeights:
+    """A run of one parameter's elements, `interval`, row-major, and their values: 1-D, live."""
+
+    parameter: nn.Parameter
+    interval: Interval
+    values: torch.Tensor
+
+
+def own_weights(buckets: Iterable[Bucket], groups: Groups) -> Iterator[OwnWeights]:
+    """This rank's part of every parameter that lies in a bucket.
+
+    Ranks of a replicate group hold the same part; the first of them hands it out.
+    """
+    if groups.rank != groups.shard_rank:
+        return
+    for bucket in buckets:
+        for slot in bucket.slots:
+            common = slot.interval.intersect(bucket.own_interval)
+            if common is not None:
+                in_own = common.shift(-bucket.own_interval.start)
+                yield OwnWeights(
+                    parameter=slot.parameter,
+                    interval=common.shift(-slot.interval.start),
+                    values=bucket.own[in_own.start : in_own.stop],
+                )
