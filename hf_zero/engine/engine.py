@@ -90,9 +90,9 @@ class ZeroEngine:
         alone = self.groups.world_size == 1
         self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
         self._buffers.broadcast()
-        self._parts = self._build(owner)
         self.tier = choose_tier(self.config.offload, self.device)
         refuse_unless_it_fits(self.config, owner, optimizers, self.groups, self.transport)
+        self._parts = self._build(owner)
         self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
@@ -368,6 +368,7 @@ class ZeroEngine:
                 bucket_numel=bucket_numel,
                 first_index=count,
                 device=self.device,
+                tier=self.tier,
                 prepare=self._start_alike,
             )
             count += len(buckets)
@@ -377,7 +378,6 @@ class ZeroEngine:
         for parameter in self.model.parameters():
             if parameter not in taken:
                 self._start_alike(parameter)
-                tier=self.tier,
                 cast_as_wanted(parameter)
         return built
 
