@@ -11,12 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_zero.kernels import statistics
+from hf_zero.kernels import adamw, lion, sgd, statistics, stepping
 from hf_zero.kernels.lazy import Kernel
 
 ARCHITECTURES = (80, 90)
@@ -24,12 +25,12 @@ ARCHITECTURES = (80, 90)
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """The most that a kernel may use, and the narrowest access to global memory (bits a thread) that it may have."""
+    """The most that a kernel may use, and exactly how many accesses of which width (bits a thread) to global memory it has."""
 
     registers: int
     shared_bytes: int = 0
-    load_bits: int
-    store_bits: int
+    loads: Mapping[str, int]
+    stores: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,22 +67,61 @@ CASES = {
         types={"flat": f"*{dtype}", "squares": "*fp32", "counts": "*i32", "numel": "i64"},
         constants={"PART": statistics.PART_NUMEL, "BLOCK": statistics.BLOCK_NUMEL},
         num_warps=8,
-        promise=Promise(registers=64, shared_bytes=32, load_bits=128, store_bits=32),
+        promise=Promise(registers=64, shared_bytes=32, loads={"128": loads}, stores={"32": 2}),
     )
-    for dtype in ("fp32", "bf16", "fp16")
+    for dtype, loads in (("fp32", 4), ("bf16", 2), ("fp16", 2))
 }
 CASES["sum_of_parts"] = Case(
     kernel=statistics._sum_of_parts,
     types={"squares": "*fp32", "counts": "*i32", "out": "*fp64", "parts": "i32"},
     constants={"STEPS": 2, "BLOCK": statistics.PARTS_A_STEP},
-    promise=Promise(registers=40, shared_bytes=32, load_bits=128, store_bits=64),
+    promise=Promise(registers=40, shared_bytes=32, loads={"128": 8}, stores={"64": 2}),
 )
 CASES["scalars"] = Case(
     kernel=statistics._scalars,
     types={"statistics": "*fp64", "inverse_scale": "*fp32", "out": "*fp32", "max_norm": "fp32"},
     num_warps=1,
-    promise=Promise(registers=32, load_bits=32, store_bits=32),
+    promise=Promise(registers=32, loads={"64": 2, "32": 1}, stores={"32": 4}),
 )
+
+
+def step_case(
+    kernel: Kernel, dtypes: Mapping[str, str], numbers: Sequence[str], constants: Mapping[str, Any], registers: int
+) -> Case:
+    """An optimizer's kernel with multiplier and found_inf, which are its two narrow loads.
+
+    Each tensor of `dtypes` is read but the copy and written but the gradient, four elements a thread at a time.
+    """
+    scalars = {"multiplier": "*fp32", "found_inf": "*fp32"}
+    widths = {name: "128" if dtype == "fp32" else "64" for name, dtype in dtypes.items()}
+    loads = Counter(width for name, width in widths.items() if name != "copy") + Counter({"32": len(scalars)})
+    return Case(
+        kernel=kernel,
+        types={k: f"*{v}" for k, v in dtypes.items()} | scalars | {"numel": "i64"} | dict.fromkeys(numbers, "fp32"),
+        constants={"BLOCK": stepping.BLOCK_NUMEL, "INTERPRETED": False, **constants},
+        num_warps=stepping.NUM_WARPS,
+        promise=Promise(
+            registers=registers,
+            loads=loads,
+            stores=Counter(width for name, width in widths.items() if name != "gradient"),
+        ),
+    )
+
+
+ADAMW_NUMBERS = ("decay", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_bias2_sqrt", "eps")
+LION_NUMBERS = ("decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr")
+SGD_NUMBERS = ("weight_decay", "kept", "added", "momentum", "lr")
+MASTER = {"weights": "fp32", "gradient": "bf16", "copy": "bf16"}
+PLAIN = {"weights": "fp32", "gradient": "fp32"}
+
+for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights": "bf16", "gradient": "bf16"})):
+    none = {} if "copy" in dtypes else {"copy": None}
+    moments = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+    CASES[f"adamw {title}"] = step_case(adamw._adamw, dtypes | moments, ADAMW_NUMBERS, none, registers=40)
+    CASES[f"lion {title}"] = step_case(lion._lion, dtypes | {"exp_avg": "fp32"}, LION_NUMBERS, none, registers=32)
+    CASES[f"sgd {title}"] = step_case(
+        sgd._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
+    )
 
 
 def compile_case(case: Case, architecture: int) -> Figures:
@@ -128,19 +168,19 @@ def read_figures(cubin: bytes, shared_bytes: int) -> Figures:
 
 def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
     """How many of an opcode's instructions move 8, 16, 32, 64 or 128 bits a thread."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for name in instructions:
         if name.split(".")[0] == opcode:
             width = next((part for part in name.split(".") if part in ("U8", "S8", "U16", "64", "128")), "32")
             width = {"U8": "8", "S8": "8", "U16": "16"}.get(width, width)
-            counts[width] = counts.get(width, 0) + 1
+            counts[width] += 1
     return counts
 
 
 def main() -> None:
     json.dump(
         {
-            name: {str(architecture): asdict(compile_case(case, architecture)) for architecture in ARCHITECTURES}
+            name: {str(architecture): vars(compile_case(case, architecture)) for architecture in ARCHITECTURES}
             for name, case in CASES.items()
         },
         sys.stdout,

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
+from optimizer_steps import STEPPERS, Stepper, make_tensors, worst_error
 
 from hf_zero.kernels import statistics
 
@@ -102,6 +103,71 @@ def step_scalars_are_the_references_bit_for_bit():
                 found = statistics.scalars_triton(given, max_norm, inverse_scale)
                 expected = statistics.scalars_reference(given, max_norm, inverse_scale)
                 assert same_bits(found, expected), (sums, max_norm, inverse_scale, found, expected)
+
+
+def step_guarded(
+    stepper: Stepper,
+    tensors: list[torch.Tensor],
+    copy_dtype: torch.dtype | None,
+    multiplier: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Steps the Triton form between canaries and the reference beside it; what the former wrote, the copy at the end."""
+    guard = Guarded()
+    mine, its = [guard.of(tensor) for tensor in tensors], [tensor.clone() for tensor in tensors]
+    copies = [None, None] if copy_dtype is None else [guard.of(torch.zeros(len(its[0]), dtype=copy_dtype)), None]
+    if copy_dtype is not None:
+        copies[1] = copies[0].clone()
+    stepper.step(stepper.triton, mine, copies[0], multiplier, found_inf)
+    stepper.step(stepper.reference, its, copies[1], multiplier, found_inf)
+    guard.check()
+    for name, found, expected in zip(["weights", "gradient", "state", "state"], mine, its):
+        assert same_bits(found, expected), (name, found, expected)
+    assert copy_dtype is None or same_bits(*copies), copies
+    return mine if copy_dtype is None else [*mine, copies[0]]
+
+
+@check
+def optimizers_are_their_references_bit_for_bit_and_near_float64():
+    multiplier = torch.tensor([0.25])
+    for name, stepper in STEPPERS.items():
+        for numel in SIZES:
+            tensors = make_tensors(stepper, numel, torch.float32, torch.float32)
+            after = step_guarded(stepper, tensors, None, multiplier)
+            error = worst_error(stepper, tensors, after, 0.25)
+            assert error <= 2, (name, numel, error)
+
+
+@check
+def optimizers_take_and_give_every_dtype():
+    for stepper in STEPPERS.values():
+        for gradient in DTYPES:
+            for copy in DTYPES:
+                weights, *_, written = step_guarded(stepper, make_tensors(stepper, 1000, torch.float32, gradient), copy)
+                assert torch.equal(weights.to(copy), written)
+        for weights in (torch.bfloat16, torch.float16):
+            step_guarded(stepper, make_tensors(stepper, 1000, weights, weights), None)
+
+
+@check
+def optimizers_write_nothing_where_found_inf_is_set():
+    for stepper in STEPPERS.values():
+        tensors = make_tensors(stepper, 1000, torch.float32, torch.bfloat16)
+        tensors[1][17] = float("nan")
+        stopped = step_guarded(stepper, tensors, torch.bfloat16, found_inf=torch.tensor([1.0]))
+        for before, after in zip(tensors, stopped):
+            assert same_bits(before, after)
+        assert not stopped[-1].any()
+        stepped = step_guarded(stepper, tensors, torch.bfloat16, found_inf=torch.tensor([0.0]))
+        assert not same_bits(stepped[0], tensors[0]) and stepped[-1].any()
+
+
+@check
+def optimizers_carry_what_is_not_finite():
+    for stepper in STEPPERS.values():
+        tensors = make_tensors(stepper, 128, torch.float32, torch.float32)
+        tensors[1][:3] = torch.tensor([math.nan, math.inf, -math.inf])
+        step_guarded(stepper, tensors, torch.bfloat16)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 class Kernel:
     """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) when it is launched.
 
-    The function may name `tl` (triton.language) and other kernels of its file.
+    The function may name `tl` (triton.language) and other kernels that its file knows.
 
     Raises:
         ImportError: at the first launch, where triton is not installed.

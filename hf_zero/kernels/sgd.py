@@ -1,0 +1,168 @@
+"""SGD with momentum over a flat shard: unscaling, clipping, the update and the cast in one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .choose import runs_triton
+from .lazy import ceil_div, is_interpreted, kernel
+from .rounding import rounded
+from .stepping import BLOCK_NUMEL, NUM_WARPS, check_step_tensors, unscaled, write
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD:
+    """One step's settings. `first_step` starts the momentum buffer: it becomes the gradient, without dampening."""
+
+    lr: float
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    first_step: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError(
+                f"hf_zero: Nesterov momentum with momentum {self.momentum} and dampening {self.dampening}; as in torch it "
+                "needs a momentum above 0 and no dampening. Change those or pass nesterov=False."
+            )
+
+    def scalars(self) -> tuple[float, ...]:
+        """weight decay, share of the old buffer, share of the gradient, momentum, lr."""
+        kept, added = (0.0, 1.0) if self.first_step else (self.momentum, 1 - self.dampening)
+        return self.weight_decay, kept, added, self.momentum, self.lr
+
+
+def sgd(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    settings: SGD,
+    copy: torch.Tensor | None = None,
+    multiplier: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """Steps in place, by the formula of `torch.optim.SGD` (torch/optim/sgd.py, `_single_tensor_sgd`).
+
+    With lr, weight decay d and momentum mu, on all steps but the first:
+
+        g <- gradient * multiplier + d * w
+        b <- mu * b + (1 - dampening) * g
+        w <- w - lr * (g + mu * b if nesterov else b)
+
+    Arithmetic is float32, each operation rounded by itself; torch's own forms fuse some of them, so last digits differ.
+
+    Args:
+        weights: flat, the float32 master, or the parameters themselves in float32, bfloat16 or float16.
+        gradient: same numel; float32, bfloat16 or float16. Only read.
+        momentum_buffer: same numel, float32, finite before its first step. None exactly where momentum is 0.
+        copy: same numel, any of the three dtypes; gets the new weights, to the nearest. None for no copy.
+        multiplier: one float32 element on the device, `step_scalars`' MULTIPLIER. None for 1.
+        found_inf: one float32 element on the device. Where it is not 0 nothing is written. None to step always.
+
+    Raises:
+        ValueError: a tensor does not fit.
+    """
+    if (momentum_buffer is None) != (settings.momentum == 0):
+        raise ValueError(
+            f"hf_zero: momentum is {settings.momentum} and there is {'no' if momentum_buffer is None else 'a'} momentum "
+            "buffer; there must be one exactly where momentum is not 0. Pass a float32 buffer of zeros, or None."
+        )
+    scalars = {"multiplier": multiplier, "found_inf": found_inf}
+    check_step_tensors(weights, gradient, {"momentum_buffer": momentum_buffer}, copy, scalars)
+    form = sgd_triton if runs_triton(weights.device) else sgd_reference
+    form(weights, gradient, momentum_buffer, settings, copy, multiplier, found_inf)
+
+
+def sgd_reference(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    settings: SGD,
+    copy: torch.Tensor | None,
+    multiplier: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """`sgd` in torch, bit for bit the kernel's arithmetic."""
+    weight_decay, kept, added, momentum, lr = settings.scalars()
+    w = weights.float()
+    g = unscaled(gradient, multiplier) + w * weight_decay
+    if momentum_buffer is None:
+        write([(weights, w - g * lr), (copy, w - g * lr)], found_inf)
+        return
+    b = momentum_buffer * kept + g * added
+    w = w - (g + b * momentum if settings.nesterov else b) * lr
+    write([(weights, w), (momentum_buffer, b), (copy, w)], found_inf)
+
+
+def sgd_triton(
+    weights: torch.Tensor,
+    gradient: torch.Tensor,
+    momentum_buffer: torch.Tensor | None,
+    settings: SGD,
+    copy: torch.Tensor | None,
+    multiplier: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    """`sgd` in one launch."""
+    numel = weights.numel()
+    if numel:
+        _sgd[(ceil_div(numel, BLOCK_NUMEL),)](
+            weights,
+            gradient,
+            momentum_buffer,
+            copy,
+            multiplier,
+            found_inf,
+            numel,
+            *settings.scalars(),
+            NESTEROV=settings.nesterov,
+            BLOCK=BLOCK_NUMEL,
+            INTERPRETED=is_interpreted(),
+            num_warps=NUM_WARPS,
+        )
+
+
+@kernel
+def _sgd(
+    weights,
+    gradient,
+    momentum_buffer,
+    copy,
+    multiplier,
+    found_inf,
+    numel,
+    weight_decay,
+    kept,
+    added,
+    momentum,
+    lr,
+    NESTEROV: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    if found_inf is not None:
+        mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
+    g = tl.load(gradient + offsets, mask=mask).to(tl.float32)
+    if multiplier is not None:
+        g = g * tl.load(multiplier)
+    w = tl.load(weights + offsets, mask=mask).to(tl.float32)
+    g = g + w * weight_decay
+    update = g
+    if momentum_buffer is not None:
+        b = tl.load(momentum_buffer + offsets, mask=mask) * kept + g * added
+        tl.store(momentum_buffer + offsets, b, mask=mask)
+        update = g + b * momentum if NESTEROV else b
+    w = w - update * lr
+    tl.store(weights + offsets, rounded(w, weights.dtype.element_ty, INTERPRETED), mask=mask)
+    if copy is not None:
+        tl.store(copy + offsets, rounded(w, copy.dtype.element_ty, INTERPRETED), mask=mask)
