@@ -1,4 +1,4 @@
-"""The command `hf-zero`: look at checkpoints, check them, and make model folders of them."""
+"""The command `hf-zero`: look at checkpoints, check them, make model folders of them, and push those to the Hub."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import torch
 import typer
+from huggingface_hub import HfApi
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
@@ -16,7 +17,11 @@ from ..checkpoint.manifest import CheckpointError, Manifest
 from ..checkpoint.verify import checkpoint_faults
 from ..config import ConfigError, parse_bytes
 from ..engine.reports import mib
+from .card import CARD_NAME, write_card
+from .card_facts import card_facts
 from .checkpointing import ZERO_FOLDER
+from .hub import Destination, HubError
+from .push import push_model
 from .weights import consolidate as consolidate_weights
 from .weights import is_checkpoint_of_ours, saved_tensors, weight_faults
 
@@ -93,6 +98,41 @@ def consolidate(
     _console.print(f"{out}: {', '.join(files)}", markup=False, highlight=False, soft_wrap=True)
 
 
+@app.command()
+def push(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a model folder.")],
+    repo_id: Annotated[str, typer.Argument(help="Such as me/my-model; made when it is not there.")],
+    private: Annotated[bool | None, typer.Option(help="Of a repository that is made; the account's default.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, made when it is not there; main by default.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
+) -> None:
+    """Uploads the model to the Hub with a model card, and compares what arrived. Takes the token of `hf auth login`."""
+    with _said_plainly(), _progress_bar("Writing weights") as show:
+        commit = push_model(
+            checkpoint,
+            Destination(repo_id=repo_id, private=private, revision=revision),
+            api=HfApi(library_name="hf_zero"),
+            dtype=None if dtype is None else getattr(torch, dtype.value),
+            max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
+            on_progress=show,
+        )
+    _console.print(str(commit.commit_url), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def card(
+    folder: Folder,
+    name: Annotated[str | None, typer.Option(help="The card's heading; the folder's name by default.")] = None,
+) -> None:
+    """Writes README.md and loss.png to the folder, from what its files tell. A card of another hand stays."""
+    with _said_plainly():
+        written = write_card(folder, card_facts(folder), name=name or folder.resolve().name)
+        if not written:
+            raise CheckpointError(f"hf_zero: {folder / CARD_NAME} is not one of ours and stays as it is.")
+    _console.print(str(folder / CARD_NAME), markup=False, highlight=False, soft_wrap=True)
+
+
 def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:
     kinds = sorted({kind for kinds in manifest.kinds.values() for kind in kinds})
     optimizers = ", ".join(optimizer["class"] for optimizer in manifest.optimizers) or "none"
@@ -125,7 +165,7 @@ def _said_plainly() -> Iterator[None]:
     """Turns our own errors, and a disk's, into one line and exit status 1."""
     try:
         yield
-    except (CheckpointError, ConfigError, OSError) as error:
+    except (CheckpointError, ConfigError, HubError, OSError) as error:
         _errors.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
 

@@ -16,11 +16,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ..checkpoint.manifest import Manifest
 from ..engine.engine import ZeroEngine
 from ..engine.reference import engine_attached_to
+from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, load_engine
 from .frames import find_in_callers
 from .init import init
 from .plain_optimizer import load_plain_optimizer
 from .trainer_checkpoints import CheckpointSaver, checkpoint_to_resume
+from .trainer_push import push_checkpoint, push_output, write_trainer_card
 
 logger = logging.get_logger(__name__)
 
@@ -98,12 +100,50 @@ class ZeroTrainerMixin:
             for other in self.accelerator.zero_engines:
                 other.finish_parameters()
             super().save_model(output_dir, _internal_call=_internal_call)
+            if engine is not None and self.args.should_save:
+                write_run(self, Path(output_dir or self.args.output_dir))
             return
         state_dict = engine.whole_state_dict(wanted=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+            write_run(self, Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ):
+        if _only_engine(self) is None:
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        # Collective at stage 3; all that follows is the first rank's.
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        return push_output(self, message=commit_message, blocking=blocking, token=token, revision=revision)
+
+    def create_model_card(self, language=None, license=None, tags=None, model_name=None, **said) -> None:
+        if _only_engine(self) is None:
+            super().create_model_card(language, license, tags, model_name, **said)
+        elif self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
+            write_trainer_card(self, folder, facts_of=folder, **said)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if _only_engine(self) is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        elif self.is_world_process_zero():
+            push_checkpoint(self, Path(checkpoint_folder))
 
     def _save_checkpoint(self, model, trial) -> None:
         engine = _only_engine(self)

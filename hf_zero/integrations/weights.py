@@ -17,8 +17,19 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..checkpoint.manifest import CheckpointError
 from .checkpointing import ZERO_FOLDER
 
-_OF_THE_RUN = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "trainer_state.json", "training_args.bin")
-"""Files that continue a run and are no part of the model."""
+RUN_NAME = "training_run.json"
+"""Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
+
+_OF_THE_RUN = (
+    "optimizer.pt",
+    "optimizer.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "trainer_state.json",
+    "training_args.bin",
+    RUN_NAME,
+)
+"""Files that continue or describe a run and are no part of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,12 +174,7 @@ def consolidate(
         (out / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
     weights = {*weight_files(checkpoint), SAFE_WEIGHTS_INDEX_NAME}
     for path in checkpoint.iterdir():
-        if (
-            path.is_file()
-            and path.name not in weights
-            and path.name not in _OF_THE_RUN
-            and "rng_state" not in path.name
-        ):
+        if path.is_file() and path.name not in weights and not is_of_the_run(path.name):
             shutil.copy2(path, out / path.name)
     if dtype is not None and (out / "config.json").is_file():
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
@@ -206,6 +212,11 @@ def _read(folder: Path, shard: list[SavedTensor], dtype: torch.dtype | None) -> 
                     cast = dtype is not None and values.is_floating_point()
                     read[tensor.name] = values.to(dtype) if cast else values
     return read
+
+
+def is_of_the_run(name: str) -> bool:
+    """Whether a file of this name continues or describes a run, and is no part of the model."""
+    return name in _OF_THE_RUN or "rng_state" in name
 
 
 def is_checkpoint_of_ours(folder: Path) -> bool:

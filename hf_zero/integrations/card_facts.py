@@ -1,0 +1,246 @@
+"""What is known of a training run, for its model card: read from the JSON that lies in its folder, never from a pickle.
+
+A fact that no file has is absent here, and so from the card.
+"""
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import Trainer
+
+from ..checkpoint.manifest import CheckpointError, Manifest
+from ..engine.reference import engine_attached_to
+from .checkpointing import ZERO_FOLDER
+from .weights import RUN_NAME, saved_tensors
+
+_ARGUMENTS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "num_train_epochs",
+    "max_steps",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "optim",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "label_smoothing_factor",
+    "bf16",
+    "fp16",
+    "gradient_checkpointing",
+    "seed",
+)
+_SPEED = {
+    "train_runtime": "training, s",
+    "train_samples_per_second": "samples a second",
+    "train_steps_per_second": "steps a second",
+}
+_LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """A run's facts as a card shows them. An empty mapping or None is what nobody knows.
+
+    Attributes:
+        losses, eval_losses: (step, value) in the order of logging; finite values only.
+    """
+
+    base_model: str | None
+    model: dict[str, Any]
+    data: dict[str, Any]
+    metrics: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    zero: dict[str, Any]
+    hardware: dict[str, Any]
+    versions: dict[str, str]
+    measured: dict[str, Any]
+    losses: tuple[tuple[int, float], ...]
+    eval_losses: tuple[tuple[int, float], ...]
+
+
+def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None) -> CardFacts:
+    """What the files of a checkpoint or model folder tell.
+
+    Args:
+        history: a Trainer's `state.log_history`, where it is newer than the folder's; None reads the folder's.
+
+    Raises:
+        CheckpointError: a file that is there cannot be read.
+    """
+    run, state = _read(folder / RUN_NAME), _read(folder / "trainer_state.json")
+    if history is None:
+        history = state.get("log_history") or []
+    manifest = Manifest.read(folder / ZERO_FOLDER) if (folder / ZERO_FOLDER).is_dir() else None
+    arguments = dict(run.get("arguments") or {})
+    zero = dict(run.get("zero") or {})
+    if manifest is not None:
+        zero = {"stage": manifest.stage, "ranks": manifest.world_size} | zero
+        arguments = arguments or _of_optimizers(manifest)
+    base_model = run.get("base_model")
+    return CardFacts(
+        base_model=base_model if _is_repo_id(base_model) else None,
+        model=_model(folder),
+        data=dict(run.get("data") or {}),
+        metrics=_metrics(history),
+        hyperparameters=arguments | _progress(state, history),
+        zero=zero,
+        hardware=dict(run.get("hardware") or {}),
+        versions=dict(run.get("versions") or (manifest.versions if manifest is not None else {})),
+        measured=_measured(history),
+        losses=_series(history, "loss"),
+        eval_losses=_series(history, "eval_loss"),
+    )
+
+
+def write_run(trainer: Trainer, folder: Path) -> None:
+    """Writes what no other file of a Trainer's folder tells, so that a card can be made of the folder alone."""
+    args = trainer.args
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    engine = engine_attached_to(model)
+    base_model = getattr(getattr(model, "config", None), "_name_or_path", None)
+    run = {
+        "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
+        "arguments": {name: getattr(args, name) for name in _ARGUMENTS if getattr(args, name, None) is not None},
+        "zero": {} if engine is None else _settings(engine.config.to_dict()) | {"ranks": args.world_size},
+        "data": _data(trainer),
+        "hardware": _hardware(args.world_size),
+        "versions": {"python": platform.python_version(), **_versions()},
+    }
+    (folder / RUN_NAME).write_text(json.dumps(run, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def _settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as one level of dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _settings(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _data(trainer: Trainer) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for what, dataset in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
+        if hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):
+            data[f"{what} rows"] = len(dataset)
+    builder = getattr(trainer.train_dataset, "builder_name", None)
+    # A builder named after a file format says nothing about the data.
+    if builder and builder not in ("generator", "json", "csv", "text", "parquet", "arrow", "pandas"):
+        data = {"dataset": getattr(trainer.train_dataset.info, "dataset_name", None) or builder, **data}
+    return data
+
+
+def _hardware(world_size: int) -> dict[str, Any]:
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return {
+            "devices": f"{world_size} x {device.name}",
+            "memory of a device, GiB": round(device.total_memory / 2**30, 1),
+        }
+    return {"devices": f"CPU ({platform.machine()}), {world_size} ranks", "cores of the machine": os.cpu_count()}
+
+
+def _versions() -> dict[str, str]:
+    return {library: importlib.metadata.version(library) for library in _LIBRARIES}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"hf_zero: {path} cannot be read ({error}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"hf_zero: {path} holds {type(content).__name__}, where a mapping is due.")
+    return content
+
+
+def _is_repo_id(name: object) -> bool:
+    if not isinstance(name, str) or not name:
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _model(folder: Path) -> dict[str, Any]:
+    config = _read(folder / "config.json")
+    model: dict[str, Any] = {}
+    if config.get("architectures"):
+        model["architecture"] = ", ".join(config["architectures"])
+    if (folder / "adapter_config.json").is_file():
+        return model
+    tensors = saved_tensors(folder)
+    model["parameters"] = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+    model["saved as"] = ", ".join(sorted({tensor.dtype for tensor in tensors}))
+    return model
+
+
+def _of_optimizers(manifest: Manifest) -> dict[str, Any]:
+    """Settings that all groups of a lone optimizer share; a scheduler has moved the learning rate, so it is left out."""
+    if len(manifest.optimizers) != 1:
+        return {}
+    optimizer = manifest.optimizers[0]
+    first, *others = [group["settings"] for group in optimizer["groups"]]
+    shared = {
+        name: first[name]
+        for name in ("betas", "eps", "momentum", "weight_decay")
+        if name in first and all(other.get(name) == first[name] for other in others)
+    }
+    started = {"learning_rate": first["initial_lr"]} if "initial_lr" in first else {}
+    return {"optim": optimizer["class"], **started, **shared}
+
+
+def _progress(state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    last = history[-1] if history else {}
+    reached = {"steps trained": last.get("step", state.get("global_step")), "epochs trained": last.get("epoch")}
+    return {name: value for name, value in reached.items() if value is not None}
+
+
+def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last evaluation, and the last training loss."""
+    metrics: dict[str, Any] = {}
+    for entry in reversed(history):
+        if "loss" in entry:
+            metrics = {"training loss, last logged": entry["loss"]}
+            break
+    for entry in reversed(history):
+        evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
+        if evaluated:
+            timing = ("_runtime", "_per_second", "_preparation_time")
+            return metrics | {name: value for name, value in evaluated.items() if not name.endswith(timing)}
+    return metrics
+
+
+def _measured(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    measured: dict[str, Any] = {}
+    peaks = [entry["zero/peak_mib"] for entry in history if "zero/peak_mib" in entry]
+    if peaks:
+        measured["peak memory of the first rank, MiB"] = max(peaks)
+    for entry in history:
+        measured |= {said: entry[name] for name, said in _SPEED.items() if name in entry}
+    return measured
+
+
+def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
+    found = [(entry.get("step"), entry[name]) for entry in history if name in entry]
+    return tuple((step, float(value)) for step, value in found if isinstance(step, int) and math.isfinite(float(value)))
