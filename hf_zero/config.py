@@ -73,16 +73,32 @@ class OffloadConfig:
     """Where a shard's state lives; `none` is the training device."""
 
     optimizer: str = "none"
-    """Optimizer state, masters and the reduced gradient: `cpu` is host memory, where the step then runs, too."""
+    """Optimizer state, masters and the reduced gradient: `cpu` is host memory, where the step then runs, too; `nvme` keeps
+    state and masters in files below `nvme_path`, and steps a bucket at a time."""
     params: str = "none"
     activations: str = "none"
     ratio: float = 1.0
     """The part of the state that `optimizer` moves away."""
+    nvme_path: str | None = None
+    """A folder on a local disk, on every host; it is looked for when the engine is built."""
+    window: int = 2
+    """`nvme`: buckets whose state is on its way from or to the disk while another is stepped."""
 
     def __post_init__(self):
         _one_of("offload.optimizer", self.optimizer, ("none", "cpu", "nvme"))
-        if self.optimizer == "nvme":
-            raise _not_built("offload.optimizer", "nvme", "use cpu: state lives in host memory")
+        if self.nvme_path is not None and (not isinstance(self.nvme_path, str) or not self.nvme_path):
+            raise _refuse("offload.nvme_path", self.nvme_path, "the path of a folder")
+        if self.optimizer == "nvme" and self.nvme_path is None:
+            raise ConfigError(
+                "hf_zero config: `offload.optimizer: nvme` needs `offload.nvme_path`: a folder on a local NVMe disk."
+            )
+        if self.optimizer != "nvme" and self.nvme_path is not None:
+            raise ConfigError(
+                f"hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` (optimizer is {self.optimizer}). Set that, "
+                "or leave the path out."
+            )
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise _refuse("offload.window", self.window, "a whole number from 1")
         for name, stays in (("params", "parameters stay"), ("activations", "activations stay")):
             value = getattr(self, name)
             _one_of(f"offload.{name}", value, ("none", "cpu", "nvme"))

@@ -39,7 +39,7 @@ with ranks_together():
 
 def test_every_config_is_there():
     plain = ["zero0.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml"]
-    offloaded = ["zero2_offload_cpu.yaml"]
+    offloaded = ["zero2_offload_cpu.yaml", "zero3_nvme.yaml"]
     assert [path.name for path in ZERO_CONFIGS] == sorted(plain + offloaded)
     assert [path.stem for path in ACCELERATE_CONFIGS] == ["cpu2", "eight_gpus", "one_gpu", "two_nodes"]
 

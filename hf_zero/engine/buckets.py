@@ -83,6 +83,7 @@ class Bucket:
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
         whole: this rank's rows are the parameters themselves.
+        is_away: the master is in a file; `master` and the rows then have its shape and no memory.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Bucket:
         self.precision = precision
         self.memory = memory
         self.whole = whole
+        self.is_away = False
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
         self.flat, self.own = memory.flat, memory.own
@@ -145,7 +147,8 @@ class Bucket:
 
     def follow_edits(self) -> None:
         """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
-        for row in self.rows:
+        # Seen when the master is back.
+        for row in self.rows if not self.is_away else ():
             slot = row.slot
             if self.precision.has_master and slot.parameter._version != slot.version:
                 row.of(self.master).copy_(row.of(self.own))
@@ -162,8 +165,23 @@ class Bucket:
 
     def write_back(self) -> None:
         """The updated master into this rank's shard of the parameters."""
-        if self.precision.has_master:
+        if self.precision.has_master and not self.is_away:
             self.own.copy_(self.master)
+
+    def bring(self, master: torch.Tensor) -> None:
+        """Has the master, (shard_numel,), in memory again."""
+        self._hang_master(master)
+        self.is_away = False
+
+    def put_away(self, stand_in: torch.Tensor) -> None:
+        """Leaves the master to a file. `stand_in`: a 0-d tensor of its dtype."""
+        self._hang_master(stand_in.expand(self.layout.shard_numel))
+        self.is_away = True
+
+    def _hang_master(self, master: torch.Tensor) -> None:
+        self.master = master
+        for row in self.rows:
+            row.tensor.data = row.of(master)
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:
         as_loaded = slot.parameter.detach()

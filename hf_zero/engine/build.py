@@ -122,6 +122,7 @@ def build_buckets(
     device: torch.device,
     tier: Tier,
     prepare: Callable[[nn.Parameter], None],
+    settle: Callable[[Bucket], None],
 ) -> list[Bucket]:
     """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
 
@@ -129,6 +130,7 @@ def build_buckets(
         bucket_numel: elements a bucket should not pass.
         tier: where masters live.
         prepare: called with each parameter before its values are taken.
+        settle: called with each bucket when it is built.
     """
     parameter_of = dict(part.parameters)
     specs = [
@@ -154,6 +156,7 @@ def build_buckets(
                 tier=tier,
             )
         )
+        settle(buckets[-1])
     return buckets
 
 

@@ -21,7 +21,7 @@ from .clip import clamp_values, scale_to_norm, total_norm
 from .elementwise import refuse_unless_elementwise
 from .gradient_store import BufferPool, GradientStore, PooledGradients, ReplicatedGradients, WholeGradients
 from .gradients import Gradients
-from .homes import Homes
+from .homes import Homes, refuse_unfrozen
 from .hooks import WeakHook
 from .loaded import cast_as_wanted, is_loaded
 from .look import Look
@@ -33,7 +33,7 @@ from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
 from .resize import put_state_back, renew_resized, to_host
-from .room import refuse_unless_it_fits
+from .room import choose_holder, refuse_unless_it_fits, together
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 from .weights import OwnWeights, own_weights
@@ -90,8 +90,9 @@ class ZeroEngine:
         alone = self.groups.world_size == 1
         self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
         self._buffers.broadcast()
-        self.tier = choose_tier(self.config.offload, self.device)
-        refuse_unless_it_fits(self.config, owner, optimizers, self.groups, self.transport)
+        self.tier = together(self.transport, lambda: choose_tier(self.config.offload, self.device))
+        refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
+        self._holder = choose_holder(self.tier, optimizers)
         self._parts = self._build(owner)
         self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
@@ -110,7 +111,7 @@ class ZeroEngine:
         )
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
         self._parameters = ParameterGather(model, whole, self.transport)
-        self._look = Look(self._row_of, self.transport, replicated=self._is_replicated)
+        self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, [bucket for buckets in self._parts.values() for bucket in buckets])
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self._nonfinite = NonFiniteCheck(self.transport)
@@ -192,7 +193,8 @@ class ZeroEngine:
                     if parameter not in self.sharded.unit_of:
                         self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {self._slot_of[p].bucket for p in parameters if p in self._slot_of}:
-                    bucket.follow_values()
+                    with self._holder.at_hand(bucket):
+                        bucket.follow_values()
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
@@ -212,8 +214,9 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
+        traffic, held = self._holder.report(), self._store.held_bytes()
         return report_memory(
-            self.model, self.buckets, self._store.held_bytes(), self.optimizers, self.sharded, self.tier, self.device
+            self.model, self.buckets, held, self.optimizers, self.sharded, self.tier, traffic, self.device
         )
 
     def comm_report(self) -> CommReport:
@@ -224,7 +227,7 @@ class ZeroEngine:
 
     def state_rows(self) -> Iterator[StateRow]:
         """This rank's masters and optimizer state, row by row, for a checkpoint."""
-        return state_rows(self.optimizers, list(self._row_of.values()))
+        return state_rows(self.optimizers, list(self._row_of.values()), self._holder)
 
     def state_scalars(self) -> dict[str, dict[str, object]]:
         """Optimizer state of this rank's rows that is one value for a whole parameter (`step`)."""
@@ -237,9 +240,8 @@ class ZeroEngine:
         scalars_of: Callable[[str], dict[str, object]],
     ) -> None:
         """Replaces masters and optimizer state; the arguments are `fill_rows`'s. The parameters are loaded beforehand."""
-        for bucket in self.buckets:
-            bucket.follow_edits()
-        fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of)
+        self._follow_edits()
+        fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of, self._holder)
 
     def parameters_in_buckets(self) -> list[nn.Parameter]:
         """All that `own_weights` hands out parts of, on some rank."""
@@ -265,8 +267,7 @@ class ZeroEngine:
         """
         self.finish_parameters()
         self._homes.take_back()
-        for bucket in self.buckets:
-            bucket.follow_edits()
+        self._follow_edits()
 
     def resize_embeddings(self, num_tokens: int, **kwargs) -> None:
         """`model.resize_token_embeddings` of a model in training: the other parameters' state and the old rows' go on.
@@ -308,6 +309,7 @@ class ZeroEngine:
         self._gradients.drop()
         for handle in self._handles:
             handle.remove()
+        self._holder.close(self.buckets)
         for optimizer in self.optimizers:
             optimizer.release()
         wanted = self.groups.rank == 0 or not rank0_only
@@ -339,14 +341,17 @@ class ZeroEngine:
             f"{sum(bucket.layout.numel for bucket in self.buckets)} elements"
         )
         mine = [bucket for bucket in self.buckets if bucket.layout.key[2] == index]
-        return ShardedOptimizer(
+        sharded = ShardedOptimizer(
             optimizer,
             rows=self._row_of,
             trained=set(self._slot_of),
             identity=identity,
             before_step=lambda: self._before_step(mine),
             after_step=lambda: self._after_step(mine),
+            holder=self._holder,
         )
+        self._holder.step_with(optimizer, mine)
+        return sharded
 
     def _hook_forward(self, entry: nn.Module) -> list:
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self.model)
@@ -370,6 +375,7 @@ class ZeroEngine:
                 device=self.device,
                 tier=self.tier,
                 prepare=self._start_alike,
+                settle=self._holder.take,
             )
             count += len(buckets)
             if buckets:
@@ -403,6 +409,7 @@ class ZeroEngine:
             # Activation checkpointing runs the forward again inside backward.
             return
         self._gradients.recover()
+        self._holder.before_forward()
         self.sharded.schedule.recover()
         self.sharded.schedule.before_forward(self.sharded.root)
         if self._waits_at_the_root:
@@ -425,8 +432,8 @@ class ZeroEngine:
                 f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
                 "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
             )
-        self._refuse_unfrozen()
-        self._refuse_strays()
+        refuse_unfrozen(self._frozen)
+        self._homes.refuse_strays()
         for bucket in buckets:
             bucket.follow_edits()
             for row in bucket.rows:
@@ -436,7 +443,13 @@ class ZeroEngine:
             self.clip_grad_norm_(float("inf"))
         self._checked_norm = False
 
+    def _follow_edits(self) -> None:
+        for bucket in self.buckets:
+            with self._holder.at_hand(bucket):
+                bucket.follow_edits()
+
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
+        self._holder.after_step(buckets)
         for bucket in buckets:
             bucket.write_back()
             if bucket.whole:
@@ -458,24 +471,6 @@ class ZeroEngine:
         # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
         gone = not row.is_parameter and row.slot.parameter.grad is None
         return row.tensor.grad is not None and not gone
-
-    def _refuse_unfrozen(self) -> None:
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"hf_zero: {name!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
-                    "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
-                    "nothing.)"
-                )
-
-    def _refuse_strays(self) -> None:
-        stray = self._homes.first_stray()
-        if stray is not None:
-            raise RuntimeError(
-                f"hf_zero: {stray.name!r} has left the engine's memory since it was prepared (by .to(), .half(), "
-                "load_state_dict(assign=True), resize_token_embeddings or merge_and_unload), so a step would not reach it. Do "
-                "that before accelerator.prepare, or call engine_of(model).readopt() after it."
-            )
 
     def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
         rows = [self._row_of[p] for p in parameters if p in self._row_of]

@@ -32,6 +32,16 @@ class Homes:
                 return slot
         return None
 
+    def refuse_strays(self) -> None:
+        """Raises `RuntimeError` for a parameter that a step would not reach."""
+        stray = self.first_stray()
+        if stray is not None:
+            raise RuntimeError(
+                f"hf_zero: {stray.name!r} has left the engine's memory since it was prepared (by .to(), .half(), "
+                "load_state_dict(assign=True), resize_token_embeddings or merge_and_unload), so a step would not reach it. Do "
+                "that before accelerator.prepare, or call engine_of(model).readopt() after it."
+            )
+
     def take_back(self) -> None:
         """Copies strayed values into their slots and hangs the engine's parameters back in their places.
 
@@ -53,3 +63,14 @@ class Homes:
             if not slot.bucket.holds(slot):
                 slot.bucket.adopt(slot)
                 slot.version = -1
+
+
+def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises `RuntimeError` for a parameter that was frozen when the model was prepared, and is not now."""
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"hf_zero: {name!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
+                "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
+                "nothing.)"
+            )

@@ -8,6 +8,7 @@ from torch import nn
 from ..comm.transport import Label, Transport
 from ..device import allocate
 from .buckets import ParameterSlot, Row
+from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 from .state_rows import elementwise_state, state_of
 
@@ -17,11 +18,15 @@ class Look:
 
     Args:
         row_of: this rank's rows.
+        holder: who has their state.
         replicated: each rank's rows are whole parameters, and nothing is gathered.
     """
 
-    def __init__(self, row_of: Mapping[nn.Parameter, Row], transport: Transport, *, replicated: bool):
+    def __init__(
+        self, row_of: Mapping[nn.Parameter, Row], transport: Transport, holder: StateHolder, *, replicated: bool
+    ):
         self._row_of = row_of
+        self._holder = holder
         self._transport = transport
         self._replicated = replicated
 
@@ -43,7 +48,8 @@ class Look:
         state: dict[str, torch.Tensor | object] = {}
         for name in names:
             if any(theirs.get(name) for theirs in everyone):
-                state[name] = self._gather(slot, mine.get(name))
+                values = self._holder.values(row, name, mine[name]) if name in mine else None
+                state[name] = self._gather(slot, values)
             else:
                 state[name] = next(v for v in self._transport.exchange(mine.get(name)) if v is not None)
         return state

@@ -9,7 +9,7 @@ from ..device import peak_bytes
 from ..offload.tier import Tier
 from .buckets import Bucket
 from .optimizer import ShardedOptimizer
-from .reports import MemoryReport, MemoryRow
+from .reports import MemoryReport, MemoryRow, TrafficReport
 from .sharded_model import ShardedModel
 from .state_rows import state_of
 
@@ -21,6 +21,7 @@ def report_memory(
     optimizers: Sequence[ShardedOptimizer],
     sharded: ShardedModel,
     tier: Tier,
+    traffic: TrafficReport | None,
     device: torch.device,
 ) -> MemoryReport:
     """Bytes of state by kind, and what DDP holds of the same kind.
@@ -29,6 +30,7 @@ def report_memory(
         buckets: of trained parameters.
         gradient_bytes: of the gradient store, by kind.
         tier: where masters and optimizer state are.
+        traffic: of state in files.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
     trained_bytes = sum(parameter.nbytes for parameter in trained)
@@ -75,7 +77,9 @@ def report_memory(
                 ddp_bytes=state * trained_numel // own_numel if own_numel else 0,
                 where=tier.name,
             ),
+            *([MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0)] if traffic else []),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),
         peak_bytes=peak_bytes(device),
+        traffic=traffic,
     )

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..layout.intervals import Interval
 from .buckets import ParameterSlot, Row
+from .holder import StateHolder
 from .hooks import WeakHook
 from .sharded_gradient import ShardedGradient
 
@@ -27,6 +28,7 @@ class ShardedOptimizer:
         trained: all parameters that the engine has in buckets.
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
         before_step, after_step: called around each step.
+        holder: who has the state of the rows.
     """
 
     def __init__(
@@ -38,9 +40,11 @@ class ShardedOptimizer:
         identity: str,
         before_step: Callable[[], None],
         after_step: Callable[[], None],
+        holder: StateHolder,
     ):
         self.optimizer = optimizer
         self._identity = identity
+        self._holder = holder
         self._is_whole = all(row.is_parameter for row in rows.values())
         self._before_step = before_step
         self._after_step = after_step
@@ -138,7 +142,17 @@ class ShardedOptimizer:
         self._after_step()
 
     def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        row_of = {id(row.tensor): row for row in self.rows}
+        tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            index: values if id(tensors[index]) not in row_of else self._fetched(row_of[id(tensors[index])], values)
+            for index, values in state_dict["state"].items()
+        }
+        state_dict = {**state_dict, "state": state}
         return state_dict if self._is_whole else {**state_dict, _MARK: self._identity}
+
+    def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._holder.values(row, name, value) for name, value in state.items()}
 
     def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
         if self._is_whole and _MARK not in state_dict:

@@ -9,6 +9,9 @@ from rich.table import Table
 
 from ..comm.ledger import CommRow
 
+IN_FILES = "NVMe"
+"""Where a row is that takes no memory."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
@@ -21,15 +24,33 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrafficReport:
+    """Bytes of a rank's state in files: held there, in memory at most while it is stepped, and moved by the last step.
+
+    What is written wears a solid-state disk out: its maker says how many bytes it stands.
+    """
+
+    held_bytes: int
+    window_bytes: int
+    read_bytes_a_step: int
+    written_bytes_a_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all."""
+    """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
+
+    `traffic` is None where all state is in memory.
+    """
 
     rows: tuple[MemoryRow, ...]
     peak_bytes: int
+    traffic: TrafficReport | None = None
 
     @property
     def total_bytes(self) -> int:
-        return sum(row.bytes for row in self.rows)
+        """In memory, without what lives in files."""
+        return sum(row.bytes for row in self.rows if self.traffic is None or row.where != IN_FILES)
 
     @property
     def ddp_total_bytes(self) -> int:
@@ -39,6 +60,10 @@ class MemoryReport:
         rows = [(row.kind, mib(row.bytes), row.where, mib(row.ddp_bytes)) for row in self.rows]
         rows.append(("total", mib(self.total_bytes), "", mib(self.ddp_total_bytes)))
         rows.append(("peak of the process", mib(self.peak_bytes), "", ""))
+        if self.traffic is not None:
+            rows.append(("files", mib(self.traffic.held_bytes), IN_FILES, ""))
+            rows.append(("read by the last step", mib(self.traffic.read_bytes_a_step), IN_FILES, ""))
+            rows.append(("written by the last step", mib(self.traffic.written_bytes_a_step), IN_FILES, ""))
         return render("Memory a rank", ("kind", "MiB", "where", "DDP would hold"), rows)
 
 

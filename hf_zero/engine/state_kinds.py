@@ -51,8 +51,10 @@ def tier_bytes_needed(
     optimizers: Sequence[torch.optim.Optimizer],
     precision_of: Callable[[nn.Parameter], Precision],
     shards: int,
+    *,
+    with_gradients: bool,
 ) -> int:
-    """Bytes of masters, gradients and optimizer state that one of `shards` ranks keeps of its part of the parameters.
+    """Bytes of masters and optimizer state that one of `shards` ranks keeps of its part; `with_gradients`, of those too.
 
     State that cannot be known beforehand counts nothing.
 
@@ -69,5 +71,6 @@ def tier_bytes_needed(
             found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
             kinds[key] = sum(dtype.itemsize for _, dtype in found or ())
         master = precision.master.itemsize if precision.has_master else 0
-        total += parameter.numel() * (kinds[key] + master + precision.master.itemsize)
+        gradient = precision.master.itemsize if with_gradients else 0
+        total += parameter.numel() * (kinds[key] + master + gradient)
     return total // shards

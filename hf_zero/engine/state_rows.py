@@ -8,6 +8,7 @@ import torch
 
 from ..layout.intervals import Interval
 from .buckets import Row
+from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 
 MASTER = "master"
@@ -31,13 +32,17 @@ class StateRow:
     tensor: torch.Tensor
 
 
-def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> Iterator[StateRow]:
-    """Everything that has one value an element: masters where they are kept apart, and optimizer state."""
+def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder) -> Iterator[StateRow]:
+    """Everything that has one value an element: masters with more digits than the parameters, and optimizer state.
+
+    What `holder` has in files is read when the tensor is looked at, so that a row at a time passes through memory.
+    """
     for row in rows:
         tensors = elementwise_state(state_of(optimizers, row), row)
         if row.slot.bucket.precision.rounds:
             tensors = {MASTER: row.tensor.detach(), **tensors}
-        for kind, tensor in tensors.items():
+        for kind, there in tensors.items():
+            tensor = holder.view(row, kind, there)
             yield StateRow(
                 kind=kind,
                 name=row.slot.name,
@@ -65,6 +70,7 @@ def fill_rows(
     read: Callable[[str, str, Interval], torch.Tensor],
     kinds_of: Callable[[str], Sequence[str]],
     scalars_of: Callable[[str], dict[str, Any]],
+    holder: StateHolder,
 ) -> None:
     """Replaces the state of `rows` by what a checkpoint holds.
 
@@ -72,6 +78,7 @@ def fill_rows(
         read: (kind, name, interval) → 1-D host tensor of the interval's elements.
         kinds_of: name → kinds of which the checkpoint has a tensor.
         scalars_of: name → the parameter's scalars.
+        holder: who takes them.
     """
     for row in rows:
         name, interval = row.slot.name, row.layout.in_parameter
@@ -80,13 +87,12 @@ def fill_rows(
             values = read(kind, name, interval)
             if kind == MASTER:
                 if row.slot.bucket.precision.has_master:
-                    with torch.no_grad():
-                        row.tensor.copy_(values.view(row.tensor.shape))
+                    holder.put_master(row, values)
                 continue
             state[kind] = values.view(row.tensor.shape).to(row.tensor.device)
         owner = _owner_of(optimizers, row)
         if owner is not None:
-            owner.optimizer.state[row.tensor] = state
+            owner.optimizer.state[row.tensor] = holder.put(row, state)
 
 
 def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimizer | None:

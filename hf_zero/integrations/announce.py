@@ -59,6 +59,15 @@ def _offload_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
     """What is held elsewhere than on the training device."""
     if not engine.config.offload.moves_state:
         return []
+    traffic = engine.memory_report().traffic
+    if traffic is not None:
+        return [
+            (
+                "offload",
+                f"optimizer state and separate masters in files: {mib(traffic.held_bytes)} MiB a rank in "
+                f"{engine.tier.folder.path}; at most {mib(traffic.window_bytes)} MiB of it in memory, during the step",
+            )
+        ]
     moved = (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in engine.buckets)
     return [
         (

@@ -41,6 +41,18 @@ def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int) -> st
     )
 
 
+def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str) -> str | None:
+    """What is wrong with files of `needed_bytes` for each of `ranks` ranks below `path`; None where there is room."""
+    if needed_bytes * ranks <= free_bytes:
+        return None
+    short = needed_bytes * ranks - free_bytes
+    return (
+        f"hf_zero: `offload.optimizer: nvme` needs {_gib(needed_bytes * ranks)} GiB below {path!r} for {ranks} ranks here, and "
+        f"{_gib(free_bytes)} GiB are free: {_gib(short)} GiB ({short} bytes) too little. Free space, name a larger disk in "
+        "`offload.nvme_path`, or use `offload.optimizer: cpu`."
+    )
+
+
 def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f}"
 

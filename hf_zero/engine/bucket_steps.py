@@ -1,0 +1,112 @@
+"""One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+
+import torch
+
+from ..offload.files import OffloadError
+from ..offload.stored import StoredShard
+from ..offload.window import Window
+from .buckets import Bucket, Row
+from .hooks import WeakHook
+from .state_kinds import own_step
+
+Move = Callable[[Bucket, StoredShard, torch.Tensor], None]
+"""(bucket, its file, the buffer with the file's contents)."""
+
+
+class BucketSteps:
+    """Steps the user's own optimizer over one bucket after another, with the bucket's state in memory for that moment.
+
+    [Note: one step in parts]
+    An element-wise optimizer treats each parameter by itself, so that its step over all rows and its steps over the rows of
+    each bucket make the same values. For a part, the optimizer sees one group: a copy of the bucket's group with the bucket's
+    rows only. What it changes in the group's settings (a counter, say) is dropped with the copy. The call that the script
+    made then runs to its end over the real groups, with no gradient left in the rows that have been stepped: it changes the
+    settings once, and hooks and schedulers see one step.
+
+    The parts run in a hook before that call. It is the last such hook, so that others see, and may change, gradients first.
+
+    Args:
+        shards: the file of each of the optimizer's buckets.
+        bring, put: called before and after a bucket is stepped.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shards: Mapping[Bucket, StoredShard],
+        window: Window,
+        *,
+        bring: Move,
+        put: Move,
+    ):
+        self._optimizer = optimizer
+        self._shards = shards
+        self._window = window
+        self._bring, self._put = bring, put
+        self._gradients: dict[Row, torch.Tensor] = {}
+        self._stepping = False
+        self._broken: OffloadError | None = None
+        self._hook = self._register()
+
+    def come_last(self) -> None:
+        """Moves the hook behind those that were registered since."""
+        self._hook.remove()
+        self._hook = self._register()
+
+    def give_back_gradients(self) -> None:
+        """Gives the rows the gradients that they were stepped with."""
+        for row, gradient in self._gradients.items():
+            row.tensor.grad = gradient
+        self._gradients.clear()
+
+    def refuse_broken(self) -> None:
+        """Raises what ended an earlier step."""
+        if self._broken is not None:
+            raise OffloadError(
+                self._broken.errno, f"an earlier step of this run failed: {self._broken.strerror}"
+            ) from self._broken
+
+    def release(self) -> None:
+        """Takes the hook off."""
+        self._hook.remove()
+
+    def _register(self):
+        return self._optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
+
+    def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        if self._stepping:
+            # An optimizer class whose step calls its parent's, which torch has wrapped in hooks too.
+            return
+        self.refuse_broken()
+        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._shards}
+        bucket_of = {shard: bucket for bucket, shard in self._shards.items() if rows_of[bucket]}
+        self._stepping = True
+        try:
+            with closing(self._window.walk(list(bucket_of))) as walk:
+                for shard, buffer in walk:
+                    bucket = bucket_of[shard]
+                    self._bring(bucket, shard, buffer)
+                    self._step(bucket, rows_of[bucket])
+                    self._put(bucket, shard, buffer)
+        except OffloadError as error:
+            self._broken = error
+            raise
+        finally:
+            self._stepping = False
+        for row in (row for rows in rows_of.values() for row in rows):
+            self._gradients[row] = row.tensor.grad
+            row.tensor.grad = None
+
+    def _step(self, bucket: Bucket, rows: list[Row]) -> None:
+        groups = self._optimizer.param_groups
+        mine = {id(row.tensor) for row in rows}
+        group = groups[bucket.layout.key[3]]
+        part = [tensor for tensor in group["params"] if id(tensor) in mine]
+        self._optimizer.param_groups = [{**group, "params": part}]
+        try:
+            own_step(self._optimizer)()
+        finally:
+            self._optimizer.param_groups = groups

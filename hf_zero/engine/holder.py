@@ -1,0 +1,98 @@
+"""Who holds optimizer state between steps: memory, where the optimizer put it, or something that it is fetched from."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .buckets import Bucket, Row
+from .reports import TrafficReport
+
+
+class StateHolder(ABC):
+    """Chosen once, with the tier. The optimizer's own dict stays the register of what state a row has."""
+
+    @abstractmethod
+    def take(self, bucket: Bucket) -> None:
+        """Called when a bucket has been built, before the next one is."""
+
+    @abstractmethod
+    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Has the optimizer's steps go over these buckets, which are its own, as this holder needs it."""
+
+    @abstractmethod
+    def before_forward(self) -> None:
+        """Called at each forward."""
+
+    @abstractmethod
+    def after_step(self, buckets: Sequence[Bucket]) -> None:
+        """Called after the optimizer's step, before gradients are given back."""
+
+    @abstractmethod
+    def at_hand(self, bucket: Bucket):
+        """A context in which the bucket's master may be read and written."""
+
+    @abstractmethod
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        """What the optimizer's register has under `name` for a row, with its values, which may be a copy."""
+
+    @abstractmethod
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A row's state or master, live, without taking memory for it. `tensor` is what the register or the row has."""
+
+    @abstractmethod
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
+
+    @abstractmethod
+    def put_master(self, row: Row, values: torch.Tensor) -> None:
+        """Replaces the row's master."""
+
+    @abstractmethod
+    def report(self) -> TrafficReport | None:
+        """What the last step moved; None where nothing moves."""
+
+    @abstractmethod
+    def close(self, buckets: Sequence[Bucket]) -> None:
+        """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+
+
+class InMemory(StateHolder):
+    """State stays where the optimizer made it."""
+
+    def take(self, bucket: Bucket) -> None:
+        """It is where it belongs."""
+
+    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """The optimizer's own step does."""
+
+    def before_forward(self) -> None:
+        """Nothing is on its way."""
+
+    def after_step(self, buckets: Sequence[Bucket]) -> None:
+        """Nothing was lent."""
+
+    @contextmanager
+    def at_hand(self, bucket: Bucket) -> Iterator[None]:
+        yield
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        return value
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
+    def put_master(self, row: Row, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            row.tensor.copy_(values.view(row.tensor.shape))
+
+    def report(self) -> TrafficReport | None:
+        return None
+
+    def close(self, buckets: Sequence[Bucket]) -> None:
+        """It is where it belongs."""

@@ -1,0 +1,106 @@
+"""The folder of one run's files below a path that runs share: nobody else's while the run lives, removed when it is dead."""
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import uuid
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..config import ConfigError
+
+_PREFIX = "hf_zero-run-"
+_LOCK = "lock"
+_TURN = ".hf_zero-turn"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RunFolder:
+    """A new folder below `parent` that this process holds by a lock which the system drops when the process ends.
+
+    Folders whose lock nobody holds are of dead runs; they are removed first, with a message. The lock decides and not the
+    process id, which another container's process may have too; the file says for people who held it.
+
+    Args:
+        parent: has to exist.
+
+    Raises:
+        ConfigError: `parent` is no folder that this process may write in.
+    """
+
+    def __init__(self, parent: Path):
+        if not parent.is_dir():
+            raise ConfigError(
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, which is no folder on this host. Create it on the "
+                "NVMe disk, or name another."
+            )
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which this user may not write. Change its owner "
+                "or mode, or name another."
+            )
+        with _turn(parent):
+            _remove_dead(parent)
+            self.path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+            self.path.mkdir()
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.write(lock, json.dumps(_identity()).encode())
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._finalizer = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+
+    def close(self) -> None:
+        """Removes the folder. Also done when the process ends by itself."""
+        self._finalizer()
+
+
+def _identity() -> dict[str, str | int]:
+    boot = _BOOT.read_text().strip() if _BOOT.is_file() else "unknown"
+    return {"pid": os.getpid(), "host": os.uname().nodename, "boot": boot}
+
+
+@contextmanager
+def _turn(parent: Path) -> Iterator[None]:
+    """One process at a time: a folder that is not locked yet must not look dead to another."""
+    turn = os.open(parent / _TURN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(turn)
+
+
+def _remove_dead(parent: Path) -> None:
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        lock_path = folder / _LOCK
+        if lock_path.is_file() and not _is_free(lock_path):
+            continue
+        owner = lock_path.read_text() if lock_path.is_file() else "unknown"
+        nbytes = sum(path.stat().st_size for path in folder.iterdir())
+        shutil.rmtree(folder)
+        print(
+            f"hf_zero: removed {folder} ({nbytes / 2**20:,.1f} MiB), which a run that has ended left behind ({owner}).",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _is_free(lock_path: Path) -> bool:
+    lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
+
+
+def _remove_own(path: Path, lock: int, pid: int) -> None:
+    # A process forked from this one (a DataLoader's worker) inherits the object, and not the folder.
+    if os.getpid() == pid:
+        shutil.rmtree(path)
+    os.close(lock)

@@ -1,0 +1,87 @@
+"""One shard's state in one file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..device import allocate
+from ..layout.intervals import Interval
+from .files import ALIGNMENT, AlignedFile, aligned
+
+_HOST = torch.device("cpu")
+
+
+class StoredShard:
+    """A file with a region for each kind of state, each (numel,) of its dtype.
+
+    Args:
+        kinds: (name, dtype).
+
+    Attributes:
+        nbytes: of the file.
+        read_bytes, written_bytes: moved so far.
+    """
+
+    def __init__(self, path: Path, numel: int, kinds: Sequence[tuple[str, torch.dtype]]):
+        self._numel = numel
+        self._regions: dict[str, tuple[int, torch.dtype]] = {}
+        offset = 0
+        for name, dtype in kinds:
+            self._regions[name] = (offset, dtype)
+            offset += aligned(numel * dtype.itemsize)
+        self.nbytes = offset
+        self.read_bytes = self.written_bytes = 0
+        self.file = AlignedFile(path, self.nbytes)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: dtype for name, (_, dtype) in self._regions.items()}
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The kinds, (numel,) each, in a buffer (uint8) of at least `nbytes`."""
+        return {
+            name: buffer[offset : offset + self._numel * dtype.itemsize].view(dtype)
+            for name, (offset, dtype) in self._regions.items()
+        }
+
+    def read(self, buffer: torch.Tensor) -> None:
+        self.file.read(buffer[: self.nbytes], 0)
+        self.read_bytes += self.nbytes
+
+    def write(self, buffer: torch.Tensor) -> None:
+        self.file.write(buffer[: self.nbytes], 0)
+        self.written_bytes += self.nbytes
+
+    def read_part(self, kind: str, interval: Interval) -> torch.Tensor:
+        """The elements `interval` of one kind, in memory of their own."""
+        return self._read_around(kind, interval)[0].clone()
+
+    def mapped_part(self, kind: str, interval: Interval) -> torch.Tensor:
+        """The elements `interval` of one kind as the file has them, read when they are looked at: a view, not a copy.
+
+        Raises:
+            OffloadError: the file is shorter than it was.
+        """
+        region, dtype = self._regions[kind]
+        self.file.refuse_cut()
+        everything = torch.from_file(str(self.file.path), shared=False, size=self.nbytes, dtype=torch.uint8)
+        size = dtype.itemsize
+        return everything[region + interval.start * size : region + interval.stop * size].view(dtype)
+
+    def write_part(self, kind: str, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces the elements `interval` of one kind by the 1-D `values`."""
+        part, blocks, first = self._read_around(kind, interval)
+        part.copy_(values)
+        self.file.write(blocks, first)
+        self.written_bytes += blocks.nbytes
+
+    def _read_around(self, kind: str, interval: Interval) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """(the elements, the whole blocks around them, the blocks' offset in the file)."""
+        region, dtype = self._regions[kind]
+        start, stop = region + interval.start * dtype.itemsize, region + interval.stop * dtype.itemsize
+        first = start // ALIGNMENT * ALIGNMENT
+        blocks = allocate(aligned(stop) - first, torch.uint8, _HOST)
+        self.file.read(blocks, first)
+        self.read_bytes += blocks.nbytes
+        return blocks[start - first : stop - first].view(dtype), blocks, first

@@ -1,0 +1,69 @@
+"""A walk over shards in files: the next ones are read while one is at hand, and those behind are written."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+from ..device import allocate
+from .stored import StoredShard
+
+_HOST = torch.device("cpu")
+
+
+class Window:
+    """Moves shards through `size` + 1 buffers: one at hand, the others being read into or written from.
+
+    Buffers exist during a walk only, and are shared by shards of all sizes.
+
+    Args:
+        size: how many shards may be on their way beside the one at hand.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._threads = ThreadPoolExecutor(max_workers=size, thread_name_prefix="hf_zero-nvme")
+
+    def nbytes(self, shards: Sequence[StoredShard]) -> int:
+        """Bytes that the buffers of a walk over these take at most."""
+        return min(self._size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
+
+    def walk(self, shards: Sequence[StoredShard]) -> Iterator[tuple[StoredShard, torch.Tensor]]:
+        """(shard, buffer with its contents), one after another. What the caller leaves in the buffer is written.
+
+        The last writes have ended when the iterator has.
+
+        Raises:
+            OffloadError: of the first read or write that failed.
+        """
+        largest = max((shard.nbytes for shard in shards), default=0)
+        free = [allocate(largest, torch.uint8, _HOST) for _ in range(min(self._size + 1, len(shards)))]
+        to_read = deque(shards)
+        reading: deque[tuple[StoredShard, torch.Tensor, Future]] = deque()
+        writing: deque[tuple[torch.Tensor, Future]] = deque()
+
+        def read_ahead() -> None:
+            while writing and (writing[0][1].done() or (not free and not reading)):
+                buffer, written = writing.popleft()
+                written.result()
+                free.append(buffer)
+            while to_read and free:
+                shard, buffer = to_read.popleft(), free.pop()
+                reading.append((shard, buffer, self._threads.submit(shard.read, buffer)))
+
+        try:
+            while to_read or reading:
+                read_ahead()
+                shard, buffer, read = reading.popleft()
+                read.result()
+                yield shard, buffer
+                writing.append((buffer, self._threads.submit(shard.write, buffer)))
+            for _, written in writing:
+                written.result()
+        finally:
+            # No thread may still use a buffer, or a file that is closed next.
+            wait([future for *_, future in (*reading, *writing)])
+
+    def close(self) -> None:
+        self._threads.shutdown()
