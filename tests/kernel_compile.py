@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_zero.kernels import adamw, lion, sgd, statistics, stepping
+from hf_zero.kernels import adamw, lion, quantise, sgd, statistics, stepping, stochastic
 from hf_zero.kernels.lazy import Kernel
 
 ARCHITECTURES = (80, 90)
@@ -122,6 +122,68 @@ for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights
     CASES[f"sgd {title}"] = step_case(
         sgd._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
     )
+
+
+def block_case(
+    kernel: Kernel, bits: int, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise
+) -> Case:
+    """A kernel of quantise.py on blocks of 256."""
+    rows, warps = quantise._launch(quantise.BlockFormat(bits=bits))
+    return Case(
+        kernel=kernel,
+        types={"codes": "*u8", "scales": "*fp32", "numel": "i64", "blocks": "i64", **types},
+        constants={"ROWS": rows, "SIZE": 256, **constants},
+        num_warps=warps,
+        promise=promise,
+    )
+
+
+QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "ROUND": quantise._ROUND_TO_INTEGER}
+BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
+SUM_CONSTANTS = {"RANKS": 2, "INTERPRETED": False}
+CASES |= {
+    "quantise 8 bits": block_case(
+        quantise._quantise_bytes,
+        8,
+        BF16_WITH_RESIDUAL,
+        QUANTISE_CONSTANTS,
+        Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
+    ),
+    "quantise 4 bits": block_case(
+        quantise._quantise_halves,
+        4,
+        BF16_WITH_RESIDUAL,
+        QUANTISE_CONSTANTS,
+        Promise(registers=48, shared_bytes=64, loads={"64": 2, "128": 2}, stores={"32": 2, "128": 2}),
+    ),
+    "sum of 8 bits": block_case(
+        quantise._sum_bytes,
+        8,
+        {"out": "*fp32"},
+        SUM_CONSTANTS,
+        Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
+    ),
+    "sum of 4 bits": block_case(
+        quantise._sum_halves,
+        4,
+        {"out": "*bf16"},
+        SUM_CONSTANTS,
+        Promise(registers=48, loads={"32": 4}, stores={"64": 2}),
+    ),
+}
+
+
+CASES["stochastic rounding"] = Case(
+    kernel=stochastic._round,
+    types={"source": "*fp32", "out": "*bf16", "numel": "i64", "seed": "i64", "offset": "i64"},
+    constants={
+        "LANES": stochastic._LANES,
+        "REGIONS": stochastic._REGIONS_A_PROGRAM,
+        "QUIET_NAN": stochastic._QUIET_NAN,
+    },
+    # Random numbers are made one a thread and handed over to the threads that read four elements.
+    promise=Promise(registers=64, shared_bytes=2048, loads={"128": 8}, stores={"64": 8}),
+)
 
 
 def compile_case(case: Case, architecture: int) -> Figures:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from optimizer_steps import STEPPERS, Stepper, make_tensors, worst_error
 
-from hf_zero.kernels import statistics
+from hf_zero.kernels import quantise, statistics, stochastic
+from hf_zero.kernels.quantise import BlockFormat
 
 SIZES = (0, 1, 127, 128, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -168,6 +169,74 @@ def optimizers_carry_what_is_not_finite():
         tensors = make_tensors(stepper, 128, torch.float32, torch.float32)
         tensors[1][:3] = torch.tensor([math.nan, math.inf, -math.inf])
         step_guarded(stepper, tensors, torch.bfloat16)
+
+
+FORMATS = [BlockFormat(bits=bits, block_numel=block_numel) for bits in (8, 4) for block_numel in (32, 256, 1024)]
+
+
+def with_strangers(flat: torch.Tensor) -> torch.Tensor:
+    """NaN and infinities in some blocks, zeros in one, where the tensor is long enough to leave others as they were."""
+    if flat.numel() > 5000:
+        flat[[3, 2500, 2501]] = torch.tensor([math.nan, math.inf, -math.inf], dtype=flat.dtype)
+        flat[3000:4600] = 0
+    return flat
+
+
+@check
+def quantising_is_the_references_bit_for_bit():
+    for format in FORMATS:
+        for numel in SIZES:
+            # The interpreter takes a program of 512 elements as long as the reference takes a million.
+            long = numel > 5000
+            for dtype in (torch.bfloat16,) if long else DTYPES:
+                for carried in (normal(numel, 5) * 0.01,) if long else (None, normal(numel, 5) * 0.01):
+                    guard = Guarded()
+                    values = guard.of(with_strangers(normal(numel, 4, dtype)))
+                    codes = guard.of(torch.zeros(format.code_bytes(numel), dtype=torch.uint8))
+                    scales = guard.of(torch.zeros(format.blocks(numel)))
+                    residual = None if carried is None else guard.of(carried)
+                    expected = codes.clone(), scales.clone(), None if carried is None else carried.clone()
+                    quantise.quantise_triton(values, codes, scales, format, residual)
+                    quantise.quantise_reference(values, *expected[:2], format, expected[2])
+                    guard.check()
+                    assert same_bits(codes, expected[0]), (format, numel, dtype)
+                    assert same_bits(scales, expected[1]), (format, numel, dtype)
+                    assert carried is None or same_bits(residual, expected[2]), (format, numel, dtype)
+
+
+@check
+def dequantised_sums_are_the_references_bit_for_bit():
+    for format in FORMATS:
+        for numel in SIZES:
+            for ranks in (2,) if numel > 5000 else (1, 2, 3):
+                guard = Guarded()
+                generator = torch.Generator().manual_seed(numel)
+                codes = torch.randint(17, 255, (ranks, format.code_bytes(numel)), generator=generator).to(torch.uint8)
+                scales = torch.rand(ranks, format.blocks(numel), generator=generator)
+                if numel > 1000:
+                    scales[0, 1] = math.inf
+                for dtype in (torch.bfloat16,) if numel > 5000 else DTYPES:
+                    out = guard.of(torch.zeros(numel, dtype=dtype))
+                    expected = torch.zeros(numel, dtype=dtype)
+                    quantise.dequantise_sum_triton(codes, scales, out, format)
+                    quantise.dequantise_sum_reference(codes, scales, expected, format)
+                    guard.check()
+                    assert same_bits(out, expected), (format, numel, ranks, dtype)
+
+
+@check
+def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
+    for numel in SIZES:
+        for seed, offset in ((0, 0), (1, 1), (2**40 + 12345, 7 * 128 + 2**33)):
+            guard = Guarded()
+            source = guard.of(with_strangers(normal(numel, 6)))
+            out, wide = (guard.of(torch.zeros(numel, dtype=torch.bfloat16)) for _ in range(2))
+            expected = torch.zeros(numel, dtype=torch.bfloat16)
+            stochastic.stochastic_triton(source, out, seed, offset)
+            stochastic.stochastic_triton(source, wide, seed, offset, regions_a_program=16)
+            stochastic.stochastic_reference(source, expected, seed, offset)
+            guard.check()
+            assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)
 
 
 def main() -> None:

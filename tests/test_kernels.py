@@ -140,9 +140,9 @@ def gradients(steps: int, numel: int) -> list[torch.Tensor]:
     return [kernel_interpreted.normal(numel, seed) for seed in range(steps)]
 
 
-def assert_follows(weights: torch.Tensor, parameter: torch.Tensor, steps: int) -> None:
-    """Within one float32 epsilon of the largest weight a step."""
-    bound = steps * torch.finfo(torch.float32).eps * parameter.abs().max().item()
+def assert_follows(weights: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Within four float32 epsilons of the largest weight after 50 steps; about one is seen."""
+    bound = 4 * torch.finfo(torch.float32).eps * parameter.abs().max().item()
     assert (weights - parameter).abs().max().item() <= bound
 
 
@@ -156,7 +156,7 @@ def test_adamw_follows_torchs(options):
         parameter.grad = gradient.clone()
         optimizer.step()
         adamw(weights, gradient, m, v, AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, step=step), copy)
-    assert_follows(weights, parameter.detach(), steps=50)
+    assert_follows(weights, parameter.detach())
     assert torch.equal(copy, weights.bfloat16())
 
 
@@ -176,7 +176,7 @@ def test_sgd_follows_torchs(options):
         parameter.grad = gradient.clone()
         optimizer.step()
         sgd(weights, gradient, buffer, SGD(lr=0.01, first_step=step == 0, **options))
-    assert_follows(weights, parameter.detach(), steps=50)
+    assert_follows(weights, parameter.detach())
 
 
 @given(exponent=st.integers(-8, 16), coefficient=st.sampled_from([1.0, 0.5, 0.125]))
