@@ -83,9 +83,11 @@ class BucketSteps:
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._shards}
         bucket_of = {shard: bucket for bucket, shard in self._shards.items() if rows_of[bucket]}
+        # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
+        makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
         self._stepping = True
         try:
-            with closing(self._window.walk(list(bucket_of))) as walk:
+            with closing(self._window.walk(list(bucket_of), spared=int(makes_state))) as walk:
                 for shard, buffer in walk:
                     bucket = bucket_of[shard]
                     self._bring(bucket, shard, buffer)

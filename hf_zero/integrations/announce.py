@@ -50,7 +50,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
             "told after the first step" if plan.optimizer is None else f"{mib(plan.optimizer)} MiB",
         ),
         *_offload_rows(engine, plan),
-        ("bytes a rank", f"{mib(plan.total)} MiB of state"),
+        ("bytes a rank", f"{mib(plan.total)} MiB of state{_not_in_memory(engine)}"),
     ]
     print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
 
@@ -76,6 +76,11 @@ def _offload_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
             f"{mib(available_host_bytes())} MiB that this host has left; the step runs there",
         )
     ]
+
+
+def _not_in_memory(engine: ZeroEngine) -> str:
+    traffic = engine.memory_report().traffic
+    return "" if traffic is None else f", {mib(traffic.held_bytes)} MiB of it in files"
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

@@ -6,9 +6,9 @@ import os
 import shutil
 import sys
 import uuid
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from ..config import ConfigError
@@ -50,7 +50,9 @@ class RunFolder:
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.write(lock, json.dumps(_identity()).encode())
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._finalizer = weakref.finalize(self, _remove_own, self.path, lock, os.getpid())
+        # Of multiprocessing, since it also runs at the end of processes that multiprocessing started, which skip atexit; a
+        # process forked from this one (a DataLoader's worker) has the object, and not the folder.
+        self._finalizer = Finalize(self, _remove_own, args=(self.path, lock), exitpriority=0)
 
     def close(self) -> None:
         """Removes the folder. Also done when the process ends by itself."""
@@ -99,8 +101,8 @@ def _is_free(lock_path: Path) -> bool:
     return True
 
 
-def _remove_own(path: Path, lock: int, pid: int) -> None:
-    # A process forked from this one (a DataLoader's worker) inherits the object, and not the folder.
-    if os.getpid() == pid:
+def _remove_own(path: Path, lock: int) -> None:
+    # It may be gone already, with the folder that it is in.
+    if path.is_dir():
         shutil.rmtree(path)
     os.close(lock)

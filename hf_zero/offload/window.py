@@ -29,16 +29,19 @@ class Window:
         """Bytes that the buffers of a walk over these take at most."""
         return min(self._size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
 
-    def walk(self, shards: Sequence[StoredShard]) -> Iterator[tuple[StoredShard, torch.Tensor]]:
+    def walk(self, shards: Sequence[StoredShard], *, spared: int = 0) -> Iterator[tuple[StoredShard, torch.Tensor]]:
         """(shard, buffer with its contents), one after another. What the caller leaves in the buffer is written.
 
         The last writes have ended when the iterator has.
+
+        Args:
+            spared: buffers to do without, up to `size`: memory that the caller takes for itself meanwhile.
 
         Raises:
             OffloadError: of the first read or write that failed.
         """
         largest = max((shard.nbytes for shard in shards), default=0)
-        free = [allocate(largest, torch.uint8, _HOST) for _ in range(min(self._size + 1, len(shards)))]
+        free = [allocate(largest, torch.uint8, _HOST) for _ in range(min(self._size + 1 - spared, len(shards)))]
         to_read = deque(shards)
         reading: deque[tuple[StoredShard, torch.Tensor, Future]] = deque()
         writing: deque[tuple[torch.Tensor, Future]] = deque()
