@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..layout.intervals import Interval, doubly_covered, uncovered
 from .files import faults_of, files_below, is_whole_safetensors
+from .foreign.find import is_foreign, open_foreign
 from .manifest import CheckpointError, Manifest
 from .together import Exchange
 
@@ -26,8 +27,8 @@ def checkpoint_faults(checkpoint: Path, folder: str, *, rank: int = 0, world_siz
     """What this rank's share of a checkpoint's files has wrong, in words. Every rank reads a part of them.
 
     Args:
-        folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer, is
-            checked for whole safetensors files and a readable trainer state.
+        folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
+            DeepSpeed or FSDP, is checked for whole safetensors files, for all ranks' files, and for a readable trainer state.
     """
     if not checkpoint.is_dir():
         return [f"there is no folder {checkpoint}"]
@@ -81,7 +82,12 @@ def find_good(
 def _faults_of_plain(checkpoint: Path) -> list[str]:
     faults = []
     names = files_below(checkpoint)
-    if not any(name.endswith((".safetensors", ".bin")) for name in names):
+    if is_foreign(checkpoint):
+        try:
+            open_foreign(checkpoint)
+        except CheckpointError as error:
+            faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
+    elif not any(name.endswith((".safetensors", ".bin")) for name in names):
         faults.append("it holds no model weights")
     state = checkpoint / "trainer_state.json"
     try:

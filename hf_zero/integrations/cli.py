@@ -20,6 +20,7 @@ from ..engine.reports import mib
 from .card import CARD_NAME, write_card
 from .card_facts import card_facts
 from .checkpointing import ZERO_FOLDER
+from .foreign import convert as convert_foreign
 from .hub import Destination, HubError
 from .push import push_model
 from .weights import consolidate as consolidate_weights
@@ -131,6 +132,19 @@ def card(
         if not written:
             raise CheckpointError(f"hf_zero: {folder / CARD_NAME} is not one of ours and stays as it is.")
     _console.print(str(folder / CARD_NAME), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A checkpoint of DeepSpeed ZeRO-1, -2 or -3, or of FSDP (sharded).")],
+    out: Annotated[Path, typer.Argument(help="The checkpoint to write; new or empty.")],
+    config: Annotated[Path | None, typer.Option(help="Folder with the model's config.json; SOURCE by default.")] = None,
+    optimizer: Annotated[str, typer.Option(help="Class of the optimizer, which the source does not record.")] = "AdamW",
+) -> None:
+    """Makes a checkpoint of hf_zero, weights and optimizer state, of a DeepSpeed or FSDP one. Runs nothing that it holds."""
+    with _said_plainly():
+        origin = convert_foreign(source, out, config_folder=config, optimizer=optimizer)
+    _console.print(f"{out}: {origin}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:

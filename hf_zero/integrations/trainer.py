@@ -10,14 +10,17 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
-from ..checkpoint.manifest import Manifest
+from ..checkpoint.foreign.find import is_foreign
+from ..checkpoint.manifest import CheckpointError, Manifest
 from ..engine.engine import ZeroEngine
 from ..engine.reference import engine_attached_to
 from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, load_engine
+from .foreign import load_foreign, load_foreign_weights
 from .frames import find_in_callers
 from .init import init
 from .plain_optimizer import load_plain_optimizer
@@ -154,6 +157,13 @@ class ZeroTrainerMixin:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
         self._checkpoint_saver.save(trial)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if (folder / ZERO_FOLDER).is_dir() or not is_foreign(folder):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
         if engine is None or checkpoint is None:
@@ -164,6 +174,13 @@ class ZeroTrainerMixin:
             load_engine(engine, folder)
         elif plain.is_file():
             load_plain_optimizer(engine, plain)
+        elif is_foreign(Path(checkpoint)):
+            load_foreign(engine, Path(checkpoint))
+            if not (Path(checkpoint) / SCHEDULER_NAME).is_file():
+                raise CheckpointError(
+                    f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: it was made with a scheduler of DeepSpeed's config, which "
+                    "this run does not have. Start from its weights with `hf-zero convert`, or write the scheduler's state there."
+                )
         else:
             # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
             logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")

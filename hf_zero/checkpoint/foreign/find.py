@@ -1,0 +1,52 @@
+"""Whose checkpoint is this?"""
+
+from pathlib import Path
+
+from ..manifest import CheckpointError
+from .dcp import MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
+from .deepspeed import DeepSpeedCheckpoint
+from .deepspeed_files import step_folder_of
+from .states import ForeignCheckpoint
+
+
+def is_foreign(folder: Path) -> bool:
+    """Whether a folder looks like DeepSpeed's or FSDP's; `open_foreign` says whether it is good."""
+    if not folder.is_dir():
+        return False
+    if (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir():
+        return True
+    return (folder / "pytorch_model_fsdp.bin").is_file() or _is_deepspeed(folder)
+
+
+def open_foreign(folder: Path) -> ForeignCheckpoint:
+    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only.
+
+    Args:
+        folder: of Trainer or accelerate (`checkpoint-N`), or DeepSpeed's own, with `latest` or of one step.
+
+    Raises:
+        CheckpointError: neither of them, not whole, or of a variant that is not covered.
+    """
+    if (folder / "pytorch_model_fsdp.bin").is_file():
+        raise CheckpointError(
+            f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "
+            "SHARDED_STATE_DICT."
+        )
+    if (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir():
+        return DcpCheckpoint(folder)
+    step_folder = step_folder_of(folder)
+    if step_folder is None:
+        found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        raise CheckpointError(
+            f"hf_zero: {folder} is no checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP ({MODEL_FOLDER}/ "
+            f"and {OPTIMIZER_FOLDER}/); found: {found}."
+        )
+    return DeepSpeedCheckpoint(folder, step_folder)
+
+
+def _is_deepspeed(folder: Path) -> bool:
+    try:
+        return step_folder_of(folder) is not None
+    except CheckpointError:
+        # `latest` is there, and what it names is not: DeepSpeed's, and `open_foreign` says so.
+        return True
