@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations import hub as hub_module
+from hf_zero.integrations import trainer_push
+from hf_zero.integrations.card import TEMPLATE
 from hf_zero.integrations.hub import Destination, HubError, push_folder
 from hf_zero.integrations.weights import weight_faults
 
@@ -432,12 +435,29 @@ def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp
 
 def test_the_template_at_the_top_is_the_one_that_is_installed():
     top = Path(__file__).resolve().parent.parent / "model_cards" / "template.md"
-    from hf_zero.integrations.card import TEMPLATE
-
     assert top.read_text() == TEMPLATE.read_text()
 
 
+def test_an_installed_package_has_the_template(tmp_path):
+    root = Path(__file__).resolve().parent.parent
+    pytest.importorskip("setuptools", reason="the package is built here without fetching its build tool")
+    shutil.copytree(root / "hf_zero", tmp_path / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path)
+    command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation", "--wheel-dir", "wheels"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [wheel] = (tmp_path / "wheels").iterdir()
+    with zipfile.ZipFile(wheel) as packed:
+        assert packed.read("hf_zero/integrations/card_template.md") == TEMPLATE.read_bytes()
+
+
 # ---- Trainer ----
+
+
+def no_room(checkpoint: Path, out: Path) -> None:
+    (out / "begun").touch()
+    raise OSError(28, "full")
 
 
 def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_dir: str, **overrides: object) -> dict:
@@ -450,6 +470,8 @@ def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_di
     logging.getLogger("transformers").addHandler(handler)
     logging.getLogger("hf_zero").addHandler(handler)
     final = overrides.pop("final_push", False)
+    if overrides.pop("full_disk", False):
+        trainer_push.stage_checkpoint = no_room
     trainer = make_trainer(door, "bert", output_dir, **SAVING, push_to_hub=True, hub_token=TOKEN, **overrides)
     trainer.train()
     error = None
@@ -516,6 +538,16 @@ def test_a_checkpoint_goes_along_where_the_strategy_says_so_and_can_be_resumed_f
     arguments["resume"] = str(down / "last-checkpoint")
     outcome = run_ranks(run, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]
     assert len(outcome["losses"]) == 6
+
+
+def test_a_push_that_cannot_be_made_ready_is_told_and_training_goes_on(server, tmp_path):
+    outcomes = push_from_ranks(
+        2, url=server.url, door="flag 3", output_dir=str(tmp_path / "model"), full_disk=True, hub_strategy="checkpoint"
+    )
+    told = [line for line in outcomes[0]["said"] if "could not be made ready for the Hub ([Errno 28] full)" in line]
+    assert len(told) == 2
+    assert (tmp_path / "model" / "checkpoint-4").is_dir() and server.put == []
+    assert not list((tmp_path / "model").glob(".tmp-*"))
 
 
 def test_a_push_that_arrives_otherwise_is_told_and_training_goes_on(server, tmp_path):

@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import Trainer
 
 from ..checkpoint.manifest import CheckpointError, Manifest
+from ..config import ZeroConfig
 from ..engine.reference import engine_attached_to
 from .checkpointing import ZERO_FOLDER
 from .weights import RUN_NAME, saved_tensors
@@ -114,8 +115,8 @@ def write_run(trainer: Trainer, folder: Path) -> None:
     base_model = getattr(getattr(model, "config", None), "_name_or_path", None)
     run = {
         "base_model": base_model if _is_repo_id(base_model) and not Path(base_model).exists() else None,
-        "arguments": {name: getattr(args, name) for name in _ARGUMENTS if getattr(args, name, None) is not None},
-        "zero": {} if engine is None else _settings(engine.config.to_dict()) | {"ranks": args.world_size},
+        "arguments": {name: getattr(args, name) for name in _ARGUMENTS if _was_said(getattr(args, name, None))},
+        "zero": {} if engine is None else _settings(engine.config) | {"ranks": args.world_size},
         "data": _data(trainer),
         "hardware": _hardware(args.world_size),
         "versions": {"python": platform.python_version(), **_versions()},
@@ -123,12 +124,24 @@ def write_run(trainer: Trainer, folder: Path) -> None:
     (folder / RUN_NAME).write_text(json.dumps(run, indent=2, default=str) + "\n", encoding="utf-8")
 
 
-def _settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested config as one level of dotted names."""
+def _was_said(value: object) -> bool:
+    """Whether an argument does anything: switches that are off and `max_steps=-1` do not."""
+    return value is not None and value is not False and value != -1
+
+
+def _settings(config: ZeroConfig) -> dict[str, Any]:
+    """The stage, and the settings that are not at their defaults, under dotted names."""
+    usual = _flat(ZeroConfig().to_dict())
+    return {"stage": config.stage} | {
+        name: value for name, value in _flat(config.to_dict()).items() if value != usual[name]
+    }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for name, value in config.items():
+    for name, value in settings.items():
         if isinstance(value, Mapping):
-            flat |= _settings(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

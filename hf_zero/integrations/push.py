@@ -19,8 +19,6 @@ from .checkpointing import ZERO_FOLDER
 from .hub import Destination, checked_token, push_folder
 from .weights import consolidate, is_checkpoint_of_ours, is_of_the_run, weight_faults
 
-STAGED_PREFIX = ".tmp-push-"
-
 
 def push_model(
     source: Path,
@@ -106,5 +104,5 @@ def _place(path: Path, target: Path) -> None:
 def staging_folder(beside: Path) -> Iterator[Path]:
     """A folder that is gone afterwards, on the disk of `beside` where that can be written to."""
     parent = beside if os.access(beside, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=STAGED_PREFIX, dir=parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=".tmp-push-", dir=parent) as folder:
         yield Path(folder)

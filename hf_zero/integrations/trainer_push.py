@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ from transformers import Trainer, logging
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
+from ..checkpoint.manifest import CheckpointError
 from .card import CARD_NAME, write_card
 from .card_facts import card_facts
 from .hub import EVERYTHING, WEIGHTS, Destination, HubError, push_folder
-from .push import STAGED_PREFIX, stage_checkpoint, stage_model
+from .push import stage_checkpoint, stage_model
 
 logger = logging.get_logger(__name__)
+
+_STAGED_PREFIX = ".tmp-checkpoint-push-"
+"""Of folders that a killed run leaves; with the leftovers of saves, the next resume clears them away."""
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
@@ -33,17 +38,30 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     step = args.save_strategy == SaveStrategy.STEPS
     reached = f"step {trainer.state.global_step}" if step else f"epoch {int(trainer.state.epoch)}"
-    message = f"Training in progress, {reached}"
-    jobs = [_started(trainer, _model_staged(trainer, checkpoint), _destination(trainer), message, WEIGHTS)]
-    if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-        last_only = args.hub_strategy == HubStrategy.CHECKPOINT
-        to = _destination(trainer, path_in_repo="last-checkpoint" if last_only else checkpoint.name)
-        staged = _staged(trainer, lambda out: stage_checkpoint(checkpoint, out))
-        jobs.append(_started(trainer, staged, to, f"{message}, checkpoint", EVERYTHING))
+    try:
+        jobs = _start_jobs(trainer, checkpoint, f"Training in progress, {reached}")
+    except (OSError, CheckpointError) as error:
+        # This rank alone pushes: an exception here would leave the others waiting for it.
+        logger.error(f"hf_zero: {checkpoint} could not be made ready for the Hub ({error}). Training is not affected.")
+        return
     if running is None or running.is_done():
         trainer.push_in_progress = PushInProgress(jobs)
     else:
         running.jobs.extend(jobs)
+
+
+def _start_jobs(trainer: Trainer, checkpoint: Path, message: str) -> list[Future]:
+    strategy = trainer.args.hub_strategy
+    with ExitStack() as unless_started:
+        model = _model_staged(trainer, checkpoint)
+        unless_started.callback(model.cleanup)
+        staged = [(model, _destination(trainer), message, WEIGHTS)]
+        if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+            path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            whole = _staged(trainer, lambda out: stage_checkpoint(checkpoint, out))
+            staged.append((whole, _destination(trainer, path_in_repo=path), f"{message}, checkpoint", EVERYTHING))
+        unless_started.pop_all()
+    return [_started(trainer, *each) for each in staged]
 
 
 def push_output(
@@ -122,7 +140,7 @@ def _model_staged(trainer: Trainer, checkpoint: Path) -> tempfile.TemporaryDirec
 
 def _staged(trainer: Trainer, fill: Callable[[Path], None]) -> tempfile.TemporaryDirectory:
     """A folder filled now, since a rotation or the next save may take or change its files while they are pushed."""
-    folder = tempfile.TemporaryDirectory(prefix=STAGED_PREFIX, dir=trainer.args.output_dir)
+    folder = tempfile.TemporaryDirectory(prefix=_STAGED_PREFIX, dir=trainer.args.output_dir)
     try:
         fill(Path(folder.name))
     except BaseException:
