@@ -142,10 +142,10 @@ class CheckpointConfig:
     on_failure: str = "stop"
     """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
     async_save: bool = True
-    """Trainer's checkpoints are written behind training, from a copy. The next save and the end wait for it."""
+    """Trainer's checkpoints are written behind training. The next save and the end wait for it."""
     snapshot_bytes: int | str = AUTO
-    """Host memory that the copy may take on a rank; what does not fit is written before training goes on. `auto` is half
-    of what is free."""
+    """Host memory that a rank may take to copy what is not written yet when the next optimizer step would change it; what
+    does not fit is written before that step. `auto` is half of what is free."""
 
     def __post_init__(self):
         _one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))

@@ -7,7 +7,10 @@ rank waits for another.
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +37,8 @@ _NAMES = {
 """dtypes as the safetensors format spells them."""
 
 _ALIGNMENT_BYTES = 8
+_CHUNK_BYTES = 16 * 2**20
+_GLANCE_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,12 +109,76 @@ def write_all(pieces: Iterable[Piece]) -> None:
         piece.write()
 
 
-def snapshot(pieces: Sequence[Piece], most_bytes: int) -> tuple[list[Piece], list[Piece]]:
-    """The pieces that have to be written before their values change, and copies in host memory of the others.
+class LivePieces:
+    """Pieces that one thread writes while another is about to change their values.
+
+    The values are written from where they live. `secure`, called before they change, copies what is left by then: where the
+    disk is done before the next optimizer step, nothing is ever copied.
 
     Args:
-        most_bytes: that the copies may take.
+        most_bytes: that the copies may take; `secure` writes what does not fit itself.
+        refuse_edits: raises if values have been changed without `secure`. Called when all is written or copied.
     """
+
+    def __init__(self, pieces: Iterable[Piece], most_bytes: int, refuse_edits: Callable[[], None]):
+        self._left = deque(chunk for piece in pieces for chunk in _chunks(piece))
+        self._most_bytes = most_bytes
+        self._refuse_edits = refuse_edits
+        self._is_secured = False
+        self._lock = threading.Lock()
+        self._is_wanted = False
+        self._fault: Exception | None = None
+
+    def write(self) -> None:
+        """Writes them all; raises what `Piece.write` raises, in `secure` too."""
+        while True:
+            # Python's locks are not fair: without this, the one who waits in `secure` would wait for all.
+            while self._is_wanted:
+                time.sleep(_GLANCE_S)
+            with self._lock:
+                if self._fault is not None:
+                    raise self._fault
+                if not self._left:
+                    if not self._is_secured:
+                        self._refuse_edits()
+                        self._is_secured = True
+                    return
+                try:
+                    self._left.popleft().write()
+                except Exception:
+                    self._left.clear()
+                    raise
+
+    def secure(self) -> None:
+        """Returns once the values may change."""
+        if self._is_secured:
+            return
+        self._is_wanted = True
+        try:
+            with self._lock:
+                if self._is_secured:
+                    return
+                self._is_secured = True
+                now, copies = _snapshot(list(self._left), self._most_bytes)
+                self._left = deque(copies)
+                write_all(now)
+                self._refuse_edits()
+        except Exception as fault:
+            # This is the thread that trains; the one that saves tells all ranks.
+            self._fault = fault
+        finally:
+            self._is_wanted = False
+
+
+def _chunks(piece: Piece) -> Iterable[Piece]:
+    numel = max(1, _CHUNK_BYTES // piece.values.itemsize)
+    flat = piece.values.detach().reshape(-1)
+    for start in range(0, flat.numel(), numel):
+        yield replace(piece, offset=piece.offset + start * flat.itemsize, values=flat[start : start + numel])
+
+
+def _snapshot(pieces: Sequence[Piece], most_bytes: int) -> tuple[list[Piece], list[Piece]]:
+    """The pieces that do not fit in `most_bytes`, and copies in host memory of the others."""
     fitting, used = 0, 0
     for piece in pieces:
         if used + piece.nbytes > most_bytes:

@@ -9,7 +9,7 @@ import torch
 
 from ..layout.intervals import Interval
 from .manifest import MANIFEST_NAME, CheckpointError, Manifest, SavedRow
-from .pieces import Piece, lay_out, write_all
+from .pieces import LivePieces, Piece, lay_out, write_all
 from .together import Exchange, together
 
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "safetensors")
@@ -71,6 +71,11 @@ def write_pieces(pieces: Sequence[Piece], folder: Path, exchange: Exchange) -> N
         CheckpointError: on every rank, with the reason of the first rank that failed.
     """
     together(exchange, lambda: write_all(pieces), doing=f"write to {folder}", then=_THEN)
+
+
+def write_live(pieces: LivePieces, folder: Path, exchange: Exchange) -> None:
+    """The same for pieces whose values are about to change."""
+    together(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
 
 
 def _manifest(

@@ -2,7 +2,6 @@
 
 import pickle
 import time
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -10,7 +9,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from .groups import Groups
 from .transport import CommunicationError
 
-_GLANCE = timedelta(seconds=0.5)
+_GLANCE_S = 0.02
 
 
 class Aside:
@@ -54,13 +53,12 @@ class Aside:
 
     def _take(self, rank: int) -> object:
         patience_s = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                self._store.wait([self._key(rank)], _GLANCE)
-                return pickle.loads(self._store.get(self._key(rank)))
-            except dist.DistStoreError as error:
-                if time.monotonic() > min(patience_s, self._deadline_s):
-                    raise CommunicationError(
-                        f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
-                        f"{self._timeout_s:.0f} s; its own error is the reason."
-                    ) from error
+        # Not the store's own wait: its connection could not be told meanwhile to give up sooner.
+        while not self._store.check([self._key(rank)]):
+            if time.monotonic() > min(patience_s, self._deadline_s):
+                raise CommunicationError(
+                    f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
+                    f"{self._timeout_s:.0f} s; its own error is the reason."
+                )
+            time.sleep(_GLANCE_S)
+        return pickle.loads(self._store.get(self._key(rank)))

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel, core_model_loading
 
 from ..config import ZeroConfig
 from ..engine.agreement import FILES_ATTRIBUTE
-from ..engine.loaded import mark_loaded
+from ..engine.loaded import mark_loaded, wanted_dtype
+from .weights import weight_files
 
 _HEADER_BYTES = 64 * 1024
 
@@ -79,6 +81,34 @@ def _leave_in_files(
             model.get_submodule(module)._buffers[leaf] = buffer.to(views[buffer.data_ptr()][1])
     model.__dict__[FILES_ATTRIBUTE] = _describe_files(checkpoint_files or ())
     return result
+
+
+def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
+    """Makes each parameter a view of a checkpoint's memory-mapped weights file, as `init` does with pretrained ones.
+
+    Returns:
+        False, and the model untouched, where the files do not have exactly the model's tensors under their own names.
+    """
+    files = [folder / name for name in weight_files(folder)]
+    views: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            views.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118 (no mapping)
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    held = {id(tensors[name]) for name in views if name in tensors}
+    if not views.keys() <= tensors.keys() or not all(id(p) in held for p in model.parameters()):
+        return False
+    if any(tensors[name].shape != view.shape for name, view in views.items()):
+        return False
+    for name, view in views.items():
+        if isinstance(tensors[name], torch.nn.Parameter):
+            wanted = wanted_dtype(tensors[name])
+            tensors[name].data = view
+            mark_loaded(tensors[name], wanted)
+        else:
+            tensors[name].copy_(view)
+    model.__dict__[FILES_ATTRIBUTE] = _describe_files(files)
+    return True
 
 
 def _describe_files(files: Sequence[str]) -> str:

@@ -6,13 +6,14 @@ The trainer's class is swapped for one with these methods before them, so subcla
 import inspect
 import os
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..checkpoint.foreign.find import is_foreign
 from ..checkpoint.manifest import CheckpointError, Manifest
@@ -22,10 +23,11 @@ from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, load_engine
 from .foreign import load_foreign, load_foreign_weights
 from .frames import find_in_callers
-from .init import init
+from .init import init, leave_in_checkpoint
 from .plain_optimizer import load_plain_optimizer
 from .trainer_checkpoints import CheckpointSaver, checkpoint_to_resume
-from .trainer_push import push_checkpoint, push_output, write_trainer_card
+from .trainer_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
+from .weights import is_checkpoint_of_ours
 
 logger = logging.get_logger(__name__)
 
@@ -113,6 +115,10 @@ class ZeroTrainerMixin:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        if self.is_world_process_zero():
+            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, private=private))
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
@@ -156,6 +162,16 @@ class ZeroTrainerMixin:
         if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
         self._checkpoint_saver.save(trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        folder = Path(resume_from_checkpoint)
+        is_unprepared = model is None and _only_engine(self) is None
+        has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
+        if is_unprepared and has_weights and self.accelerator.zero_config.stage == 3:
+            if leave_in_checkpoint(self.model, folder):
+                return
+            logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)

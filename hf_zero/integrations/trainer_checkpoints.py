@@ -18,14 +18,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ..checkpoint.background import Background
 from ..checkpoint.commit import abandon, begin, clear_leftovers, commit, discard
 from ..checkpoint.manifest import CheckpointError, Manifest
-from ..checkpoint.pieces import Piece, snapshot
+from ..checkpoint.pieces import LivePieces, Piece
 from ..checkpoint.together import Exchange, together
 from ..checkpoint.verify import Candidate, checkpoint_faults, find_good, newest_first
-from ..checkpoint.writer import write_pieces
+from ..checkpoint.writer import write_live
 from ..comm.aside import Aside
+from ..comm.transport import CommunicationError
 from ..config import AUTO
 from ..device import free_bytes
 from ..engine.engine import ZeroEngine
+from ..engine.hooks import WeakHook
 from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, plan_state, seal_state, state_bytes
 from .placed_weights import can_be_placed, plan_weights
@@ -48,7 +50,7 @@ class CheckpointSaver:
 
     Attributes:
         engine: whose state is saved.
-        stall_s: seconds for which the last save, and the wait for the one before, held training up.
+        stall_s: seconds for which the last save, and the wait for the one before, have held training up.
     """
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
@@ -61,6 +63,9 @@ class CheckpointSaver:
         name = engine.transport.exchange(uuid.uuid4().hex)[0]
         self._aside = Aside(engine.groups, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
+        self._live: LivePieces | None = None
+        for sharded in engine.optimizers:
+            sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
         self.stall_s: float | None = None
 
     def save(self, trial: object) -> None:
@@ -92,7 +97,7 @@ class CheckpointSaver:
         self._aside.hurry(_PATIENCE_S)
         try:
             self._background.finish()
-        except CheckpointError as error:
+        except (CheckpointError, CommunicationError) as error:
             logger.warning(str(error))
 
     @contextmanager
@@ -120,19 +125,26 @@ class CheckpointSaver:
                 doing=f"write trainer state to {temporary}",
                 then=_THEN,
             )
-            now, later = snapshot(pieces, self._snapshot_bytes()) if self._is_async else (pieces, [])
-            write_pieces(now, temporary, exchange)
         except CheckpointError:
             abandon(temporary, rank=rank)
             raise
         best = trainer.state.best_model_checkpoint
-        complete = partial(self._complete, manifest, later, temporary, final, best=best)
+        live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
+        complete = partial(self._complete, manifest, live, temporary, final, best=best)
         if self._is_async:
+            self._live = live
             self._background.start(partial(complete, exchange=self._aside.exchange))
         else:
             complete(exchange=exchange)
             if trainer.args.push_to_hub:
                 trainer._push_from_checkpoint(str(final))
+
+    def _before_step(self, *_args: object) -> None:
+        if self._live is not None:
+            began_s = time.perf_counter()
+            self._live.secure()
+            self._live = None
+            self.stall_s += time.perf_counter() - began_s
 
     def _plan_model(self, temporary: Path) -> list[Piece]:
         exchange = self.engine.transport.exchange
@@ -153,7 +165,7 @@ class CheckpointSaver:
     def _complete(
         self,
         manifest: Manifest,
-        pieces: list[Piece],
+        live: LivePieces,
         temporary: Path,
         final: Path,
         *,
@@ -163,8 +175,7 @@ class CheckpointSaver:
         engine, args = self.engine, self._trainer.args
         rank = engine.groups.rank
         try:
-            write_pieces(pieces, temporary, exchange)
-            pieces.clear()
+            write_live(live, temporary, exchange)
             seal_state(engine, temporary, manifest, exchange=exchange)
             commit(temporary, final, rank=rank, exchange=exchange)
         except CheckpointError:
@@ -172,6 +183,19 @@ class CheckpointSaver:
             raise
         if args.should_save:
             _rotate(final.parent, final, limit=args.save_total_limit, best=best)
+
+
+def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
+    return [(name, parameter, parameter._version) for name, parameter in engine.model.named_parameters()]
+
+
+def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
+    for name, parameter, version in versions:
+        if parameter._version != version:
+            raise CheckpointError(
+                f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
+                "the save, or set `checkpoint.async_save: false`"
+            )
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | None) -> None:

@@ -1,0 +1,187 @@
+"""Checkpoints that all ranks write at once, behind training: the same bytes as a save that training waits for."""
+
+import os
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors import safe_open
+from safetensors.torch import load_file
+from trainer_job import as_launched, make_trainer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+from hf_zero.checkpoint import pieces
+from hf_zero.checkpoint.manifest import CheckpointError, Manifest
+from hf_zero.checkpoint.pieces import LivePieces, Piece, lay_out
+from hf_zero.checkpoint.verify import checkpoint_faults
+
+pytestmark = pytest.mark.timeout(120)
+
+SAVING = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+AUTO_CLASSES = {"bert": AutoModelForSequenceClassification, "gpt2": AutoModelForCausalLM}
+
+
+def on_ranks(target, world_size: int = 2, **arguments) -> list:
+    return run_ranks(target, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
+
+
+class Snapshots:
+    """Slows the disk down, so that steps come while a save is under way, and notes what had to be copied."""
+
+    def __init__(self) -> None:
+        self.copied_bytes = self.written_bytes = 0
+
+    def install(self) -> None:
+        pwrite, snapshot = os.pwrite, pieces._snapshot
+
+        def slow(handle, data, at):
+            time.sleep(0.001)
+            return pwrite(handle, data, at)
+
+        def noted(left, most_bytes):
+            now, copies = snapshot(left, most_bytes)
+            self.copied_bytes += sum(piece.nbytes for piece in copies)
+            self.written_bytes += sum(piece.nbytes for piece in now)
+            return now, copies
+
+        os.pwrite, pieces._snapshot, pieces._CHUNK_BYTES = slow, noted, 8192
+
+
+def saves(rank: int, world_size: int, output_dir: str, settings: str, model: str = "gpt2") -> tuple[int, int]:
+    as_launched(rank, world_size)
+    snapshots = Snapshots()
+    snapshots.install()
+    make_trainer(f"flag {settings}", model, output_dir, **SAVING).train()
+    return snapshots.copied_bytes, snapshots.written_bytes
+
+
+def contents(checkpoint: Path) -> dict[str, bytes]:
+    """The files that do not tell the time."""
+    names = ["model.safetensors", "scheduler.pt", *(f"zero/rank-{rank:05d}-of-00002.safetensors" for rank in range(2))]
+    return {name: (checkpoint / name).read_bytes() for name in names}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_written_behind_training_is_what_was_there_at_the_save(stage, tmp_path):
+    at_once, copying, tight = (tmp_path / name for name in ("at once", "copying", "tight"))
+    on_ranks(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
+    by_copying = on_ranks(saves, output_dir=str(copying), settings=f"stage={stage}")
+    limited = on_ranks(saves, output_dir=str(tight), settings=f"stage={stage},checkpoint.snapshot_bytes=8KiB")
+    assert all(copied > 0 and written == 0 for copied, written in by_copying[:1])
+    assert all(copied <= 2 * 8192 and written > 0 for copied, written in limited[:1])
+    for folder in (copying, tight):
+        for step in (2, 4):
+            checkpoint = folder / f"checkpoint-{step}"
+            assert checkpoint_faults(checkpoint, "zero") == []
+            assert contents(checkpoint) == contents(at_once / checkpoint.name)
+
+
+class Watches(TrainerCallback):
+    """Compares each checkpoint's weights with the live model's, and counts what was gathered for it."""
+
+    def __init__(self):
+        self.trainer = None
+        self.gathered_bytes: list[int] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        [engine] = self.trainer.accelerator.zero_engines
+        engine.finish_parameters()
+        self._before = engine.comm_report().bytes_by_verb().get("all-gather", 0)
+
+    def on_save(self, args, state, control, **kwargs):
+        [engine] = self.trainer.accelerator.zero_engines
+        self.gathered_bytes.append(engine.comm_report().bytes_by_verb().get("all-gather", 0) - self._before)
+        live = {name: value.clone() for name, value in self.trainer.model.state_dict().items()}
+        self.trainer._checkpoint_saver.finish()
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        saved = load_file(folder / "model.safetensors")
+        for name, value in saved.items():
+            assert value.dtype == live[name].dtype and torch.equal(value, live[name]), name
+        # As save_pretrained names them, ties and all.
+        self.trainer.save_model(f"{args.output_dir}/whole-{self.trainer.args.process_index}")
+        if self.trainer.args.should_save:
+            whole = load_file(f"{args.output_dir}/whole-0/model.safetensors")
+            assert whole.keys() == saved.keys()
+            assert all(torch.equal(whole[name], saved[name]) for name in saved)
+            with safe_open(folder / "model.safetensors", framework="pt") as opened:
+                assert opened.metadata() == {"format": "pt"}
+
+
+def saves_as_transformers_does(rank: int, world_size: int, output_dir: str, settings: str, model: str) -> list[int]:
+    as_launched(rank, world_size)
+    watches = Watches()
+    trainer = make_trainer(f"flag {settings}", model, output_dir, callbacks=[watches], **SAVING)
+    watches.trainer = trainer
+    if "param_dtype" not in settings:
+        # Frozen parameters keep their dtype, and layers refuse a mixture.
+        next(iter(trainer.model.parameters())).requires_grad_(False)
+    trainer.model.register_buffer("extra", torch.arange(5.0))
+    trainer.train()
+    assert len(watches.gathered_bytes) == 2
+    return watches.gathered_bytes
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+@pytest.mark.parametrize("settings", ["stage=0", "stage=1", "stage=2,param_dtype=bfloat16", "stage=3"])
+def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(settings, model, tmp_path):
+    gathered = on_ranks(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)
+    assert gathered == [[0, 0], [0, 0]]
+    loaded = AUTO_CLASSES[model].from_pretrained(tmp_path / "checkpoint-4")
+    assert not any(parameter.isnan().any() for parameter in loaded.parameters())
+    assert Manifest.read(tmp_path / "checkpoint-4" / "zero").files["model.safetensors"].size > 0
+
+
+class Edits(TrainerCallback):
+    def on_save(self, args, state, control, model, **kwargs):
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(1.0)
+
+
+def edits_while_saving(rank: int, world_size: int, output_dir: str) -> str:
+    as_launched(rank, world_size)
+    Snapshots().install()
+    trainer = make_trainer("flag 1", "gpt2", output_dir, callbacks=[Edits()], **SAVING)
+    with pytest.raises(CheckpointError) as raised:
+        trainer.train()
+    return str(raised.value)
+
+
+def test_an_edit_while_a_save_is_under_way_is_an_error_and_no_checkpoint(tmp_path):
+    said = on_ranks(edits_while_saving, output_dir=str(tmp_path))
+    assert all("was edited between a save and the next optimizer step" in each for each in said)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pieces_that_cannot_be_copied_or_written_fail_the_save_and_not_the_step(tmp_path):
+    begins = lay_out(tmp_path / "f.safetensors", {"w": (torch.float32, (10,))})
+    values = torch.arange(10.0)
+    live = LivePieces(
+        [Piece(path=tmp_path / "f.safetensors", offset=begins["w"], values=values)], 0, refuse_edits=lambda: None
+    )
+    with mock.patch("os.pwrite", side_effect=OSError(28, "No space left on device")):
+        live.secure()
+    with pytest.raises(OSError, match="No space left"):
+        live.write()
+
+
+def test_a_file_laid_out_and_filled_by_pieces_is_what_safetensors_reads(tmp_path):
+    tensors = {
+        "half": torch.randn(3, 5).bfloat16(),
+        "byte": torch.tensor([True, False, True]),
+        "wide": torch.randn(4, 2, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "one": torch.tensor(7, dtype=torch.int64),
+    }
+    path = tmp_path / "f.safetensors"
+    begins = lay_out(path, {n: (t.dtype, t.shape) for n, t in tensors.items()}, {"format": "pt"})
+    for name, tensor in reversed(tensors.items()):
+        flat = tensor.reshape(-1)
+        for i in range(flat.numel()):
+            Piece(path=path, offset=begins[name] + i * flat.itemsize, values=flat[i : i + 1]).write()
+    read = load_file(path)
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(begins[name] % tensor.itemsize == 0 for name, tensor in tensors.items())
