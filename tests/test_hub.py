@@ -540,6 +540,30 @@ def test_a_checkpoint_goes_along_where_the_strategy_says_so_and_can_be_resumed_f
     assert len(outcome["losses"]) == 6
 
 
+def begins(rank: int, world_size: int, url: str, output_dir: str, **overrides: object) -> str:
+    as_launched(rank, world_size)
+    talk_to(url)
+    with pytest.raises(HubError) as refused:
+        make_trainer("flag 2", "bert", output_dir, push_to_hub=True, **overrides)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"hub_model_id": "a/b/c", "hub_token": TOKEN}, "'a/b/c' is no repository's name"),
+        ({"hub_model_id": "somebody/model", "hub_token": TOKEN}, "403: You don't have the rights"),
+        ({"hub_model_id": REPO, "hub_token": "hf_AnotherFakeTokenThatNobodyAccepts"}, "does not accept the token"),
+    ],
+    ids=["name", "owner", "token"],
+)
+def test_trainer_says_in_one_line_why_it_could_not_push_before_it_trains(overrides, said, server, tmp_path):
+    arguments = {"url": server.url, "output_dir": str(tmp_path / "model"), **overrides}
+    [line] = run_ranks(begins, world_size=1, time_limit_s=60, keyword_arguments=arguments)
+    assert line.startswith("hf_zero: ") and said in line and "\n" not in line
+    assert overrides["hub_token"] not in line
+
+
 def test_a_push_that_cannot_be_made_ready_is_told_and_training_goes_on(server, tmp_path):
     outcomes = push_from_ranks(
         2, url=server.url, door="flag 3", output_dir=str(tmp_path / "model"), full_disk=True, hub_strategy="checkpoint"

@@ -122,6 +122,16 @@ def _told_plainly(to: Destination, token: str, where: str) -> Iterator[None]:
         raise HubError(_without_tokens(f"hf_zero: {where} {to.repo_id}: {_reason(error)}.", token)) from None
 
 
+def make_repo(to: Destination, make: Callable[[], Answer]) -> Answer:
+    """What `make` returns that makes the repository by the Hub's client, tried again where that may help.
+
+    Raises:
+        HubError: it could not be made.
+    """
+    with _told_plainly(to, checked_token(to), "there is no place for pushes in"):
+        return _patiently(make)
+
+
 def checked_token(to: Destination) -> str:
     """The token to use. Raises `HubError` for what can be known without asking the Hub."""
     try:

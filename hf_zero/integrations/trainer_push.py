@@ -15,13 +15,20 @@ from transformers.utils import PushInProgress
 from ..checkpoint.manifest import CheckpointError
 from .card import CARD_NAME, write_card
 from .card_facts import card_facts
-from .hub import EVERYTHING, WEIGHTS, Destination, HubError, push_folder
+from .hub import EVERYTHING, WEIGHTS, Destination, HubError, make_repo, push_folder
 from .push import stage_checkpoint, stage_model
 
 logger = logging.get_logger(__name__)
 
 _STAGED_PREFIX = ".tmp-checkpoint-push-"
 """Of folders that a killed run leaves; with the leftovers of saves, the next resume clears them away."""
+
+
+def make_trainer_repo(trainer: Trainer, token: str | None, make: Callable[[], None]) -> None:
+    """Has Trainer make its repository by `make`. Raises `HubError` in one line where it cannot."""
+    args = trainer.args
+    name = args.hub_model_id or Path(args.output_dir).absolute().name
+    make_repo(Destination(repo_id=name, token=token or args.hub_token), make)
 
 
 def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
