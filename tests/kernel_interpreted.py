@@ -1,8 +1,8 @@
-"""Checks of the Triton kernels that run them in Triton's interpreter, on tensors of the CPU.
+"""Checks of the Triton kernels against their references, in Triton's interpreter on tensors of the CPU, or on a GPU.
 
-Run by tests/test_kernels.py in a process of its own with TRITON_INTERPRET=1, since one process either interprets or
-compiles: prints one JSON object, by check, of "" or the traceback. The interpreter sees no write beside a buffer, so every
-buffer here lies between canaries.
+Run by tests/test_kernels.py in a process of its own, since one process either interprets (TRITON_INTERPRET=1) or compiles:
+`python kernel_interpreted.py cpu` prints one JSON object, by check, of "" or the traceback. The interpreter sees no write
+beside a buffer, so every buffer here lies between canaries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 import torch
 from optimizer_steps import STEPPERS, Stepper, make_tensors, worst_error
 
-from hf_zero.kernels import quantise, statistics, stochastic
+from hf_zero.kernels import fill, quantise, statistics, stochastic
+from hf_zero.kernels.fill import Piece
 from hf_zero.kernels.quantise import BlockFormat
 
 SIZES = (0, 1, 127, 128, 100_003)
@@ -58,7 +59,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def normal(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    """The same numbers on every device."""
+    drawn = torch.randn(numel, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 @check
@@ -210,9 +213,9 @@ def dequantised_sums_are_the_references_bit_for_bit():
         for numel in SIZES:
             for ranks in (2,) if numel > 5000 else (1, 2, 3):
                 guard = Guarded()
-                generator = torch.Generator().manual_seed(numel)
-                codes = torch.randint(17, 255, (ranks, format.code_bytes(numel)), generator=generator).to(torch.uint8)
-                scales = torch.rand(ranks, format.blocks(numel), generator=generator)
+                codes = normal(ranks * format.code_bytes(numel), numel).mul_(60).add_(136).clamp_(17, 254)
+                codes = codes.to(torch.uint8).view(ranks, format.code_bytes(numel))
+                scales = normal(ranks * format.blocks(numel), numel + 1).abs_().view(ranks, format.blocks(numel))
                 if numel > 1000:
                     scales[0, 1] = math.inf
                 for dtype in (torch.bfloat16,) if numel > 5000 else DTYPES:
@@ -239,7 +242,51 @@ def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
             assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)
 
 
+def pieces_of(sizes: list[int], dtype: torch.dtype, gap: int, shift: int) -> list[Piece]:
+    """Sources one after the other with gaps between their places, every third one zeros; `shift` elements off alignment."""
+    pieces, start = [], 0
+    for index, numel in enumerate(sizes):
+        source = normal(numel + shift, index, dtype)[shift:]
+        pieces.append(Piece(start=start, numel=numel, source=None if index % 3 == 2 else source))
+        start += -(-numel // 16) * 16 + gap
+    return pieces
+
+
+@check
+def filling_is_the_references_bit_for_bit_and_leaves_the_gaps():
+    sizes = [1, 127, 0, 128, 16, 2048, 5, 300, 4096]
+    for source_dtype in DTYPES:
+        for flat_dtype in DTYPES:
+            for gap, shift, factor in ((0, 0, 1.0), (7, 3, 0.3)):
+                last = [100_003] if (source_dtype, flat_dtype) == (torch.float32, torch.bfloat16) else []
+                pieces = pieces_of([*sizes, *last], source_dtype, gap, shift)
+                guard = Guarded()
+                flat = guard.of(torch.full((pieces[-1].start + 100_003,), -5.0, dtype=flat_dtype))
+                expected = flat.clone()
+                fill.fill_triton(flat, pieces, factor)
+                fill.fill_reference(expected, pieces, factor)
+                guard.check()
+                assert same_bits(flat, expected), (source_dtype, flat_dtype, gap, (flat != expected).nonzero()[:5])
+
+
+@check
+def filling_takes_sources_of_many_dtypes_and_what_is_not_finite():
+    sources = [with_strangers(normal(6000, 1)), normal(30, 2, torch.bfloat16), None, normal(31, 3, torch.float16)]
+    pieces, start = [], 0
+    for source in sources:
+        numel = 64 if source is None else source.numel()
+        pieces.append(Piece(start=start, numel=numel, source=source))
+        start += numel
+    for given in (pieces, pieces[2:3], []):
+        flat = torch.full((start,), -5.0, dtype=torch.bfloat16)
+        expected = flat.clone()
+        fill.fill_triton(flat, given, 1.0)
+        fill.fill_reference(expected, given, 1.0)
+        assert same_bits(flat, expected)
+
+
 def main() -> None:
+    torch.set_default_device(sys.argv[1])
     outcomes = {}
     for name, function in CHECKS.items():
         try:

@@ -86,8 +86,9 @@ STEPPERS = {
 
 def make_tensors(stepper: Stepper, numel: int, weights: torch.dtype, gradient: torch.dtype) -> list[torch.Tensor]:
     """Weights, gradient and states as they look in the middle of training."""
-    generator = torch.Generator().manual_seed(numel)
-    w, g, m, v = torch.randn(4, numel, generator=generator).unbind()
+    generator = torch.Generator("cpu").manual_seed(numel)
+    drawn = torch.randn(4, numel, generator=generator, device="cpu")
+    w, g, m, v = drawn.to(torch.get_default_device()).unbind()
     return [w.to(weights), (g * 0.01).to(gradient), m * 0.01, v.square() * 1e-4][: 2 + stepper.state_count]
 
 

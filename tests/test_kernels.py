@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from hf_zero.kernels import choose, statistics
 from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.fill import Piece, fill
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
 
@@ -25,12 +26,12 @@ TIME_LIMIT_S = 240
 needs_triton = pytest.mark.skipif(not choose.has_triton(), reason="triton is not installed")
 
 
-def run_helper(script: str, *, interpret: bool) -> dict:
+def run_helper(*command: str, interpret: bool) -> dict:
     """What a helper prints; interpreting is decided by the environment of a process that has not imported triton yet."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", TESTS / script],
+        [sys.executable, "-W", "ignore", TESTS / command[0], *command[1:]],
         env=environment,
         capture_output=True,
         text=True,
@@ -42,7 +43,12 @@ def run_helper(script: str, *, interpret: bool) -> dict:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    return run_helper("kernel_interpreted.py", interpret=True)
+    return run_helper("kernel_interpreted.py", "cpu", interpret=True)
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> dict[str, str]:
+    return run_helper("kernel_interpreted.py", "cuda", interpret=False)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +60,14 @@ def compiled() -> dict[str, dict[str, dict]]:
 @pytest.mark.parametrize("name", kernel_interpreted.CHECKS)
 def test_interpreted(interpreted, name):
     assert interpreted[name] == "", interpreted[name]
+
+
+@needs_triton
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+@pytest.mark.parametrize("name", kernel_interpreted.CHECKS)
+def test_on_a_gpu(on_gpu, name):
+    assert on_gpu[name] == "", on_gpu[name]
 
 
 @needs_triton
@@ -214,3 +228,30 @@ def test_optimizers_refuse_what_cannot_be_meant():
         sgd(w, g, None, SGD(lr=0.1, momentum=0.9))
     with pytest.raises(ValueError, match="found_inf is 2 elements"):
         sgd(w, g, None, SGD(lr=0.1), found_inf=torch.zeros(2))
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=8), gaps=st.integers(0, 5), factor=st.sampled_from([1.0, 0.5]))
+@settings(deadline=None, max_examples=50)
+def test_filling_writes_each_piece_and_nothing_between(sizes, gaps, factor):
+    pieces, expected = [], []
+    for index, numel in enumerate(sizes):
+        source = None if index % 3 == 0 else kernel_interpreted.normal(numel, index).bfloat16()
+        pieces.append(Piece(start=len(expected), numel=numel, source=source))
+        expected += [0.0] * numel if source is None else (source.float() * factor).tolist()
+        expected += [-1.0] * gaps
+    flat = torch.full((len(expected),), -1.0)
+    fill(flat, pieces, factor)
+    assert flat.tolist() == expected
+
+
+def test_filling_refuses_pieces_that_do_not_fit():
+    flat, one = torch.zeros(10), torch.ones(4)
+    with pytest.raises(ValueError, match=r"piece 1 is elements 3 to 7 of 10, and the one before ends at 4"):
+        fill(flat, [Piece(start=0, numel=4, source=one), Piece(start=3, numel=4, source=one)])
+    with pytest.raises(ValueError, match="piece 0 is elements 8 to 12 of 10"):
+        fill(flat, [Piece(start=8, numel=4, source=None)])
+    with pytest.raises(ValueError, match="the source of piece 0 has 4 elements, and 5 are needed"):
+        fill(flat, [Piece(start=0, numel=5, source=one)])
+    with pytest.raises(ValueError, match="must be contiguous"):
+        fill(flat, [Piece(start=0, numel=6, source=torch.ones(2, 3).t())])
+    assert not flat.any()
