@@ -9,6 +9,7 @@ from pathlib import Path
 
 import kernel_compile
 import kernel_interpreted
+import kernels as bench
 import pytest
 import torch
 from hypothesis import given, settings
@@ -255,3 +256,20 @@ def test_filling_refuses_pieces_that_do_not_fit():
     with pytest.raises(ValueError, match="must be contiguous"):
         fill(flat, [Piece(start=0, numel=6, source=torch.ones(2, 3).t())])
     assert not flat.any()
+
+
+def test_the_benchmark_measures_all_kernels_beside_a_copy(tmp_path, capsys):
+    figures_path = tmp_path / "figures.json"
+    command = ["--device", "cpu", "--numel", "4096", "--rounds", "2", "--json", str(figures_path)]
+    assert bench.main(command) == 0
+    figures = json.loads(figures_path.read_text())["figures"]
+    assert [figure["name"] for figure in figures][:2] == ["copy, fp32", "gradient statistics"]
+    assert figures[0]["copy_fraction"] == 1.0
+    assert all(figure["ms"] > 0 and figure["copy_fraction"] > 0 for figure in figures)
+    assert "torch references on CPU" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, and the benchmark would run")
+def test_the_benchmark_says_why_it_does_not_run(capsys):
+    assert bench.main([]) == 0
+    assert capsys.readouterr().out.startswith("skipped: no CUDA device")

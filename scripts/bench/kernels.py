@@ -1,0 +1,191 @@
+"""What the kernels reach of a copy's bandwidth, beside torch's own optimizers, in one command.
+
+    python scripts/bench/kernels.py                      # on a GPU, 2^28 elements
+    python scripts/bench/kernels.py --device cpu --numel 4194304
+
+Each round measures a copy and then every kernel once, so that a clock that drifts moves all of them; a figure is the median
+over the rounds of its bytes a second divided by that round's copy's. Bytes are those that the operation cannot avoid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.choose import runs_triton
+from hf_zero.kernels.fill import Piece, fill
+from hf_zero.kernels.lion import Lion, lion
+from hf_zero.kernels.quantise import BlockFormat, dequantise_sum, quantise
+from hf_zero.kernels.sgd import SGD, sgd
+from hf_zero.kernels.statistics import gradient_statistics
+from hf_zero.kernels.stochastic import round_stochastically
+
+WARMUP_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One operation and the bytes an element that it has to read and write."""
+
+    name: str
+    bytes_an_element: float
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """The median of a task's rounds; `copy_fraction` is its bandwidth by the copy's in the same round."""
+
+    name: str
+    ms: float
+    gb_a_second: float
+    copy_fraction: float
+
+
+def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
+    """The package's kernels on a shard of `numel` elements, bfloat16 gradients and copies."""
+    weights, exp_avg, exp_avg_sq, residual = (torch.zeros(numel, device=device) for _ in range(4))
+    gradient = torch.randn(numel, device=device).bfloat16()
+    copy = torch.empty_like(gradient)
+    eight = BlockFormat(bits=8)
+    codes = torch.empty(2, eight.code_bytes(numel), dtype=torch.uint8, device=device)
+    scales = torch.empty(2, eight.blocks(numel), device=device)
+    quantise(gradient, codes[0], scales[0], eight)
+    quantise(gradient, codes[1], scales[1], eight)
+    few = numel // 1024 * 1024
+    pieces = [Piece(start=at, numel=1024, source=gradient[at : at + 1024]) for at in range(0, min(few, 1 << 22), 1024)]
+    filled = sum(piece.numel for piece in pieces)
+    return [
+        Task(name="gradient statistics", bytes_an_element=2, run=lambda: gradient_statistics([gradient])),
+        Task(
+            name="AdamW, master and copy",
+            bytes_an_element=28,
+            run=lambda: adamw(weights, gradient, exp_avg, exp_avg_sq, AdamW(lr=1e-6, step=10), copy),
+        ),
+        Task(
+            name="Lion, master and copy",
+            bytes_an_element=20,
+            run=lambda: lion(weights, gradient, exp_avg, Lion(lr=1e-6), copy),
+        ),
+        Task(
+            name="SGD, momentum, master and copy",
+            bytes_an_element=20,
+            run=lambda: sgd(weights, gradient, exp_avg, SGD(lr=1e-6, momentum=0.9), copy),
+        ),
+        Task(
+            name="quantise 8 bits, error feedback",
+            bytes_an_element=11 + 4 / eight.block_numel,
+            run=lambda: quantise(gradient, codes[0], scales[0], eight, residual),
+        ),
+        Task(
+            name="sum of two ranks' 8 bits",
+            bytes_an_element=6 + 8 / eight.block_numel,
+            run=lambda: dequantise_sum(codes, scales, weights, eight),
+        ),
+        Task(
+            name="stochastic rounding",
+            bytes_an_element=6,
+            run=lambda: round_stochastically(weights, copy, seed=1),
+        ),
+        Task(
+            name=f"{len(pieces)} tensors into one buffer",
+            bytes_an_element=6 * filled / numel,
+            run=lambda: fill(weights, pieces),
+        ),
+    ]
+
+
+def torch_tasks(numel: int, device: torch.device) -> list[Task]:
+    """torch's AdamW on float32 parameters and gradients, as one tensor."""
+    tasks = []
+    for form in ("fused", "foreach"):
+        parameter = torch.nn.Parameter(torch.zeros(numel, device=device))
+        parameter.grad = torch.randn(numel, device=device)
+        optimizer = torch.optim.AdamW([parameter], lr=1e-6, **{form: True})
+        tasks.append(Task(name=f"torch AdamW, {form}, fp32, no copy", bytes_an_element=28, run=optimizer.step))
+    return tasks
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Of one call: by the device's own clock on a GPU, by the host's otherwise."""
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+    begin_s = time.perf_counter()
+    run()
+    return time.perf_counter() - begin_s
+
+
+def measure(tasks: list[Task], numel: int, device: torch.device, rounds: int) -> list[Figure]:
+    """The copy's figure first."""
+    source, place = torch.zeros(numel, device=device), torch.empty(numel, device=device)
+    copy = Task(name="copy, fp32", bytes_an_element=8, run=lambda: place.copy_(source))
+    taken: dict[str, list[float]] = {task.name: [] for task in [copy, *tasks]}
+    for round_index in range(WARMUP_ROUNDS + rounds):
+        for task in [copy, *tasks]:
+            one = seconds(task.run, device)
+            if round_index >= WARMUP_ROUNDS:
+                taken[task.name].append(one)
+    return [summarise(task, taken[task.name], copy, taken[copy.name], numel) for task in [copy, *tasks]]
+
+
+def summarise(task: Task, taken_s: list[float], copy: Task, copy_s: list[float], numel: int) -> Figure:
+    share = task.bytes_an_element / copy.bytes_an_element
+    median_s = statistics.median(taken_s)
+    return Figure(
+        name=task.name,
+        ms=1e3 * median_s,
+        gb_a_second=task.bytes_an_element * numel / median_s / 1e9,
+        copy_fraction=statistics.median(share * theirs / mine for mine, theirs in zip(taken_s, copy_s)),
+    )
+
+
+def print_table(figures: list[Figure], title: str) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("operation")
+    for heading in ("ms", "GB/s", "of the copy"):
+        table.add_column(heading, justify="right")
+    for figure in figures:
+        table.add_row(figure.name, f"{figure.ms:.3f}", f"{figure.gb_a_second:.0f}", f"{figure.copy_fraction:.2f}")
+    Console(width=120).print(table)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--numel", type=int, default=1 << 28)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="writes the figures there")
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("skipped: no CUDA device on this machine; --device cpu measures the torch references")
+        return 0
+    device = torch.device(options.device)
+    tasks = kernel_tasks(options.numel, device) + torch_tasks(options.numel, device)
+    form = "Triton" if runs_triton(device) else "torch references"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    figures = measure(tasks, options.numel, device, options.rounds)
+    title = f"{form} on {name}, {options.numel} elements, torch {torch.__version__}"
+    print_table(figures, title)
+    if options.json:
+        options.json.write_text(json.dumps({"title": title, "figures": [asdict(f) for f in figures]}, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
