@@ -119,10 +119,6 @@ class ZeroTrainerMixin:
         if self.is_world_process_zero():
             make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, private=private))
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        if self.is_world_process_zero():
-            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, private=private))
-
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",
