@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 from test_offload import JOBS, OPTIMIZERS, assert_equal, in_pairs, one_step
 from torch import nn
-from training import fused_adamw, gpt2
+from training import VOCABULARY, fused_adamw, gpt2
 
 from hf_zero.config import ConfigError
 from hf_zero.engine import room
@@ -139,7 +139,9 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_counter_in_the_group_counts_steps_and_not_buckets(tmp_path):
+def test_a_counter_in_the_group_counts_steps_and_not_buckets_also_behind_a_parents_hooked_step(tmp_path):
+    # The first of a class has torch wrap its step in hooks, which the child's step calls.
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     outcomes = []
     for offload in ({}, nvme(tmp_path)):
         model, optimizer, engine = built(
@@ -199,6 +201,37 @@ def test_a_look_a_save_and_the_end_have_the_values(tmp_path):
     assert all(torch.equal(plain[kind], moved[kind]) for kind in plain)
     assert plain_rows.keys() == moved_rows.keys()
     assert all(torch.equal(plain_rows[key], moved_rows[key]) for key in plain_rows)
+
+
+def test_later_saves_have_later_values(tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, engine = built(offload)
+        found = []
+        for _ in range(3):
+            one_step(model, optimizer)
+            found.append(state_of_engine(engine))
+        outcomes.append(found)
+        engine.close()
+    for plain, moved in zip(*outcomes):
+        assert all(torch.equal(plain[key], moved[key]) for key in plain)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "nvme"])
+def test_a_vocabulary_grows_with_state_elsewhere(kind, tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path) if kind == "nvme" else {"offload": {"optimizer": "cpu"}}):
+        model, optimizer, engine = built(offload)
+        one_step(model, optimizer)
+        torch.manual_seed(3)
+        engine.resize_embeddings(VOCABULARY + 16)
+        for _ in range(2):
+            one_step(model, optimizer)
+        outcomes.append((weights_of(model), state_of_engine(engine)))
+        engine.close()
+    assert same(outcomes[0][0], outcomes[1][0])
+    assert all(torch.equal(outcomes[0][1][key], outcomes[1][1][key]) for key in outcomes[0][1])
+    assert not list(tmp_path.glob("hf_zero-run-*"))
 
 
 def test_edits_reach_masters_in_files(tmp_path):

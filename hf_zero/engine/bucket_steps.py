@@ -47,7 +47,6 @@ class BucketSteps:
         self._window = window
         self._bring, self._put = bring, put
         self._gradients: dict[Row, torch.Tensor] = {}
-        self._stepping = False
         self._broken: OffloadError | None = None
         self._hook = self._register()
 
@@ -77,15 +76,11 @@ class BucketSteps:
         return self._optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
 
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
-        if self._stepping:
-            # An optimizer class whose step calls its parent's, which torch has wrapped in hooks too.
-            return
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._shards}
         bucket_of = {shard: bucket for bucket, shard in self._shards.items() if rows_of[bucket]}
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
         makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
-        self._stepping = True
         try:
             with closing(self._window.walk(list(bucket_of), spared=int(makes_state))) as walk:
                 for shard, buffer in walk:
@@ -96,8 +91,6 @@ class BucketSteps:
         except OffloadError as error:
             self._broken = error
             raise
-        finally:
-            self._stepping = False
         for row in (row for rows in rows_of.values() for row in rows):
             self._gradients[row] = row.tensor.grad
             row.tensor.grad = None
@@ -109,6 +102,6 @@ class BucketSteps:
         part = [tensor for tensor in group["params"] if id(tensor) in mine]
         self._optimizer.param_groups = [{**group, "params": part}]
         try:
-            own_step(self._optimizer)()
+            own_step(self._optimizer)
         finally:
             self._optimizer.param_groups = groups

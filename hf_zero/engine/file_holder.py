@@ -72,7 +72,9 @@ class InFiles(StateHolder):
         for steps in self._steps:
             steps.give_back_gradients()
         moved = (self._tier.read_bytes(), self._tier.written_bytes())
-        self._moved = (moved[0] - self._moved_before[0], moved[1] - self._moved_before[1])
+        # Called twice for a class of optimizer whose step calls its parent's.
+        if moved != self._moved_before:
+            self._moved = (moved[0] - self._moved_before[0], moved[1] - self._moved_before[1])
         self._moved_before = moved
 
     @contextmanager

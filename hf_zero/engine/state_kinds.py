@@ -1,7 +1,7 @@
 """What an optimizer will keep for each element, seen by a trial before its first step."""
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,12 +13,20 @@ from .precision import Precision
 _NUMEL = 16
 
 
-def own_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's arithmetic without the step hooks around it, its own and global ones."""
+def own_step(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's arithmetic without the step hooks around it.
+
+    torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
+    step calls its parent's comes by a second wrapper, which finds no hooks of this optimizer for the moment.
+    """
     step = type(optimizer).step
-    # torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made.
     inner = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return lambda: inner(optimizer)
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        inner(optimizer)
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
 def state_kinds(
@@ -35,7 +43,7 @@ def state_kinds(
     trial.param_groups, trial.state = [group | {"params": [parameter]}], defaultdict(dict)
     try:
         with torch.random.fork_rng(devices=[]):
-            own_step(trial)()
+            own_step(trial)
     except Exception:
         # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
         return None

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -51,6 +52,7 @@ class AlignedFile:
                 f"hf_zero: {path} needs {nbytes} bytes, and its file system has {free_disk_bytes(path.parent)} free "
                 f"({error.strerror}). Free space, or set `offload.nvme_path` to a larger disk.",
             ) from error
+        self._closing = weakref.finalize(self, os.close, self._fd)
 
     def read(self, buffer: torch.Tensor, offset: int) -> None:
         """Fills `buffer` (uint8, aligned in address and length) from `offset`."""
@@ -67,7 +69,7 @@ class AlignedFile:
             raise self._error(errno.EIO, "the file is shorter than it was", 0, there, self.nbytes, "read")
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._closing()
 
     def _move(self, call, buffer: torch.Tensor, offset: int, done: str) -> None:
         view, moved = buffer.numpy(), 0

@@ -32,13 +32,13 @@ class HostTier(Tier):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Pinned after allocation: the pinned allocator of torch rounds up to a power of two, a quarter too much on average.
         flat = allocate(numel, dtype, _HOST)
-        if self._device.type != "cpu":
+        if self._device.type == "cuda":
             pin(flat, self._device)
             self._pinned.append(flat)
         return flat
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=self._device.type != "cpu")
+        return torch.empty(numel, dtype=dtype, pin_memory=self._device.type == "cuda")
 
 
 def _unpin_all(tensors: list[torch.Tensor], device: torch.device) -> None:

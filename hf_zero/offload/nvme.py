@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from ..device import allocate
 from .host import HostTier
 from .run_folder import RunFolder
 from .stored import StoredShard
@@ -31,6 +32,10 @@ class NvmeTier(HostTier):
         self.folder = RunFolder(path)
         self.window = Window(window)
         self.shards: list[StoredShard] = []
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        # A master on its way to its file: for a moment, and therefore not pinned.
+        return allocate(numel, dtype, torch.device("cpu"))
 
     def store(self, name: str, numel: int, kinds: Sequence[tuple[str, torch.dtype]]) -> StoredShard:
         """Makes a shard's file.
