@@ -14,13 +14,15 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from accelerate_job import make_accelerator
 from deepspeed_folder import WholeState, write_deepspeed
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
 from safetensors.torch import load_file
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from trainer_job import as_launched, history, make_trainer
-from training import bert
+from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
 from typer.testing import CliRunner
 
 from hf_zero.checkpoint.foreign import dcp_folder
@@ -311,3 +313,56 @@ def test_what_cannot_be_converted_is_refused_in_one_line(zeroed, plain, tmp_path
         json.dumps({**config, "id2label": {str(n): str(n) for n in range(5)}})
     )
     assert "has shape" in said(source, tmp_path / "out", "--config", tmp_path / "other")
+
+
+def trained_losses(model: nn.Module, optimizer: torch.optim.Optimizer, backward, steps: range) -> list[float]:
+    """Steps on batches that are the same on every rank."""
+    losses = []
+    for step in steps:
+        loss = model(**gpt2_batch(torch.Generator().manual_seed(step), 4)).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loads(rank: int, world_size: int, folder: str, stages: list[int]) -> list[list[float]]:
+    as_launched(rank, world_size)
+    losses = []
+    for stage in stages:
+        accelerator = make_accelerator(f"attach {stage}", cpu=True)
+        torch.manual_seed(8)
+        model = gpt2()
+        model, optimizer = accelerator.prepare(model, adamw_in_two_groups(model))
+        with pytest.raises(ValueError, match="make one of it with `hf-zero convert"):
+            accelerator.load_state(f"{folder}/deepspeed")
+        accelerator.load_state(f"{folder}/ours")
+        losses.append(trained_losses(model, optimizer, accelerator.backward, range(3, 6)))
+        accelerator.free_memory()
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_converted_checkpoint_is_loaded_by_accelerate(world_size, tmp_path):
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = adamw_in_two_groups(model)
+    trained_losses(model, optimizer, torch.Tensor.backward, range(3))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    whole = WholeState(
+        weights={name: parameter.detach().clone() for parameter, name in names.items()},
+        groups=[
+            ({key: value for key, value in group.items() if key != "params"}, [names[p] for p in group["params"]])
+            for group in optimizer.param_groups
+        ],
+        state={names[p]: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()},
+    )
+    write_deepspeed(tmp_path / "deepspeed", whole, stage=2, world_size=4)
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(tmp_path / "deepspeed")
+    expected = trained_losses(model, optimizer, torch.Tensor.backward, range(3, 6))
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "deepspeed"), str(tmp_path / "ours")])
+    assert done.exit_code == 0, done.output
+    for losses in on_ranks(loads, world_size, folder=str(tmp_path), stages=[0, 2, 3]):
+        assert losses == [pytest.approx(expected, rel=1e-5)] * 3

@@ -22,6 +22,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 from torch import nn
 
+from ..checkpoint.foreign.find import is_foreign
 from ..config import ConfigError, ZeroConfig
 from ..engine.engine import ZeroEngine
 from ..engine.parameters import is_compiled
@@ -377,6 +378,11 @@ def _zero_folder(location: str | Path, index: int) -> Path:
 
 
 def _refuse_unless_state(folder: Path) -> None:
+    if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
+        raise ValueError(
+            f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "
+            "give OUT."
+        )
     if not (folder / ZERO_FOLDER).is_dir():
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise ValueError(
