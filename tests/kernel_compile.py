@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there, and reads what came out of the assembler.
 
 Run by tests/test_kernels.py in a process of its own, without TRITON_INTERPRET: prints one JSON object, by kernel and
-architecture, of `Figures`.
+architecture or variant, of `Figures`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hf_zero.kernels import adamw, fill, lion, quantise, sgd, statistics, steppi
 from hf_zero.kernels.lazy import Kernel
 
 ARCHITECTURES = (80, 90)
+OPTIONAL = ("multiplier", "found_inf", "residual", "inverse_scale", "momentum_buffer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +227,20 @@ def compile_case(case: Case, architecture: int) -> Figures:
     return read_figures(compiled.asm["cubin"], compiled.metadata.shared)
 
 
+def with_one_element(case: Case) -> Case:
+    """Whole numbers of 1, which Triton takes for constants when a kernel is launched."""
+    whole = [name for name, kind in case.types.items() if kind in ("i32", "i64")]
+    types = {name: kind for name, kind in case.types.items() if name not in whole}
+    return replace(case, types=types, constants={**case.constants, **dict.fromkeys(whole, 1)})
+
+
+def without_options(case: Case) -> Case:
+    """None for the tensors that a kernel can do without."""
+    left_out = [name for name in case.types if name in OPTIONAL]
+    types = {name: kind for name, kind in case.types.items() if name not in left_out}
+    return replace(case, types=types, constants={**case.constants, **dict.fromkeys(left_out)})
+
+
 def read_figures(cubin: bytes, shared_bytes: int) -> Figures:
     import triton
 
@@ -261,14 +276,14 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 
 
 def main() -> None:
-    json.dump(
-        {
-            name: {str(architecture): vars(compile_case(case, architecture)) for architecture in ARCHITECTURES}
-            for name, case in CASES.items()
-        },
-        sys.stdout,
-        indent=1,
-    )
+    found = {
+        name: {str(architecture): vars(compile_case(case, architecture)) for architecture in ARCHITECTURES}
+        for name, case in CASES.items()
+    }
+    for name, case in CASES.items():
+        for variant in (with_one_element, without_options):
+            found[name][variant.__name__] = vars(compile_case(variant(case), ARCHITECTURES[-1]))
+    json.dump(found, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,13 @@ def test_machine_code_keeps_what_the_kernel_was_written_for(compiled, name, arch
     assert figures["stores"] == promise.stores
 
 
+@needs_triton
+@pytest.mark.parametrize("name", kernel_compile.CASES)
+def test_every_form_of_a_launch_compiles(compiled, name):
+    assert compiled[name]["with_one_element"]["spilled_bytes"] == 0
+    assert compiled[name]["without_options"]["spilled_bytes"] == 0
+
+
 def test_files_with_kernels_do_not_import_triton():
     names = ", ".join(f"hf_zero.kernels.{path.stem}" for path in Path(choose.__file__).parent.glob("*.py"))
     check = f"import sys, hf_zero, {names}; assert 'triton' not in sys.modules"
