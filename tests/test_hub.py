@@ -476,7 +476,9 @@ def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_di
     trainer.train()
     error = None
     try:
-        pushed = trainer.push_to_hub(dataset="ten|plus", language="en") if final else None
+        pushed = trainer.push_to_hub(blocking=final != "later", dataset="ten|plus", language="en") if final else None
+        if final == "later":
+            pushed = pushed.result(timeout=60)
     except HubError as failure:
         pushed, error = None, str(failure)
     state = trainer.model.state_dict()
@@ -516,6 +518,14 @@ def test_trainer_pushes_the_model_of_each_checkpoint_and_the_last(world_size, st
     assert "language: en" in front_matter(card)
     assert not list(output_dir.glob(".tmp-*"))
     assert TOKEN not in "".join(outcomes[0]["said"]) + card
+
+
+def test_the_last_model_alone_is_pushed_behind_the_script_where_that_is_asked(server, tmp_path):
+    arguments = {"url": server.url, "door": "flag 2", "output_dir": str(tmp_path / "model")}
+    [outcome] = push_from_ranks(1, **arguments, hub_strategy="end", final_push="later", hub_private_repo=True)
+    assert outcome["pushed"] and server.repos[REPO].private
+    assert server.repos[REPO].messages[1:] == ["End of training"]
+    assert weights_of(downloaded(server, tmp_path / "down")) == outcome["state"]
 
 
 def test_a_checkpoint_goes_along_where_the_strategy_says_so_and_can_be_resumed_from(server, tmp_path):
