@@ -13,9 +13,13 @@ from ranks import run_ranks
 from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
+from hf_zero.checkpoint import files
+from hf_zero.checkpoint.commit import seal
+from hf_zero.checkpoint.files import CHUNK_BYTES, chunks_in, share_of
 from hf_zero.checkpoint.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.settings import plain_settings, restore_settings
+from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
@@ -196,3 +200,37 @@ def test_other_models_and_optimizers_are_refused(tmp_path):
         CheckpointError, match=r"'transformer\.wpe\.weight' is in the checkpoint but is not trained now"
     ):
         load_engine(fewer, tmp_path / ZERO_FOLDER)
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=8), st.integers(1, 9))
+def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
+    named = {f"file{i}": size for i, size in enumerate(sizes)}
+    shares = [share_of(named, rank, world_size) for rank in range(world_size)]
+    everything = [(name, index) for name, size in named.items() for index in range(chunks_in(size))]
+    assert sorted(chunk for share in shares for chunk in share) == sorted(everything)
+    for share in shares:
+        nbytes = sum(min(CHUNK_BYTES, named[name] - index * CHUNK_BYTES) for name, index in share)
+        assert nbytes <= sum(sizes) / world_size + CHUNK_BYTES
+
+
+def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
+    (tmp_path / "other").write_bytes(bytes(range(256)) * 40)
+    (tmp_path / "empty").touch()
+    seal(tmp_path, manifest, folder="zero", within="", rank=0, world_size=1, exchange=lambda value: [value])
+    assert len(Manifest.read(tmp_path / "zero").files["other"].xxh3) == 11
+    content = bytearray((tmp_path / "other").read_bytes())
+    for position in range(0, len(content), 137):
+        content[position] ^= 4
+        (tmp_path / "other").write_bytes(content)
+        found = [checkpoint_faults(tmp_path, "zero", rank=rank, world_size=3) for rank in range(3)]
+        assert sum(len(faults) for faults in found) == 1 and any("other has other contents" in str(f) for f in found)
+        content[position] ^= 4
+    (tmp_path / "empty").unlink()
+    (tmp_path / "other").write_bytes(content)
+    assert any(
+        "empty is missing" in fault
+        for rank in range(3)
+        for fault in checkpoint_faults(tmp_path, "zero", rank=rank, world_size=3)
+    )

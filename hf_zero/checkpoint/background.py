@@ -25,6 +25,12 @@ class Background:
         self._thread = threading.Thread(target=run, name="hf_zero save")
         self._thread.start()
 
+    def is_done(self, patience_s: float) -> bool:
+        """Whether the job has ended, within `patience_s`."""
+        if self._thread is not None:
+            self._thread.join(patience_s)
+        return self._thread is None or not self._thread.is_alive()
+
     def finish(self) -> None:
         """Waits for the job and raises what it raised."""
         if self._thread is not None:

@@ -5,9 +5,10 @@ that lists them all is written last, and one rename makes it the checkpoint.
 """
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .files import FileRecord, files_below, is_whole_safetensors, sync
+from .files import Chunk, FileRecord, files_below, hash_of, is_whole_safetensors, share_of, sync
 from .manifest import MANIFEST_NAME, CheckpointError, Manifest
 from .together import Exchange, together
 
@@ -65,26 +66,32 @@ def seal(
     """
     own_name = f"{folder}/{MANIFEST_NAME}"
 
-    def record_own_part() -> dict[str, FileRecord]:
+    def hash_own_part() -> dict[Chunk, str]:
         names = [name for name in files_below(root) if name.startswith(within) and name != own_name]
-        records = {}
-        for name in names[rank::world_size]:
+        own = share_of({name: (root / name).stat().st_size for name in names}, rank, world_size)
+        for name in dict.fromkeys(name for name, _ in own):
             sync(root / name)
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
                 raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
-            records[name] = FileRecord.of(root / name)
-        return records
+        return {(name, index): hash_of(root / name, index) for name, index in own}
 
-    parts = together(exchange, record_own_part, doing=f"put {root} on the disk", then=_THEN)
+    parts = together(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
 
     def write() -> None:
         if rank == 0:
-            files = {name: record for part in parts for name, record in part.items()}
-            manifest.with_files(files).write(root / folder)
+            manifest.with_files(_records(root, parts)).write(root / folder)
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
     together(exchange, write, doing=f"write the manifest of {root}", then=_THEN)
+
+
+def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, FileRecord]:
+    hashes = {chunk: value for part in parts for chunk, value in part.items()}
+    found: dict[str, list[str]] = {}
+    for name, index in sorted(hashes):
+        found.setdefault(name, []).append(hashes[name, index])
+    return {n: FileRecord(size=(root / n).stat().st_size, xxh3=tuple(values)) for n, values in found.items()}
 
 
 def commit(temporary: Path, final: Path, *, rank: int, exchange: Exchange) -> None:

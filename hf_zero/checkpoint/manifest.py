@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from ..layout.intervals import Interval
-from .files import FileRecord, is_inside, sync
+from .files import FileRecord, chunks_in, is_inside, sync
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 2
@@ -72,7 +72,7 @@ class Manifest:
             "kinds": {name: list(kinds) for name, kinds in self.kinds.items()},
             "scalars": self.scalars,
             "rows": [[r.kind, r.name, *r.interval, r.file, r.key] for r in self.rows],
-            "files": {name: [record.size, record.xxh3] for name, record in self.files.items()},
+            "files": {name: [record.size, *record.xxh3] for name, record in self.files.items()},
         }
         temporary = folder / f".{MANIFEST_NAME}.tmp"
         temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
@@ -128,9 +128,13 @@ def _row(folder: Path, kind: str, name: str, start: int, stop: int, file: str, k
     return SavedRow(kind=kind, name=name, interval=Interval(start, stop), file=file, key=key)
 
 
-def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
+def _record(folder: Path, name: str, size: int, *xxh3: str) -> FileRecord:
     if not is_inside(name):
         raise CheckpointError(f"hf_zero: {folder / MANIFEST_NAME} names {name!r}, which is not inside its checkpoint.")
+    if len(xxh3) != chunks_in(size):
+        raise CheckpointError(
+            f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} checksums for {name!r} of {size} bytes."
+        )
     return FileRecord(size=size, xxh3=xxh3)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..layout.intervals import Interval, doubly_covered, uncovered
-from .files import faults_of, files_below, is_whole_safetensors
+from .files import faults_of, files_below, is_whole_safetensors, share_of
 from .foreign.find import is_foreign, open_foreign
 from .manifest import CheckpointError, Manifest
 from .together import Exchange
@@ -38,8 +38,10 @@ def checkpoint_faults(checkpoint: Path, folder: str, *, rank: int = 0, world_siz
         manifest = Manifest.read(checkpoint / folder)
     except CheckpointError as error:
         return [str(error).removeprefix("hf_zero: ").rstrip(".")]
-    names = sorted(manifest.files)[rank::world_size]
-    return faults_of(checkpoint, manifest.files, names) + (row_faults(manifest) if rank == 0 else [])
+    chunks = share_of({name: record.size for name, record in manifest.files.items()}, rank, world_size)
+    return list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks))) + (
+        row_faults(manifest) if rank == 0 else []
+    )
 
 
 def row_faults(manifest: Manifest) -> list[str]:

@@ -38,6 +38,7 @@ LAST_GOOD = "last-good"
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
 
 
+_GLANCE_S = 0.1
 _PATIENCE_S = 10.0
 """For the other ranks' part of a save, when an exception is ending this rank."""
 
@@ -89,6 +90,9 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
+        # By way of the process group, which tells at once that a rank has died; the store does not.
+        while not all(self.engine.transport.exchange(self._background.is_done(_GLANCE_S))):
+            pass
         with self._on_failure():
             self._background.finish()
 
