@@ -2,11 +2,12 @@
 
     python tests/deepspeed_run.py
 
-Each folder holds a checkpoint of a small run on gloo, and `expected.safetensors`: the masters and the optimizer state as
-DeepSpeed's own ds_to_universal reads them back, under `kind/name`. The files in the repository are of DeepSpeed 0.19.8 and
-torch 2.13.
+Each folder holds a checkpoint after three steps of a small run on gloo, and `expected.safetensors`: the masters and the
+optimizer state as DeepSpeed's own ds_to_universal reads them back, under `kind/name`. The files in the repository are of
+DeepSpeed 0.19.8 and torch 2.13.
 """
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -26,15 +27,18 @@ RUNS = {
     "stage2-2ranks-bf16": (2, 2, True, {}),
     "stage2-3ranks-aligned": (2, 3, False, {"parameter_alignment": True}),
     "stage3-3ranks-bf16": (3, 3, True, {"sub_group_size": 40, "stage3_param_persistence_threshold": 0}),
+    "stage2-2ranks-untied": (2, 2, False, {}),
     "stage3-2ranks": (3, 2, False, {"stage3_param_persistence_threshold": 0}),
 }
+UNTIED = "stage2-2ranks-untied"
+"""Its ranks' losses are kept too. With tied weights DeepSpeed 0.19.8 takes steps that differ from torch's."""
 KINDS = {"fp32": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 class Tiny(nn.Module):
     """Odd sizes, a tied weight, a frozen layer and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 5)
         self.inner = nn.Linear(5, 5)
@@ -42,11 +46,16 @@ class Tiny(nn.Module):
         self.register_buffer("scale", torch.full((5,), 0.5))
         self.frozen = nn.Linear(5, 5).requires_grad_(False)
         self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         normed = self.norm(self.inner(self.embed(ids)))
         return self.head(self.frozen(normed * self.scale.to(normed.dtype)))
+
+
+def ids_of(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def run(rank: int, world_size: int, port: int, name: str) -> None:
@@ -58,7 +67,7 @@ def run(rank: int, world_size: int, port: int, name: str) -> None:
 
     stage, _, bf16, settings = RUNS[name]
     torch.manual_seed(0)
-    model = Tiny()
+    model = Tiny(tied=name != UNTIED)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     groups = [
         {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": 0.01},
@@ -74,11 +83,17 @@ def run(rank: int, world_size: int, port: int, name: str) -> None:
             "zero_optimization": {"stage": stage, **settings},
         },
     )
-    for step in range(3):
-        ids = torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(10 * step + rank))
-        engine.backward(nn.functional.cross_entropy(engine(ids).float(), ids))
+    losses = []
+    for step in range(6):
+        if step == 3:
+            engine.save_checkpoint(str(FOLDER / name))
+        ids = ids_of(step, rank)
+        loss = nn.functional.cross_entropy(engine(ids).float(), ids)
+        engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(FOLDER / name))
+        losses.append(loss.item())
+    if name == UNTIED:
+        (FOLDER / name / f"losses-{rank}.json").write_text(json.dumps(losses))
     torch.distributed.barrier()
 
 

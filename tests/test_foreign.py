@@ -1,6 +1,7 @@
 """DeepSpeed's checkpoints: every bit of them is read, at any number of ranks, and what is not covered is refused by name."""
 
 import itertools
+import json
 import os
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_folder import WholeState, write_deepspeed
-from deepspeed_run import Tiny
+from deepspeed_run import UNTIED, Tiny, ids_of
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,9 +25,10 @@ from hf_zero.layout.intervals import Interval
 pytestmark = pytest.mark.timeout(180)
 
 REAL = Path(__file__).resolve().parent / "deepspeed_files"
+FOLDERS = sorted(path.name for path in REAL.iterdir() if path.name != UNTIED)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir()))
+@pytest.mark.parametrize("name", FOLDERS)
 def test_what_deepspeed_wrote_is_read_as_deepspeed_itself_reads_it(name):
     foreign = open_foreign(REAL / name)
     # It lists frozen and tied weights too.
@@ -236,20 +238,25 @@ def test_nothing_in_a_file_of_deepspeed_is_run(stage2, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
+def engine_from(folder: Path, model: Tiny, stage: int) -> tuple[ZeroEngine, torch.optim.Optimizer]:
+    """An engine of other settings that has taken in a folder."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() == 1]}]
+    optimizer = torch.optim.AdamW(groups, lr=5.0)
+    load_foreign_weights(model, folder)
+    engine = ZeroEngine(model, [optimizer], {"stage": stage})
+    load_foreign(engine, folder)
+    return engine, optimizer
+
+
 def takes_in(rank: int, world_size: int) -> list[str]:
     """Takes every folder into fp32 and bf16 engines of every stage; what differs from DeepSpeed's own reading."""
     different = []
-    for name in sorted(path.name for path in REAL.iterdir()):
+    for name in FOLDERS:
         expected = load_file(REAL / name / "expected.safetensors")
         for stage, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
-            torch.manual_seed(9)
             model = Tiny().to(dtype)
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() == 1]}]
-            optimizer = torch.optim.AdamW(groups, lr=5.0)
-            load_foreign_weights(model, REAL / name)
-            engine = ZeroEngine(model, [optimizer], {"stage": stage})
-            load_foreign(engine, REAL / name)
+            engine, optimizer = engine_from(REAL / name, model, stage)
             rows = list(engine.state_rows())
             kinds = {*KINDS, "master"} if dtype == torch.bfloat16 else set(KINDS)
             if rows and {row.kind for row in rows} != kinds:
@@ -275,3 +282,27 @@ def takes_in(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_deepspeeds_checkpoints_enter_engines_of_any_stage_and_number_of_ranks_bit_for_bit(world_size):
     assert on_ranks(takes_in, world_size) == [[]] * world_size
+
+
+def follows(rank: int, world_size: int) -> list[list[float]]:
+    """Three more steps at each stage, on the batches that DeepSpeed took."""
+    losses = []
+    for stage in range(4):
+        model = Tiny(tied=False)
+        engine, optimizer = engine_from(REAL / UNTIED, model, stage)
+        losses.append([])
+        for step in range(3, 6):
+            ids = ids_of(step, rank)
+            loss = torch.nn.functional.cross_entropy(model(ids), ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[stage].append(loss.item())
+        engine.close()
+    return losses
+
+
+def test_a_run_goes_on_at_every_stage_as_deepspeed_itself_went_on():
+    for rank, losses in enumerate(on_ranks(follows, 2)):
+        expected = json.loads((REAL / UNTIED / f"losses-{rank}.json").read_text())[3:]
+        assert losses == [pytest.approx(expected, rel=1e-5)] * 4
