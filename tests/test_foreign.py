@@ -188,7 +188,7 @@ def test_variants_that_are_not_covered_are_refused_by_their_files(stage2, name, 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda c: c.update(ds_version="1.0.0"), "was written by DeepSpeed 1.0.0, and 0.10 to 0.19 are known"),
+        (lambda c: c.update(ds_version="1.0.0"), "was written by DeepSpeed 1.0.0, and 0.16 to 0.19 are known"),
         (lambda c: c.update(ds_version=None), "was written by DeepSpeed None"),
         (lambda c: c.update(mp_world_size=2), "is of a run with mp_world_size 2"),
         (lambda c: c.update(checkpoint_parallel_dimensions={"pp_degree": 4}), "is of a run with pp_degree 4"),

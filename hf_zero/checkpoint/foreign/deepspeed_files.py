@@ -11,7 +11,7 @@ from .pickles import load_deepspeed_file
 _OPTIMIZER_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")
 _MODEL_FILE = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt$")
 _VERSION = re.compile(r"^0\.(\d+)\.")
-_MINORS = range(10, 20)
+_MINORS = range(16, 20)
 """Of DeepSpeed 0.x: those whose checkpoints have the fields that are read here."""
 
 _THEN = "Continue it with DeepSpeed, or export its weights with DeepSpeed's zero_to_fp32.py and start from those."
