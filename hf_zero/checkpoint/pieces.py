@@ -99,7 +99,11 @@ def lay_out(
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.flush()
-        os.posix_fallocate(file.fileno(), 0, start + end)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, start + end)
+        else:
+            # macOS: a full disk shows when the bytes are written.
+            file.truncate(start + end)
     return {name: start + entry["data_offsets"][0] for name, entry in header.items() if name in tensors}
 
 
