@@ -145,7 +145,7 @@ class CheckpointConfig:
     """Trainer's checkpoints are written behind training. The next save and the end wait for it."""
     snapshot_bytes: int | str = AUTO
     """Host memory that a rank may take to copy what is not written yet when the next optimizer step would change it; what
-    does not fit is written before that step. `auto` is half of what is free."""
+    does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
 
     def __post_init__(self):
         _one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
