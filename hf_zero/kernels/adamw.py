@@ -12,9 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from .choose import runs_triton
-from .lazy import ceil_div, is_interpreted, kernel
-from .rounding import rounded
-from .stepping import BLOCK_NUMEL, NUM_WARPS, check_step_tensors, unscaled, write
+from .lazy import kernel
+from .stepping import (
+    check_step_tensors,
+    launch,
+    load_gradient,
+    own_elements,
+    store_weights,
+    unscaled,
+    write,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -119,22 +126,7 @@ def adamw_triton(
     found_inf: torch.Tensor | None,
 ) -> None:
     """`adamw` in one launch."""
-    numel = weights.numel()
-    if numel:
-        _adamw[(ceil_div(numel, BLOCK_NUMEL),)](
-            weights,
-            gradient,
-            exp_avg,
-            exp_avg_sq,
-            copy,
-            multiplier,
-            found_inf,
-            numel,
-            *settings.scalars(),
-            BLOCK=BLOCK_NUMEL,
-            INTERPRETED=is_interpreted(),
-            num_warps=NUM_WARPS,
-        )
+    launch(_adamw, [weights, gradient, exp_avg, exp_avg_sq, copy, multiplier, found_inf], settings.scalars())
 
 
 @kernel
@@ -157,13 +149,8 @@ def _adamw(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    if found_inf is not None:
-        mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
-    g = tl.load(gradient + offsets, mask=mask).to(tl.float32)
-    if multiplier is not None:
-        g = g * tl.load(multiplier)
+    offsets, mask = own_elements(numel, found_inf, BLOCK)
+    g = load_gradient(gradient, multiplier, offsets, mask)
     m = tl.load(exp_avg + offsets, mask=mask)
     m = m + (g - m) * one_minus_beta1
     v = tl.load(exp_avg_sq + offsets, mask=mask)
@@ -172,6 +159,4 @@ def _adamw(
     w = w * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_bias2_sqrt + eps)
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
-    tl.store(weights + offsets, rounded(w, weights.dtype.element_ty, INTERPRETED), mask=mask)
-    if copy is not None:
-        tl.store(copy + offsets, rounded(w, copy.dtype.element_ty, INTERPRETED), mask=mask)
+    store_weights(weights, copy, w, offsets, mask, INTERPRETED)

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from .choose import runs_triton
-from .lazy import ceil_div, is_interpreted, kernel
-from .rounding import rounded
-from .stepping import BLOCK_NUMEL, NUM_WARPS, check_step_tensors, unscaled, write
+from .lazy import kernel
+from .stepping import (
+    check_step_tensors,
+    launch,
+    load_gradient,
+    own_elements,
+    store_weights,
+    unscaled,
+    write,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -92,21 +99,7 @@ def lion_triton(
     found_inf: torch.Tensor | None,
 ) -> None:
     """`lion` in one launch."""
-    numel = weights.numel()
-    if numel:
-        _lion[(ceil_div(numel, BLOCK_NUMEL),)](
-            weights,
-            gradient,
-            exp_avg,
-            copy,
-            multiplier,
-            found_inf,
-            numel,
-            *settings.scalars(),
-            BLOCK=BLOCK_NUMEL,
-            INTERPRETED=is_interpreted(),
-            num_warps=NUM_WARPS,
-        )
+    launch(_lion, [weights, gradient, exp_avg, copy, multiplier, found_inf], settings.scalars())
 
 
 @kernel
@@ -127,18 +120,11 @@ def _lion(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    if found_inf is not None:
-        mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
-    g = tl.load(gradient + offsets, mask=mask).to(tl.float32)
-    if multiplier is not None:
-        g = g * tl.load(multiplier)
+    offsets, mask = own_elements(numel, found_inf, BLOCK)
+    g = load_gradient(gradient, multiplier, offsets, mask)
     m = tl.load(exp_avg + offsets, mask=mask)
     mixed = m * beta1 + g * one_minus_beta1
     w = tl.load(weights + offsets, mask=mask).to(tl.float32)
     w = w * decay - tl.where(mixed > 0, lr, tl.where(mixed < 0, -lr, 0.0))
     tl.store(exp_avg + offsets, m * beta2 + g * one_minus_beta2, mask=mask)
-    tl.store(weights + offsets, rounded(w, weights.dtype.element_ty, INTERPRETED), mask=mask)
-    if copy is not None:
-        tl.store(copy + offsets, rounded(w, copy.dtype.element_ty, INTERPRETED), mask=mask)
+    store_weights(weights, copy, w, offsets, mask, INTERPRETED)

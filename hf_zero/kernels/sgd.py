@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from .choose import runs_triton
-from .lazy import ceil_div, is_interpreted, kernel
-from .rounding import rounded
-from .stepping import BLOCK_NUMEL, NUM_WARPS, check_step_tensors, unscaled, write
+from .lazy import kernel
+from .stepping import (
+    check_step_tensors,
+    launch,
+    load_gradient,
+    own_elements,
+    store_weights,
+    unscaled,
+    write,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -112,22 +119,12 @@ def sgd_triton(
     found_inf: torch.Tensor | None,
 ) -> None:
     """`sgd` in one launch."""
-    numel = weights.numel()
-    if numel:
-        _sgd[(ceil_div(numel, BLOCK_NUMEL),)](
-            weights,
-            gradient,
-            momentum_buffer,
-            copy,
-            multiplier,
-            found_inf,
-            numel,
-            *settings.scalars(),
-            NESTEROV=settings.nesterov,
-            BLOCK=BLOCK_NUMEL,
-            INTERPRETED=is_interpreted(),
-            num_warps=NUM_WARPS,
-        )
+    launch(
+        _sgd,
+        [weights, gradient, momentum_buffer, copy, multiplier, found_inf],
+        settings.scalars(),
+        NESTEROV=settings.nesterov,
+    )
 
 
 @kernel
@@ -148,13 +145,8 @@ def _sgd(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < numel
-    if found_inf is not None:
-        mask = tl.where(tl.load(found_inf) == 0.0, mask, False)
-    g = tl.load(gradient + offsets, mask=mask).to(tl.float32)
-    if multiplier is not None:
-        g = g * tl.load(multiplier)
+    offsets, mask = own_elements(numel, found_inf, BLOCK)
+    g = load_gradient(gradient, multiplier, offsets, mask)
     w = tl.load(weights + offsets, mask=mask).to(tl.float32)
     g = g + w * weight_decay
     update = g
@@ -163,6 +155,4 @@ def _sgd(
         tl.store(momentum_buffer + offsets, b, mask=mask)
         update = g + b * momentum if NESTEROV else b
     w = w - update * lr
-    tl.store(weights + offsets, rounded(w, weights.dtype.element_ty, INTERPRETED), mask=mask)
-    if copy is not None:
-        tl.store(copy + offsets, rounded(w, copy.dtype.element_ty, INTERPRETED), mask=mask)
+    store_weights(weights, copy, w, offsets, mask, INTERPRETED)
