@@ -107,7 +107,7 @@ def write_expected(folder: Path) -> None:
         expected = {}
         for path in sorted(Path(universal, "zero").glob("*/*.pt")):
             if path.stem in KINDS:
-                saved = torch.load(path, weights_only=False)
+                saved = torch.load(path, weights_only=True)
                 value = saved["param"] if isinstance(saved, dict) else saved
                 expected[f"{KINDS[path.stem]}/{path.parent.name}"] = value.detach().clone().contiguous()
     save_file(expected, folder / "expected.safetensors")
