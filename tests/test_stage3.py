@@ -447,15 +447,18 @@ def test_unsharded_lets_one_rank_save_and_gathered_edit_inside_it():
     run_on_ranks(same_as_ddp, script=looking_and_editing_inside_unsharded, variants=[SHARDED, KEPT], make=gpt2)
 
 
-def edits_an_unprepared_model(model: nn.Module) -> None:
+def test_gathered_and_unsharded_do_nothing_to_a_model_that_is_not_prepared():
+    model = gpt2()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    storages = {name: value.data_ptr() for name, value in model.state_dict().items()}
     with hf_zero.gathered(model, writeback=True), torch.no_grad():
         model.transformer.ln_f.weight.fill_(2.0)
+        expected["transformer.ln_f.weight"].fill_(2.0)
     with hf_zero.unsharded(model), hf_zero.gathered(model.transformer.ln_f.weight):
-        assert model.transformer.ln_f.weight.eq(2.0).all()
-
-
-def test_gathered_and_unsharded_do_nothing_to_a_model_that_is_not_prepared():
-    edits_an_unprepared_model(gpt2())
+        assert_equal(model.state_dict(), expected)
+    assert_equal(model.state_dict(), expected)
+    assert {name: value.data_ptr() for name, value in model.state_dict().items()} == storages
+    assert_nothing_is_left_in(model, gpt2())
 
 
 # ---- the way out ----
