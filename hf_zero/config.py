@@ -78,7 +78,7 @@ class OffloadConfig:
     params: str = "none"
     activations: str = "none"
     ratio: float = 1.0
-    """The part of the state that `optimizer` moves away."""
+    """The part of the state that `optimizer` moves away: the buckets whose gradients arrive first, until they hold it."""
     nvme_path: str | None = None
     """A folder on a local disk, on every host; it is looked for when the engine is built."""
     window: int = 2
@@ -106,8 +106,11 @@ class OffloadConfig:
                 raise _not_built(f"offload.{name}", value, f"leave it at none: {stays} on the training device")
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
             raise _refuse("offload.ratio", self.ratio, "a number above 0, up to 1")
-        if self.ratio != 1:
-            raise _not_built("offload.ratio", self.ratio, "leave it at 1.0: all of the state is moved")
+        if self.ratio != 1 and not self.moves_state:
+            raise ConfigError(
+                f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
+                "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
+            )
 
     @property
     def moves_state(self) -> bool:

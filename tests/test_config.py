@@ -57,7 +57,7 @@ def test_frozen_and_keyword_only():
         ({"offload": {"optimizer": "nvme", "nvme_path": "x", "window": 0}}, "`offload.window` is 0; allowed: a whole"),
         ({"offload": {"params": "cpu"}}, "`offload.params: cpu` is not built yet in this version; leave it at none"),
         ({"offload": {"activations": "cpu"}}, "`offload.activations: cpu` is not built yet"),
-        ({"offload": {"ratio": 0.5}}, "`offload.ratio: 0.5` is not built yet"),
+        ({"offload": {"ratio": 0.5}}, "`offload.ratio` is 0.5, the part of the state that moves, and nothing moves"),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4}}, "`comm.shard_group_size: 4` is not built yet"),

@@ -1,11 +1,14 @@
 """State in host memory: the same trajectory as without offload, and no surprise when it does not fit."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
 from training import Job, Outcome, Unruly, adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch, train
@@ -15,6 +18,8 @@ from hf_zero.engine.state_kinds import state_kinds
 from hf_zero.integrations.announce import announce, state_plan
 from hf_zero.offload import budget
 from hf_zero.offload.budget import available_host_bytes, host_memory_fault
+from hf_zero.offload.host import HostTier
+from hf_zero.offload.placement import Placement
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -89,6 +94,38 @@ def test_host_memory_is_bitwise_with_local_accumulation_and_bf16():
             assert_equal(found)
 
 
+def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, int, Outcome, Outcome]]:
+    return [found for case in cases for found in in_pairs(rank, world_size, **case)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
+    jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
+    host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}
+    files = {"offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.4}}
+    stages = (1, 3) if world_size == 3 else (0, 1, 2, 3)
+    cases = [{"jobs": jobs, "offload": offload, "stages": stages} for offload in (host, files)]
+    cases.append({"jobs": jobs, "offload": host, "stages": stages[-2:], "param_dtype": "bfloat16"})
+    for found in run_ranks(in_turn, world_size=world_size, time_limit_s=120, keyword_arguments={"cases": cases}):
+        assert len(found) == 2 * len(stages) + 2
+        assert_equal(found)
+
+
+@given(
+    numels=st.lists(st.integers(1, 10**9), min_size=1, max_size=20),
+    ratio=st.floats(0.01, 1.0) | st.sampled_from([0.1, 0.3, 0.7, 1.0]),
+)
+def test_the_fewest_first_buckets_that_hold_the_ratio_move(numels, ratio):
+    tier = HostTier(torch.device("cpu"))
+    placement = Placement(tier, torch.device("cpu"), ratio=ratio, trained_numel=sum(numels))
+    moves = [placement.next_tier(numel) is tier for numel in numels]
+    count = sum(moves)
+    assert moves == [True] * count + [False] * (len(numels) - count)
+    assert sum(numels[:count]) >= ratio * sum(numels) - 1
+    assert count == 0 or sum(numels[: count - 1]) < ratio * sum(numels)
+    assert ratio < 1 or count == len(numels)
+
+
 def built(offload: dict, stage: int = 2, make_optimizer=adamw_in_two_groups, **more):
     torch.manual_seed(0)
     model = gpt2()
@@ -122,6 +159,24 @@ def test_the_plan_says_what_is_held_where(capsys):
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert "offload" in said
     assert "in host memory" in said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_the_report_and_the_plan_tell_the_part_that_stays(tier, stage, tmp_path, capsys):
+    more = {"nvme_path": str(tmp_path)} if tier == "nvme" else {}
+    model, optimizer, engine = built({"offload": {"optimizer": tier, "ratio": 0.5, **more}}, stage)
+    one_step(model, optimizer)
+    state = {bucket.tier.name: 0 for bucket in engine.buckets}
+    for bucket in engine.buckets:
+        state[bucket.tier.name] += 2 * 4 * sum(row.tensor.numel() for row in bucket.rows)
+    assert list(state) == [engine.tier.name, "device"]
+    rows = engine.memory_report().rows
+    assert {row.where: row.bytes for row in rows if row.kind == "optimizer state"} == state
+    assert 0.5 <= state[engine.tier.name] / sum(state.values()) < 1
+    announce(engine, "nobody")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert re.search(r"\d+% of the state stays on the training device", said)
 
 
 def test_an_edit_of_a_parameter_reaches_the_master():

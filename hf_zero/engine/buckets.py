@@ -83,6 +83,7 @@ class Bucket:
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
         whole: this rank's rows are the parameters themselves.
+        tier: where master, reduced gradient and optimizer state live.
         is_away: the master is in a file; `master` and the rows then have its shape and no memory.
     """
 
@@ -101,6 +102,7 @@ class Bucket:
         self.precision = precision
         self.memory = memory
         self.whole = whole
+        self.tier = tier
         self.is_away = False
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device

@@ -9,7 +9,7 @@ from torch import nn
 from ..comm.groups import Groups
 from ..config import AUTO, ZeroConfig
 from ..layout.slots import ParameterSpec, plan_buckets
-from ..offload.tier import Tier
+from ..offload.placement import Placement
 from .buckets import Bucket
 from .loaded import wanted_dtype
 from .memory import ShardMemory, WholeMemory
@@ -120,7 +120,7 @@ def build_buckets(
     bucket_numel: int,
     first_index: int,
     device: torch.device,
-    tier: Tier,
+    placement: Placement,
     prepare: Callable[[nn.Parameter], None],
     settle: Callable[[Bucket], None],
 ) -> list[Bucket]:
@@ -128,7 +128,7 @@ def build_buckets(
 
     Args:
         bucket_numel: elements a bucket should not pass.
-        tier: where masters live.
+        placement: of state in tiers.
         prepare: called with each parameter before its values are taken.
         settle: called with each bucket when it is built.
     """
@@ -143,6 +143,8 @@ def build_buckets(
         for parameter in parameters:
             prepare(parameter)
         trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
+        numel = sum(p.numel() for p in parameters)
+        tier = placement.next_tier(numel) if trained else placement.device_tier
         precision = resolve_precision(config, dtype, apart=tier.is_apart) if trained else untrained_precision(dtype)
         make_memory = ShardMemory if part.sharded else WholeMemory
         buckets.append(
@@ -152,7 +154,7 @@ def build_buckets(
                 precision,
                 make_memory(layout, precision.param, device, layout.shard(groups.shard_rank)),
                 shard_rank=groups.shard_rank,
-                whole=groups.shard_size == 1 and not has_masters(config, parameter_of.values(), tier),
+                whole=groups.shard_size == 1 and not has_masters(config, parameter_of.values(), placement),
                 tier=tier,
             )
         )
@@ -160,10 +162,10 @@ def build_buckets(
     return buckets
 
 
-def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter], tier: Tier) -> bool:
+def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter], placement: Placement) -> bool:
     """Whether some of these parameters are trained through a master: all rows are then tensors of their own."""
     dtypes = {wanted_dtype(p) for p in parameters}
-    return tier.is_apart or any(resolve_precision(config, dtype).has_master for dtype in dtypes)
+    return placement.tier.is_apart or any(resolve_precision(config, dtype).has_master for dtype in dtypes)
 
 
 def bucket_numel_for(model: nn.Module, config: ZeroConfig) -> int:

@@ -28,15 +28,22 @@ def total_norm(
     gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
     if math.isinf(norm_type):
         largest = [g.abs().max().double() for g in gradients if g.numel()]
-        mine = torch.stack(largest).max() if largest else torch.zeros((), dtype=torch.float64, device=device)
+        mine = _side_by_side(largest, device).max() if largest else torch.zeros((), dtype=torch.float64, device=device)
         everyone = mine if replicated else max(transport.exchange(mine.item()))
         return torch.as_tensor(everyone, device=device).float()
     powers = [_sum_of_powers(gradient, norm_type) for gradient in gradients]
-    mine = torch.stack(powers).sum() if powers else torch.zeros((), dtype=torch.float64, device=device)
-    # Gradients that a tier keeps in host memory are measured there.
-    mine = mine.to(device)
+    mine = _side_by_side(powers, device).sum()
     everyone = mine if replicated else transport.agree_sum(mine.reshape(1), _NORM)[0]
     return everyone.pow(1.0 / norm_type).float()
+
+
+def _side_by_side(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Float64 scalars as one tensor on `device`, in their order. Gradients in host memory are measured there."""
+    together = torch.zeros(len(values), dtype=torch.float64, device=device)
+    for memory in {value.device for value in values}:
+        places = [place for place, value in enumerate(values) if value.device == memory]
+        together[places] = torch.stack([values[place] for place in places]).to(device)
+    return together
 
 
 def _sum_of_powers(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -48,14 +55,16 @@ def _sum_of_powers(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 def scale_to_norm(rows: Sequence[Row], norm: torch.Tensor, max_norm: float) -> None:
     """Multiplies the rows' gradients by min(1, max_norm / (norm + 1e-6)), torch's clip coefficient.
 
-    On the host a coefficient of 1 is seen and costs nothing; elsewhere it stays on the device and is multiplied in.
+    For gradients in host memory a coefficient of 1 is seen, and they are left as they are; for those on an accelerator it
+    stays there and is multiplied in.
     """
-    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if coefficient.device.type == "cpu" and coefficient == 1:
-        return
+    everywhere = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
+    for device in {gradient.device for gradient in gradients}:
+        there = [gradient for gradient in gradients if gradient.device == device]
+        coefficient = everywhere.to(there[0])
+        if device.type != "cpu" or coefficient != 1:
+            torch._foreach_mul_(there, coefficient)
 
 
 def clamp_values(rows: Sequence[Row], clip_value: float) -> None:

@@ -13,6 +13,7 @@ from ..config import AUTO, ZeroConfig
 from ..device import free_bytes
 from ..layout.intervals import Interval
 from ..offload.choose import choose_tier
+from ..offload.placement import Placement
 from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
@@ -215,9 +216,7 @@ class ZeroEngine:
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
         traffic, held = self._holder.report(), self._store.held_bytes()
-        return report_memory(
-            self.model, self.buckets, held, self.optimizers, self.sharded, self.tier, traffic, self.device
-        )
+        return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, traffic, self.device)
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""
@@ -326,13 +325,13 @@ class ZeroEngine:
         return self.groups.shard_size == 1
 
     def _make_store(self) -> GradientStore:
-        world_size, tier = self.groups.world_size, self.tier
+        world_size = self.groups.world_size
         if all(bucket.whole for bucket in self.buckets):
             return ReplicatedGradients(self.transport, world_size)
-        if self.config.stage < 2 or (self._is_replicated and not tier.is_apart):
-            return WholeGradients(self.transport, world_size, tier)
+        if self.config.stage < 2 or (self._is_replicated and not self.tier.is_apart):
+            return WholeGradients(self.transport, world_size)
         pool = BufferPool(self.buckets, self.config.grad_buffers, self.device)
-        return PooledGradients(self.transport, world_size, tier, pool)
+        return PooledGradients(self.transport, world_size, pool)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
         groups = self.groups
@@ -364,6 +363,8 @@ class ZeroEngine:
         """Part name → its buckets, as they are numbered and reduced."""
         built: dict[str, list[Bucket]] = {}
         bucket_numel, count = bucket_numel_for(self.model, self.config), 0
+        trained_numel = sum(parameter.numel() for parameter in owner)
+        placement = Placement(self.tier, self.device, ratio=self.config.offload.ratio, trained_numel=trained_numel)
         for part in parts_of(self.model, self.config, self.groups):
             buckets = build_buckets(
                 part,
@@ -373,7 +374,7 @@ class ZeroEngine:
                 bucket_numel=bucket_numel,
                 first_index=count,
                 device=self.device,
-                tier=self.tier,
+                placement=placement,
                 prepare=self._start_alike,
                 settle=self._holder.take,
             )

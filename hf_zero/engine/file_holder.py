@@ -41,7 +41,7 @@ class InFiles(StateHolder):
 
     def take(self, bucket: Bucket) -> None:
         index, group = bucket.layout.key[2:]
-        if not bucket.trained or index < 0:
+        if not bucket.trained or index < 0 or bucket.tier is not self._tier:
             return
         precision, optimizer = bucket.precision, self._optimizers[index]
         kinds = state_kinds(optimizer, optimizer.param_groups[group], precision.master)

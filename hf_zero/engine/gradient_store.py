@@ -13,7 +13,7 @@ import torch
 from ..comm.transport import Handle, Transport
 from ..device import allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
-from ..offload.tier import DeviceTier, Tier
+from ..offload.tier import DeviceTier
 from .buckets import Bucket, ParameterSlot
 from .sharded_gradient import ShardedGradient
 
@@ -185,9 +185,8 @@ class ReplicatedGradients(GradientStore):
 class ShardedStore(GradientStore):
     """What stages 1 and 2 share: the reduced gradient lies in rows, and a stand-in in `p.grad`."""
 
-    def __init__(self, transport: Transport, world_size: int, tier: Tier):
+    def __init__(self, transport: Transport, world_size: int):
         super().__init__(transport, world_size)
-        self._tier = tier
         self._shards: dict[Bucket, torch.Tensor] = {}
         self._shard_bytes: dict[Bucket, int] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
@@ -238,12 +237,12 @@ class ShardedStore(GradientStore):
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._shards:
-            self._shards[bucket] = self._tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
+            self._shards[bucket] = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
             self._shard_bytes[bucket] = self._shards[bucket].nbytes
         return self._shards[bucket]
 
     def _shard_or_scratch(self, bucket: Bucket) -> torch.Tensor:
-        if self._tier.is_apart or any(row.tensor.grad is not None for row in bucket.rows):
+        if bucket.tier.is_apart or any(row.tensor.grad is not None for row in bucket.rows):
             return DeviceTier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.master)
         return self._shard(bucket)
 
@@ -254,8 +253,8 @@ class WholeGradients(ShardedStore):
     The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it.
     """
 
-    def __init__(self, transport: Transport, world_size: int, tier: Tier):
-        super().__init__(transport, world_size, tier)
+    def __init__(self, transport: Transport, world_size: int):
+        super().__init__(transport, world_size)
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -299,7 +298,7 @@ class WholeGradients(ShardedStore):
 
     def _deliver(self, bucket: Bucket) -> None:
         reduced = self._targets.pop(bucket)
-        home = reduced if self._reduces_in_place(bucket) and not self._tier.is_apart else self._shard(bucket)
+        home = reduced if self._reduces_in_place(bucket) and not bucket.tier.is_apart else self._shard(bucket)
         _add_or_set(bucket, reduced, home)
 
     def _reduces_in_place(self, bucket: Bucket) -> bool:
@@ -309,8 +308,8 @@ class WholeGradients(ShardedStore):
 class PooledGradients(ShardedStore):
     """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
 
-    def __init__(self, transport: Transport, world_size: int, tier: Tier, pool: "BufferPool"):
-        super().__init__(transport, world_size, tier)
+    def __init__(self, transport: Transport, world_size: int, pool: "BufferPool"):
+        super().__init__(transport, world_size)
         self._pool = pool
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()

@@ -1,17 +1,16 @@
 """What this rank holds, counted from what is there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from ..device import peak_bytes
-from ..offload.tier import Tier
 from .buckets import Bucket
 from .optimizer import ShardedOptimizer
 from .reports import MemoryReport, MemoryRow, TrafficReport
 from .sharded_model import ShardedModel
-from .state_rows import state_of
+from .state_rows import elementwise_state, state_of
 
 
 def report_memory(
@@ -20,7 +19,6 @@ def report_memory(
     gradient_bytes: Mapping[str, int],
     optimizers: Sequence[ShardedOptimizer],
     sharded: ShardedModel,
-    tier: Tier,
     traffic: TrafficReport | None,
     device: torch.device,
 ) -> MemoryReport:
@@ -29,7 +27,6 @@ def report_memory(
     Args:
         buckets: of trained parameters.
         gradient_bytes: of the gradient store, by kind.
-        tier: where masters and optimizer state are.
         traffic: of state in files.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
@@ -42,13 +39,12 @@ def report_memory(
     frozen = set(model.parameters()) - set(trained)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + sharded.own_bytes(trained=False)
-    state = sum(optimizer.state_bytes() for optimizer in optimizers)
-    rows = [row for bucket in buckets for row in bucket.rows if state_of(optimizers, row)]
-    own_numel = sum(row.tensor.numel() for row in rows)
+    state_in = _by_tier(buckets, lambda bucket: _state_bytes(bucket, optimizers))
+    masters_in = _by_tier(buckets, lambda bucket: bucket.master.nbytes if bucket.precision.has_master else 0)
+    own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
-    gradients_in = (
-        tier.name if gradient_bytes["gradient buffers"] else f"device, {tier.name}" if tier.is_apart else "device"
-    )
+    gradients_in = dict.fromkeys([] if gradient_bytes["gradient buffers"] else ["device"])
+    gradients_in |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
     return MemoryReport(
         rows=(
             MemoryRow(kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole),
@@ -58,28 +54,45 @@ def report_memory(
                 bytes=frozen_here + buffer_bytes,
                 ddp_bytes=sum(p.nbytes for p in frozen) + buffer_bytes,
             ),
-            MemoryRow(
-                kind="fp32 master",
-                bytes=sum(b.master.nbytes for b in buckets if b.precision.has_master),
-                ddp_bytes=0,
-                where=tier.name,
+            *(
+                MemoryRow(kind="fp32 master", bytes=nbytes, ddp_bytes=0, where=where)
+                for where, nbytes in masters_in.items()
             ),
             MemoryRow(
                 kind="gradients",
                 bytes=gradient_bytes["gradients"],
                 ddp_bytes=trained_bytes,
-                where=gradients_in,
+                where=", ".join(gradients_in) or "device",
             ),
             MemoryRow(kind="gradient buffers", bytes=gradient_bytes["gradient buffers"], ddp_bytes=trained_bytes),
-            MemoryRow(
-                kind="optimizer state",
-                bytes=state,
-                ddp_bytes=state * trained_numel // own_numel if own_numel else 0,
-                where=tier.name,
+            *(
+                MemoryRow(
+                    kind="optimizer state",
+                    bytes=nbytes,
+                    ddp_bytes=nbytes * trained_numel // own_numel if own_numel else 0,
+                    where=where,
+                )
+                for where, nbytes in state_in.items()
             ),
             *([MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0)] if traffic else []),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),
         peak_bytes=peak_bytes(device),
         traffic=traffic,
+    )
+
+
+def _by_tier(buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> dict[str, int]:
+    """Name of the tier → bytes of its buckets; at least one tier, and others only where they hold something."""
+    found: dict[str, int] = {}
+    for bucket in buckets:
+        found[bucket.tier.name] = found.get(bucket.tier.name, 0) + nbytes_of(bucket)
+    first = next(iter(found), "device")
+    return {name: nbytes for name, nbytes in found.items() if nbytes} or {first: 0}
+
+
+def _state_bytes(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> int:
+    """Bytes of a bucket's optimizer state, without scalars such as the step count."""
+    return sum(
+        value.nbytes for row in bucket.rows for value in elementwise_state(state_of(optimizers, row), row).values()
     )

@@ -70,15 +70,6 @@ class ShardedOptimizer:
         """Names of the trained parameters in each group, in the user's order."""
         return [[slot_of[p].name for p in whole if p in slot_of] for whole in self._whole_groups]
 
-    def state_bytes(self) -> int:
-        """Bytes of optimizer state that this rank holds, without scalars such as the step count."""
-        return sum(
-            value.nbytes
-            for row in self.rows
-            for value in self.optimizer.state.get(row.tensor, {}).values()
-            if torch.is_tensor(value) and value.numel() == row.tensor.numel()
-        )
-
     def release(self) -> None:
         """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:

@@ -66,6 +66,8 @@ def refuse_unless_it_fits(
         groups.shard_size,
         with_gradients=not in_files,
     )
+    # At least: whole buckets move.
+    needed = int(config.offload.ratio * needed)
     ranks = ranks_on_this_host()
     if in_files:
         fault = disk_fault(needed, free_disk_bytes(Path(config.offload.nvme_path)), ranks, config.offload.nvme_path)

@@ -2,7 +2,9 @@
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 
+from ..engine.buckets import Bucket
 from ..engine.engine import ZeroEngine
 from ..engine.memory import ShardMemory
 from ..engine.reports import mib, render
@@ -13,7 +15,11 @@ from ..plan.states import BucketCost, StatePlan, plan_states, state_values
 def state_plan(engine: ZeroEngine) -> StatePlan:
     """The bytes of state that each rank of this engine will hold."""
     frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
-    return plan_states([_cost(engine, bucket) for bucket in [*engine.buckets, *frozen]], engine.config)
+    return _plan_of(engine, [*engine.buckets, *frozen])
+
+
+def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket]) -> StatePlan:
+    return plan_states([_cost(engine, bucket) for bucket in buckets], engine.config)
 
 
 def announce(engine: ZeroEngine, cast_owner: str) -> None:
@@ -49,31 +55,35 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
             f"optimizer state ({optimizers})",
             "told after the first step" if plan.optimizer is None else f"{mib(plan.optimizer)} MiB",
         ),
-        *_offload_rows(engine, plan),
+        *_offload_rows(engine),
         ("bytes a rank", f"{mib(plan.total)} MiB of state{_not_in_memory(engine)}"),
     ]
     print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
 
 
-def _offload_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
+def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     """What is held elsewhere than on the training device."""
-    if not engine.config.offload.moves_state:
+    moved = [bucket for bucket in engine.buckets if bucket.tier is engine.tier]
+    if not engine.config.offload.moves_state or not moved:
         return []
+    share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
+    stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
     traffic = engine.memory_report().traffic
     if traffic is not None:
         return [
             (
                 "offload",
                 f"optimizer state and separate masters in files: {mib(traffic.held_bytes)} MiB a rank in "
-                f"{engine.tier.folder.path}; at most {mib(traffic.window_bytes)} MiB of it in memory, during the step",
+                f"{engine.tier.folder.path}; at most {mib(traffic.window_bytes)} MiB of it in memory, during the step{stays}",
             )
         ]
-    moved = (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in engine.buckets)
+    plan = _plan_of(engine, moved)
+    moved_bytes = (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
     return [
         (
             "offload",
-            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {mib(moved)} MiB a rank, of "
-            f"{mib(available_host_bytes())} MiB that this host has left; the step runs there",
+            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {mib(moved_bytes)} MiB a rank, of "
+            f"{mib(available_host_bytes())} MiB that this host has left; the step runs there{stays}",
         )
     ]
 
@@ -102,7 +112,7 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     return [("units", f"{named} and the root"), ("gathering", policy)]
 
 
-def _cost(engine: ZeroEngine, bucket) -> BucketCost:
+def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
     index, group = bucket.layout.key[2:]
     if index < 0:
         values = 0

@@ -20,7 +20,7 @@ class HostTier(Tier):
         device: of the parameters.
     """
 
-    name = "host memory"
+    name = scratch_name = "host memory"
     is_apart = True
 
     def __init__(self, device: torch.device):

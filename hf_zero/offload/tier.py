@@ -12,10 +12,12 @@ class Tier(ABC):
 
     Attributes:
         is_apart: it is other memory than the parameters': the optimizer steps there, on masters and gradients of its own.
+        scratch_name: of the memory in which `scratch` is.
     """
 
     name: str
     is_apart: bool
+    scratch_name: str
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -29,7 +31,7 @@ class Tier(ABC):
 class DeviceTier(Tier):
     """The training device itself: nothing has to be fetched before a step."""
 
-    name = "device"
+    name = scratch_name = "device"
     is_apart = False
 
     def __init__(self, device: torch.device):
