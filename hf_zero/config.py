@@ -175,6 +175,9 @@ class ZeroConfig:
         param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
             through an fp32 master copy held by the shard.
         reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
+        split_parameters: whether a parameter may be cut, so that ranks have parts of it. `auto` cuts for element-wise
+            optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
+            the optimizer shows; true and false are for one that cannot be tried.
         overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
@@ -193,6 +196,7 @@ class ZeroConfig:
     grad_accumulation: str = AUTO
     param_dtype: str = AUTO
     reduce_dtype: str = AUTO
+    split_parameters: bool | str = AUTO
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
@@ -224,6 +228,7 @@ class ZeroConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise _refuse(name, value, "a whole number from 0")
+        _one_of("split_parameters", self.split_parameters, (True, False, AUTO))
         _one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if self.unit_modules != AUTO:
             object.__setattr__(self, "unit_modules", _class_names("unit_modules", self.unit_modules))

@@ -105,7 +105,7 @@ def test_the_manifest_is_there_last_or_not_at_all(tmp_path, monkeypatch):
     [
         ("{", "is damaged"),
         ('{"format_version": 99}', "has format version 99"),
-        ('{"format_version": 1}', "has format version 1, and this version of hf_zero reads 2"),
+        ('{"format_version": 1}', "has format version 1, and this version of hf_zero reads 2 and 3"),
         ('{"format_version": 2}', "is damaged"),
         ('{"format_version": 2, "xxh3": "0123456789abcdef"}', "is damaged"),
         ("[]", "is damaged"),

@@ -68,6 +68,7 @@ def test_frozen_and_keyword_only():
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
         ({"grad_buffers": 0}, "`grad_buffers` is 0; allowed: a whole number from 1"),
         ({"stage": 1, "grad_accumulation": "sharded"}, "`grad_accumulation: sharded` needs stage 2"),
+        ({"split_parameters": "never"}, "`split_parameters` is 'never'; allowed: True, False, auto"),
         ({"check_nonfinite": "yes"}, "`check_nonfinite` is 'yes'; allowed: true, false"),
     ],
 )

@@ -102,7 +102,7 @@ class Job:
 
     make_model: Callable[..., nn.Module] = gpt2
     make_batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]] = gpt2_batch
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer | list[torch.optim.Optimizer]] | None = None
     settings: dict | None = None
     steps: int = 20
     accumulation: int = 1
@@ -159,14 +159,15 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
     if job.prepare is not None:
         job.prepare(model)
     model.train()
-    optimizer = (job.make_optimizer or fused_adamw)(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    made = (job.make_optimizer or fused_adamw)(model)
+    optimizers = made if isinstance(made, list) else [made]
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 5)) for o in optimizers]
     if job.settings is None:
         engine = None
         entry = DistributedDataParallel(model, find_unused_parameters=job.find_unused)
         no_sync = entry.no_sync
     else:
-        engine = ZeroEngine(model, [optimizer], ZeroConfig.from_dict(job.settings))
+        engine = ZeroEngine(model, optimizers, ZeroConfig.from_dict(job.settings))
         entry, no_sync = model, engine.no_sync
     generator = torch.Generator().manual_seed(100 + rank)
     torch.manual_seed(1000 + rank)
@@ -186,9 +187,10 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
         if job.max_norm is not None:
             norm = engine.clip_grad_norm_(job.max_norm) if engine else clip_stock(model, job.max_norm)
             norms.append(norm.item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        for optimizer, scheduler in zip(optimizers, schedulers):
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
     tensors = {name: value.detach().float().numpy().copy() for name, value in model.state_dict().items()}
     return Outcome(losses, norms, tensors, [name for name, _ in model.named_parameters()])
 

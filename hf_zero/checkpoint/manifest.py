@@ -13,7 +13,9 @@ from ..layout.intervals import Interval
 from .files import FileRecord, chunks_in, is_inside, sync
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_READS = (2, FORMAT_VERSION)
+"""Version 2 has no `own_shapes`."""
 
 
 class CheckpointError(ValueError):
@@ -39,6 +41,8 @@ class Manifest:
         shapes: parameter name → its whole shape.
         kinds: parameter name → kinds of state it has rows of, so that a kind whose rows are lost is missed.
         scalars: parameter name → state name → value that holds for all its elements.
+        own_shapes: parameter name → kind → shape, for kinds that have not one value an element of the parameter. Their rows
+            count the state tensor's own elements.
         optimizers: for each optimizer its class, and its groups: settings and parameter names.
         files: every file of the checkpoint but the manifest, by name relative to the folder above the manifest's.
     """
@@ -50,6 +54,7 @@ class Manifest:
     rows: tuple[SavedRow, ...]
     scalars: dict[str, dict[str, Any]]
     optimizers: tuple[dict[str, Any], ...]
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
 
@@ -71,6 +76,9 @@ class Manifest:
             "shapes": {name: list(shape) for name, shape in self.shapes.items()},
             "kinds": {name: list(kinds) for name, kinds in self.kinds.items()},
             "scalars": self.scalars,
+            "own_shapes": {
+                name: {kind: list(shape) for kind, shape in shapes.items()} for name, shapes in self.own_shapes.items()
+            },
             "rows": [[r.kind, r.name, *r.interval, r.file, r.key] for r in self.rows],
             "files": {name: [record.size, *record.xxh3] for name, record in self.files.items()},
         }
@@ -94,9 +102,10 @@ class Manifest:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
             version = content["format_version"]
-            if version != FORMAT_VERSION:
+            if version not in _READS:
                 raise CheckpointError(
-                    f"hf_zero: {path} has format version {version}, and this version of hf_zero reads {FORMAT_VERSION}."
+                    f"hf_zero: {path} has format version {version}, and this version of hf_zero reads "
+                    f"{' and '.join(map(str, _READS))}."
                 )
             # The text too: `1E-8` is `1e-8` with one bit flipped.
             if text != _text(content) or content.pop("xxh3") != _hash(content):
@@ -111,6 +120,10 @@ class Manifest:
                 rows=tuple(_row(folder, *row) for row in content["rows"]),
                 scalars=content["scalars"],
                 optimizers=tuple(content["optimizers"]),
+                own_shapes={
+                    name: {kind: tuple(shape) for kind, shape in shapes.items()}
+                    for name, shapes in content.get("own_shapes", {}).items()
+                },
                 versions=content["versions"],
                 files={name: _record(folder, name, *record) for name, record in content["files"].items()},
             )

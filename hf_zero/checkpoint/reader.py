@@ -1,5 +1,6 @@
 """Reading a checkpoint: only the bytes that a rank wants, whatever world size and stage wrote them."""
 
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,17 @@ class CheckpointReader:
         self._files.clear()
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
-        return self.manifest.kinds.get(name, ())
+        """Kinds that have one value an element of a parameter."""
+        own = self.manifest.own_shapes.get(name, {})
+        return tuple(kind for kind in self.manifest.kinds.get(name, ()) if kind not in own)
 
     def scalars_of(self, name: str) -> dict[str, Any]:
-        """State that holds for all elements of a parameter; tensors are made anew."""
-        return {key: _revive(value) for key, value in self.manifest.scalars.get(name, {}).items()}
+        """State that holds for a parameter as a whole; tensors are made anew."""
+        scalars = {key: _revive(value) for key, value in self.manifest.scalars.get(name, {}).items()}
+        own = self.manifest.own_shapes.get(name, {})
+        return scalars | {
+            kind: self.read(kind, name, Interval(0, math.prod(shape))).view(shape) for kind, shape in own.items()
+        }
 
     def check_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises `CheckpointError` unless the checkpoint is of exactly these parameters and shapes."""

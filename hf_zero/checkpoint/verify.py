@@ -1,6 +1,7 @@
 """Is this checkpoint good? Which is the newest that is?"""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,10 +52,8 @@ def row_faults(manifest: Manifest) -> list[str]:
         rows.setdefault((row.kind, row.name), []).append(row.interval)
     faults = []
     for name, kinds in manifest.kinds.items():
-        numel = 1
-        for size in manifest.shapes[name]:
-            numel *= size
         for kind in kinds:
+            numel = math.prod(manifest.own_shapes.get(name, {}).get(kind, manifest.shapes[name]))
             intervals = rows.get((kind, name), [])
             if uncovered(Interval(0, numel), intervals) or doubly_covered(intervals):
                 faults.append(f"{kind} of {name} is not there once for each element")

@@ -32,14 +32,16 @@ def plan_rows(
     scalars: dict[str, dict[str, Any]],
     optimizers: Sequence[dict[str, Any]],
     exchange: Exchange,
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] | None = None,
 ) -> tuple[Manifest, list[Piece]]:
     """Makes this rank's file; returns the manifest of all ranks' rows and what this rank has to write. Collective.
 
     Args:
-        rows: (kind, name, interval of the parameter, 1-D tensor of those elements).
+        rows: (kind, name, interval of the state tensor, 1-D tensor of those elements).
         shapes, scalars: of the parameters that this rank has rows of.
         optimizers: the same on every rank; JSON values.
         exchange: how the ranks tell each other that they are done.
+        own_shapes: name → kind → shape, of this rank's rows whose state tensor has not the parameter's shape.
 
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed. No manifest is there then.
@@ -57,7 +59,7 @@ def plan_rows(
             Piece(path=folder / file, offset=begins[f"{kind}/{name}"], values=tensor) for kind, name, _, tensor in rows
         )
         places = [(kind, name, tuple(interval), file, f"{kind}/{name}") for kind, name, interval, _ in rows]
-        return {"shapes": shapes, "scalars": _plain(scalars), "rows": places}
+        return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}}
 
     pieces: list[Piece] = []
     reports = together(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
@@ -83,11 +85,13 @@ def _manifest(
 ) -> Manifest:
     shapes: dict[str, tuple[int, ...]] = {}
     scalars: dict[str, dict[str, Any]] = {}
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     rows: list[SavedRow] = []
     kinds: dict[str, dict[str, None]] = {}
     for report in reports:
         shapes.update(report["shapes"])
         scalars.update(report["scalars"])
+        own_shapes.update(report["own_shapes"])
         rows.extend(
             SavedRow(kind=kind, name=name, interval=Interval(*interval), file=file, key=key)
             for kind, name, interval, file, key in report["rows"]
@@ -103,6 +107,7 @@ def _manifest(
         rows=tuple(rows),
         scalars=scalars,
         optimizers=tuple(optimizers),
+        own_shapes=own_shapes,
         versions=versions,
     )
 
@@ -117,8 +122,13 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 if value.numel() != 1:
                     raise CheckpointError(
                         f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, neither one nor one "
-                        "an element of the parameter, so it cannot be saved by interval. Use another optimizer."
+                        "an element of this rank's part of it, so it cannot be saved. Leave `split_parameters` at auto."
                     )
                 value = {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+            elif not isinstance(value, int | float | str | None):
+                raise CheckpointError(
+                    f"hf_zero: the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}, and only tensors, numbers "
+                    "and strings can be saved. Use another optimizer, or train without checkpoints."
+                )
             plain[name][key] = value
     return plain

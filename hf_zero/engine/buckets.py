@@ -45,7 +45,7 @@ class ParameterSlot:
         return _part(flat, self.interval, self.parameter.shape)
 
 
-def _part(flat: torch.Tensor, interval: Interval, shape: torch.Size) -> torch.Tensor:
+def _part(flat: torch.Tensor, interval: Interval, shape: Sequence[int]) -> torch.Tensor:
     return flat[interval.start : interval.stop].view(shape)
 
 
@@ -54,8 +54,8 @@ class Row:
     """The part of one parameter that this rank owns.
 
     Attributes:
-        tensor: what the optimizer updates: 1-D, of the master dtype. The parameter itself where a rank owns it whole and
-            keeps no separate master.
+        tensor: what the optimizer updates, of the master dtype: 1-D, or in the parameter's shape where it may not be cut.
+            The parameter itself where a rank owns it whole and keeps no separate master.
     """
 
     slot: ParameterSlot
@@ -68,8 +68,7 @@ class Row:
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
-        piece = shard[self.layout.in_shard.start : self.layout.in_shard.stop]
-        return piece if self.tensor.dim() == 1 else self.slot.view_of(shard)
+        return _part(shard, self.layout.in_shard, self.tensor.shape)
 
 
 class Bucket:
@@ -195,14 +194,14 @@ class Bucket:
                 # A model in fp32 trained in bf16 keeps its full digits in the master; one loaded in bf16 has no more.
                 cut = row.layout.in_parameter
                 values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
-                row.of(self.master).copy_(values)
+                row.of(self.master).view(-1).copy_(values.reshape(-1))
 
     def _make_rows(self, shard_rank: int) -> list[Row]:
         slot_of = {slot.name: slot for slot in self.slots}
         rows = []
         for layout in rows_of_shard(self.layout, shard_rank):
             slot = slot_of[layout.name]
-            piece = self.master[layout.in_shard.start : layout.in_shard.stop]
-            tensor = slot.parameter if self.whole else nn.Parameter(piece)
+            shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
+            tensor = slot.parameter if self.whole else nn.Parameter(_part(self.master, layout.in_shard, shape))
             rows.append(Row(slot=slot, layout=layout, tensor=tensor))
         return rows

@@ -114,6 +114,7 @@ def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups) -> list[Part]
 def build_buckets(
     part: Part,
     owner: dict[nn.Parameter, tuple[int, int]],
+    intact: Sequence[bool],
     config: ZeroConfig,
     groups: Groups,
     *,
@@ -127,14 +128,21 @@ def build_buckets(
     """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
 
     Args:
+        intact: of each optimizer, whether its parameters must not be cut.
         bucket_numel: elements a bucket should not pass.
         placement: of state in tiers.
         prepare: called with each parameter before its values are taken.
         settle: called with each bucket when it is built.
     """
     parameter_of = dict(part.parameters)
+    place_of = {p: owner.get(p, (-1, -1)) for _, p in part.parameters}
     specs = [
-        ParameterSpec(name=name, numel=p.numel(), key=(p.requires_grad, wanted_dtype(p), *owner.get(p, (-1, -1))))
+        ParameterSpec(
+            name=name,
+            numel=p.numel(),
+            key=(p.requires_grad, wanted_dtype(p), *place_of[p]),
+            intact=place_of[p][0] >= 0 and intact[place_of[p][0]],
+        )
         for name, p in part.parameters
     ]
     buckets = []

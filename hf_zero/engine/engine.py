@@ -19,7 +19,6 @@ from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
 from .build import bucket_numel_for, build_buckets, check_parameters, owners, parts_of
 from .clip import clamp_values, scale_to_norm, total_norm
-from .elementwise import refuse_unless_elementwise
 from .gradient_store import BufferPool, GradientStore, PooledGradients, ReplicatedGradients, WholeGradients
 from .gradients import Gradients
 from .homes import Homes, refuse_unfrozen
@@ -31,6 +30,7 @@ from .memory_report import report_memory
 from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
 from .parameters import ParameterGather, caches_parameters, is_compiled
+from .reach import keeps_intact
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
 from .resize import put_state_back, renew_resized, to_host
@@ -51,7 +51,7 @@ class ZeroEngine:
 
     Args:
         model: any module with trainable floating-point parameters; at stage 3 they may all be frozen.
-        optimizers: element-wise torch optimizers over its parameters. They stay the same objects.
+        optimizers: torch optimizers over its parameters. They stay the same objects.
         config: anything `ZeroConfig.of` takes.
         entry: what the script calls in place of `model`, where that is another module (a compiled one).
         device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
@@ -81,8 +81,6 @@ class ZeroEngine:
         model = self.model
         check_parameters(model, self.config)
         owner = owners(model, optimizers)
-        for optimizer in optimizers:
-            refuse_unless_elementwise(optimizer)
         self.device = device or next(model.parameters()).device
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
@@ -94,7 +92,8 @@ class ZeroEngine:
         self.tier = together(self.transport, lambda: choose_tier(self.config.offload, self.device))
         refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
         self._holder = choose_holder(self.tier, optimizers)
-        self._parts = self._build(owner)
+        shards, split = self.groups.shard_size, self.config.split_parameters
+        self._parts = self._build(owner, [keeps_intact(optimizer, split, shards=shards) for optimizer in optimizers])
         self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
@@ -359,7 +358,7 @@ class ZeroEngine:
             entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward), with_kwargs=True, always_call=True),
         ]
 
-    def _build(self, owner: dict[nn.Parameter, tuple[int, int]]) -> dict[str, list[Bucket]]:
+    def _build(self, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool]) -> dict[str, list[Bucket]]:
         """Part name → its buckets, as they are numbered and reduced."""
         built: dict[str, list[Bucket]] = {}
         bucket_numel, count = bucket_numel_for(self.model, self.config), 0
@@ -369,6 +368,7 @@ class ZeroEngine:
             buckets = build_buckets(
                 part,
                 owner,
+                intact,
                 self.config,
                 self.groups,
                 bucket_numel=bucket_numel,

@@ -152,7 +152,7 @@ class InFiles(StateHolder):
 
     def _goes_to_a_file(self, row: Row, value: Any) -> bool:
         # A parameter without dimensions has state that looks like a scalar, and stays in memory as scalars do.
-        return torch.is_tensor(value) and value.dim() > 0 and value.numel() == row.tensor.numel()
+        return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
 
     def _refuse_broken(self) -> None:
         for steps in self._steps:

@@ -66,6 +66,6 @@ class Look:
         own = flat[bucket.own_interval.start : bucket.own_interval.stop]
         if mine is not None:
             row = self._row_of[slot.parameter]
-            own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine)
+            own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine.reshape(-1))
         self._transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
         return slot.view_of(flat).clone()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layout.intervals import Interval
 from .buckets import ParameterSlot, Row
 from .holder import StateHolder
 from .hooks import WeakHook
@@ -23,7 +22,7 @@ class ShardedOptimizer:
     A parameter of which this rank owns nothing leaves its group; a group may be empty.
 
     Args:
-        optimizer: any element-wise `torch.optim.Optimizer`; state that it has already is cut to the rows.
+        optimizer: any `torch.optim.Optimizer` whose reach (reach.py) the rows suit; state that it has already is cut to them.
         rows: this rank's row of each parameter that it owns a part of.
         trained: all parameters that the engine has in buckets.
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
@@ -107,10 +106,8 @@ class ShardedOptimizer:
         parameter = row.slot.parameter
         if row.is_parameter or parameter not in self.optimizer.state:
             return
-        cut = row.layout.in_parameter
-        numel, device = parameter.numel(), row.tensor.device
         self.optimizer.state[row.tensor] = {
-            name: cut_to(value, cut, numel, device) for name, value in self.optimizer.state.pop(parameter).items()
+            name: cut_to(value, row) for name, value in self.optimizer.state.pop(parameter).items()
         }
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
@@ -156,8 +153,11 @@ class ShardedOptimizer:
             )
 
 
-def cut_to(value: Any, interval: Interval, numel: int, device: torch.device) -> Any:
-    """The elements `interval` of a state tensor that has one value an element (flat), on `device`; else unchanged."""
-    if torch.is_tensor(value) and value.dim() > 0 and value.numel() == numel:
-        return value.reshape(-1)[interval.start : interval.stop].to(device, copy=True)
-    return value
+def cut_to(value: Any, row: Row) -> Any:
+    """A row's part of a state tensor of the whole parameter, in the row's shape and on its device; scalars as they are."""
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.shape == row.slot.parameter.shape:
+        cut = row.layout.in_parameter
+        value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
+    return value.to(row.tensor.device, copy=True)

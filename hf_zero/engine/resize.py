@@ -38,7 +38,8 @@ def put_state_back(
     """Gives the optimizers the parameters `after` in the place of those `before`, with the state of the latter.
 
     Args:
-        states: parameter name → its whole state; tensors of the old shape get the new one, zero where they had nothing.
+        states: parameter name → its whole state; tensors of the old shape get the new one, zero where they had nothing. Where
+            some are of neither shape (factors of rows, say), a resized parameter starts without state.
         shapes: of the parameters before.
     """
     replacement = {parameter: after[name] for name, parameter in before.items() if name in after}
@@ -48,11 +49,16 @@ def put_state_back(
             group["params"] = [replacement.get(parameter, parameter) for parameter in group["params"]]
             for parameter in group["params"]:
                 name = name_of.get(parameter)
-                if states.get(name):
+                if states.get(name) and _can_be_fitted(states[name], shapes[name], parameter.shape):
                     old_shape = shapes[name]
                     optimizer.state[parameter] = {
                         kind: _fitted(value, old_shape, parameter.shape) for kind, value in states[name].items()
                     }
+
+
+def _can_be_fitted(state: Mapping[str, Any], old_shape: torch.Size, new_shape: torch.Size) -> bool:
+    tensors = [value for value in state.values() if torch.is_tensor(value) and value.dim() > 0]
+    return old_shape == new_shape or all(value.shape == old_shape for value in tensors)
 
 
 def _fitted(value: Any, old_shape: torch.Size, new_shape: torch.Size) -> Any:

@@ -10,7 +10,8 @@ from torch import nn
 
 from .precision import Precision
 
-_NUMEL = 16
+_SHAPE = (4, 4)
+"""Of the trial parameter: a matrix, for optimizers that are made for those."""
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -34,9 +35,9 @@ def state_kinds(
 ) -> tuple[tuple[str, torch.dtype], ...] | None:
     """(name, dtype) of each state tensor with one value an element, for rows of `dtype` in a group with these settings.
 
-    A copy of the optimizer steps once on 16 elements. None where it cannot be copied so.
+    A copy of the optimizer steps once on a small matrix. None where it cannot be copied so.
     """
-    parameter = nn.Parameter(torch.zeros(_NUMEL, dtype=dtype))
+    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     trial = copy.copy(optimizer)
     group = {name: copy.deepcopy(value) for name, value in settings.items() if name != "params"}
@@ -50,7 +51,7 @@ def state_kinds(
     return tuple(
         (name, value.dtype)
         for name, value in trial.state[parameter].items()
-        if torch.is_tensor(value) and value.dim() > 0 and value.numel() == _NUMEL
+        if torch.is_tensor(value) and value.shape == _SHAPE
     )
 
 

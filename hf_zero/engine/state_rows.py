@@ -20,25 +20,27 @@ class StateRow:
     """One kind of state for one rank's part of one parameter.
 
     Attributes:
-        interval: of the parameter's elements, row-major.
-        shape: of the whole parameter.
+        interval: of the state tensor's elements, row-major.
+        own_shape: of a state tensor that has not one value an element of the parameter (a factor of rows, say), and then lies
+            on one rank; None for the others, which have the parameter's shape.
         tensor: 1-D, of `interval.numel` elements, the live state.
     """
 
     kind: str
     name: str
     interval: Interval
-    shape: tuple[int, ...]
+    own_shape: tuple[int, ...] | None
     tensor: torch.Tensor
 
 
 def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder) -> Iterator[StateRow]:
-    """Everything that has one value an element: masters with more digits than the parameters, and optimizer state.
+    """All that is a tensor with dimensions: masters with more digits than the parameters, and optimizer state.
 
     What `holder` has in files is read when the tensor is looked at, so that a row at a time passes through memory.
     """
     for row in rows:
-        tensors = elementwise_state(state_of(optimizers, row), row)
+        state = state_of(optimizers, row)
+        tensors = elementwise_state(state, row)
         if row.slot.bucket.precision.rounds:
             tensors = {MASTER: row.tensor.detach(), **tensors}
         for kind, there in tensors.items():
@@ -47,21 +49,27 @@ def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], hold
                 kind=kind,
                 name=row.slot.name,
                 interval=row.layout.in_parameter,
-                shape=tuple(row.slot.parameter.shape),
+                own_shape=None,
+                tensor=tensor.reshape(-1),
+            )
+        for kind, tensor in own_shaped_state(state, row).items():
+            yield StateRow(
+                kind=kind,
+                name=row.slot.name,
+                interval=Interval(0, tensor.numel()),
+                own_shape=tuple(tensor.shape),
                 tensor=tensor.reshape(-1),
             )
 
 
 def state_scalars(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Parameter name → state that is one value for all its elements (`step`): numbers, or 0-d tensors as they are."""
-    return {
-        row.slot.name: {
-            name: value
-            for name, value in state_of(optimizers, row).items()
-            if name not in elementwise_state(state_of(optimizers, row), row)
-        }
-        for row in rows
-    }
+    scalars: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        state = state_of(optimizers, row)
+        tensors = elementwise_state(state, row) | own_shaped_state(state, row)
+        scalars[row.slot.name] = {name: value for name, value in state.items() if name not in tensors}
+    return scalars
 
 
 def fill_rows(
@@ -76,13 +84,16 @@ def fill_rows(
 
     Args:
         read: (kind, name, interval) → 1-D host tensor of the interval's elements.
-        kinds_of: name → kinds of which the checkpoint has a tensor.
-        scalars_of: name → the parameter's scalars.
+        kinds_of: name → kinds of which the checkpoint has a tensor with one value an element.
+        scalars_of: name → the parameter's scalars, and its state tensors of a shape of their own.
         holder: who takes them.
+
+    Raises:
+        ValueError: a state tensor of a shape of its own for a parameter of which this rank has a part only.
     """
     for row in rows:
         name, interval = row.slot.name, row.layout.in_parameter
-        state: dict[str, Any] = dict(scalars_of(name))
+        state = {kind: _placed(value, kind, row) for kind, value in scalars_of(name).items()}
         for kind in kinds_of(name):
             values = read(kind, name, interval)
             if kind == MASTER:
@@ -108,4 +119,25 @@ def state_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> dict[str, Any]
 
 def elementwise_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
     """The part of a row's state that has one value an element."""
-    return {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.numel() == row.tensor.numel()}
+    return {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.shape == row.tensor.shape}
+
+
+def own_shaped_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
+    """The tensors of a whole parameter's state that have dimensions, and not one value an element (a factor of rows, say)."""
+    tensors = {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.shape != row.tensor.shape}
+    return tensors if _is_whole(row) else {}
+
+
+def _is_whole(row: Row) -> bool:
+    return row.tensor.shape == row.slot.parameter.shape
+
+
+def _placed(value: Any, kind: str, row: Row) -> Any:
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if not _is_whole(row):
+        raise ValueError(
+            f"{kind} of {row.slot.name!r} is of the whole parameter, and this run cuts it (`split_parameters`); leave "
+            "`split_parameters` as it was when the checkpoint was made"
+        )
+    return value.to(row.tensor.device)

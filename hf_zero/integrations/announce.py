@@ -45,7 +45,10 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
         ("dtypes", dtypes),
         ("who casts", cast_owner),
-        ("buckets", f"{len(engine.buckets)}, largest {mib(largest)} MiB; accumulation {accumulation}"),
+        (
+            "buckets",
+            f"{len(engine.buckets)}, largest {mib(largest)} MiB, {_padding(engine)}; accumulation {accumulation}",
+        ),
         *_unit_rows(engine),
         ("parameters", f"{mib(plan.parameters)} MiB"),
         *([("frozen parameters", f"{mib(plan.frozen)} MiB")] if plan.frozen else []),
@@ -59,6 +62,13 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ("bytes a rank", f"{mib(plan.total)} MiB of state{_not_in_memory(engine)}"),
     ]
     print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
+
+
+def _padding(engine: ZeroEngine) -> str:
+    layouts = [bucket.layout for bucket in engine.buckets]
+    gaps = sum(gap.numel for layout in layouts for gap in layout.padding)
+    share = gaps / max(1, sum(layout.numel for layout in layouts))
+    return f"{share:.1%} padding" + (" (parameters are not cut)" if any(layout.intact for layout in layouts) else "")
 
 
 def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:

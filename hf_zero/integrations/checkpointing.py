@@ -33,6 +33,10 @@ def plan_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = Tru
     # Ranks of a replicate group hold the same rows; the first of them writes.
     writes = with_state and groups.rank == groups.shard_rank
     rows = list(engine.state_rows()) if writes else []
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for row in rows:
+        if row.own_shape is not None:
+            own_shapes.setdefault(row.name, {})[row.kind] = row.own_shape
     return plan_rows(
         Path(folder),
         rank=groups.rank,
@@ -52,6 +56,7 @@ def plan_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = Tru
             for optimizer, group_names in (engine.named_groups() if with_state else ())
         ],
         exchange=engine.transport.exchange,
+        own_shapes=own_shapes,
     )
 
 

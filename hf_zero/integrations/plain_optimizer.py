@@ -41,16 +41,18 @@ def _load_own(engine: ZeroEngine, file: Path) -> None:
     for names, numbers in zip(group_names, indices):
         for name, number in zip(names, numbers):
             state[name] = saved["state"].get(number, {})
-    numel = {name: torch.Size(shape).numel() for name, shape in engine.parameter_shapes().items()}
+    shapes = engine.parameter_shapes()
     elementwise = {
-        name: [k for k, v in values.items() if torch.is_tensor(v) and v.dim() > 0] for name, values in state.items()
+        name: [k for k, v in values.items() if torch.is_tensor(v) and v.dim() > 0 and tuple(v.shape) == shapes[name]]
+        for name, values in state.items()
     }
-    for name, kinds in elementwise.items():
-        for kind in kinds:
-            if state[name][kind].numel() != numel[name]:
+    for name, values in state.items():
+        for kind, value in values.items():
+            # A factor of rows or columns has some of the parameter's dimensions.
+            if torch.is_tensor(value) and not {1, *shapes[name]}.issuperset(value.shape):
                 raise CheckpointError(
-                    f"hf_zero: {file}: {kind} of {name!r} has {state[name][kind].numel()} elements, and the parameter has "
-                    f"{numel[name]}. Resume with the model that the checkpoint was made with."
+                    f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, and the parameter has {shapes[name]}. "
+                    "Resume with the model that the checkpoint was made with."
                 )
 
     def read(kind: str, name: str, interval: Interval) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Which parameter lies where in which bucket."""
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+from .deal import deal, group
 from .intervals import Interval, uncovered
 
 SLOT_ALIGN_NUMEL = 16
@@ -18,12 +19,14 @@ SHARD_ALIGN_NUMEL = 128
 class ParameterSpec:
     """What the layout needs to know of one parameter.
 
-    `key` holds everything that may not be mixed in one bucket: dtype, optimizer and group.
+    `key` holds everything that may not be mixed in one bucket: dtype, optimizer and group. `intact` parameters are not cut:
+    each lies in one rank's shard.
     """
 
     name: str
     numel: int
     key: Hashable
+    intact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class BucketLayout:
     """Parameters whose gradients are reduced together: their slots in order, and the padded size.
 
     `numel` is a multiple of the number of shards times `SHARD_ALIGN_NUMEL`, so that every rank's shard is equal. `oversize`
-    marks a bucket of one parameter that is larger than a bucket should be.
+    marks a bucket with a parameter that is larger than a bucket should be. In an `intact` one no shard cuts a slot.
     """
 
     index: int
@@ -48,6 +51,7 @@ class BucketLayout:
     numel: int
     shards: int
     oversize: bool = False
+    intact: bool = False
 
     @property
     def shard_numel(self) -> int:
@@ -68,20 +72,32 @@ def _align(value: int, to: int) -> int:
 
 
 class _OpenBucket:
-    """A bucket that still takes parameters of its key."""
+    """A bucket that still takes parameters of its key, one behind the other."""
 
     def __init__(self, key: Hashable):
         self.key = key
         self.slots: list[Slot] = []
         self.end = 0
+        self.last_arrival = 0
 
     def takes(self, numel: int, bucket_numel: int) -> bool:
         return not self.slots or _align(self.end, SLOT_ALIGN_NUMEL) + numel <= bucket_numel
 
-    def add(self, spec: ParameterSpec) -> None:
+    def add(self, spec: ParameterSpec, arrival: int) -> None:
         start = _align(self.end, SLOT_ALIGN_NUMEL)
         self.end = start + spec.numel
         self.slots.append(Slot(name=spec.name, interval=Interval(start, self.end)))
+        self.last_arrival = arrival
+
+    def close(self, bucket_numel: int, shards: int) -> BucketLayout:
+        return BucketLayout(
+            index=self.last_arrival,
+            key=self.key,
+            slots=tuple(self.slots),
+            numel=_align(self.end, shards * SHARD_ALIGN_NUMEL),
+            shards=shards,
+            oversize=self.end > bucket_numel,
+        )
 
 
 def plan_buckets(
@@ -90,8 +106,9 @@ def plan_buckets(
     """Lays parameters out in buckets, in the order their gradients arrive: the reverse of registration.
 
     Each key fills its own buckets side by side, so that groups which alternate through a model (weights with decay,
-    biases without) do not cut each other short. A parameter larger than `bucket_numel` has a bucket of its own. Buckets
-    are numbered by the arrival of their last gradient: the order in which they can be reduced.
+    biases without) do not cut each other short. A parameter larger than `bucket_numel` has a bucket of its own; an intact
+    one shares it with what fills the other shards. Buckets are numbered by the arrival of their last gradient: the order in
+    which they can be reduced.
 
     Args:
         parameters: in registration order, tied ones once.
@@ -99,27 +116,46 @@ def plan_buckets(
         shards: ranks in the shard group.
         first_index: number of the first bucket.
     """
-    open_buckets: dict[Hashable, _OpenBucket] = {}
-    arrival_of: dict[str, int] = {}
-    closed: list[_OpenBucket] = []
+    arriving: dict[tuple[bool, Hashable], list[tuple[int, ParameterSpec]]] = {}
     for arrival, spec in enumerate(reversed(parameters)):
-        bucket = open_buckets.setdefault(spec.key, _OpenBucket(spec.key))
+        arriving.setdefault((spec.intact, spec.key), []).append((arrival, spec))
+    buckets = [
+        bucket
+        for (intact, _), specs in arriving.items()
+        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, shards)
+    ]
+    buckets.sort(key=lambda bucket: bucket.index)
+    return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets, start=first_index))
+
+
+def _in_a_row(specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int) -> Iterator[BucketLayout]:
+    """Buckets of one key, cut into shards wherever that falls; numbered by the arrival of the last gradient."""
+    bucket = _OpenBucket(specs[0][1].key)
+    for arrival, spec in specs:
         if not bucket.takes(spec.numel, bucket_numel):
-            closed.append(bucket)
-            bucket = open_buckets[spec.key] = _OpenBucket(spec.key)
-        bucket.add(spec)
-        arrival_of[spec.name] = arrival
-    closed.extend(open_buckets.values())
-    closed.sort(key=lambda bucket: arrival_of[bucket.slots[-1].name])
-    granule = shards * SHARD_ALIGN_NUMEL
-    return tuple(
-        BucketLayout(
-            index=index,
-            key=bucket.key,
-            slots=tuple(bucket.slots),
-            numel=_align(bucket.end, granule),
+            yield bucket.close(bucket_numel, shards)
+            bucket = _OpenBucket(spec.key)
+        bucket.add(spec, arrival)
+    yield bucket.close(bucket_numel, shards)
+
+
+def _dealt(specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int) -> Iterator[BucketLayout]:
+    """The same for intact parameters."""
+    for indices in group([spec.numel for _, spec in specs], bucket_numel=bucket_numel, shards=shards):
+        mine = [specs[index][1] for index in indices]
+        places = deal([spec.numel for spec in mine], shards=shards, align_numel=SLOT_ALIGN_NUMEL)
+        end = max(start + spec.numel for (_, start), spec in zip(places, mine))
+        shard_numel = _align(end, SHARD_ALIGN_NUMEL)
+        slots = [
+            Slot(name=spec.name, interval=Interval(0, spec.numel).shift(shard * shard_numel + start))
+            for (shard, start), spec in zip(places, mine)
+        ]
+        yield BucketLayout(
+            index=specs[indices[-1]][0],
+            key=mine[0].key,
+            slots=tuple(sorted(slots, key=lambda slot: slot.interval)),
+            numel=shard_numel * shards,
             shards=shards,
-            oversize=bucket.end > bucket_numel,
+            oversize=max(spec.numel for spec in mine) > bucket_numel,
+            intact=True,
         )
-        for index, bucket in enumerate(closed, start=first_index)
-    )

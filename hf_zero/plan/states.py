@@ -16,6 +16,7 @@ _STATE_VALUES = {
     "adagrad": 1,
     "adadelta": 2,
     "lion": 1,
+    "muon": 1,
     "rmsprop": 1,
 }
 """Values of state an element, by optimizer class. What is not here is told after the first step."""
