@@ -10,7 +10,7 @@ from .buckets import Bucket
 from .optimizer import ShardedOptimizer
 from .reports import MemoryReport, MemoryRow, TrafficReport
 from .sharded_model import ShardedModel
-from .state_rows import elementwise_state, state_of
+from .state_rows import state_of
 
 
 def report_memory(
@@ -94,5 +94,8 @@ def _by_tier(buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> d
 def _state_bytes(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> int:
     """Bytes of a bucket's optimizer state, without scalars such as the step count."""
     return sum(
-        value.nbytes for row in bucket.rows for value in elementwise_state(state_of(optimizers, row), row).values()
+        value.nbytes
+        for row in bucket.rows
+        for value in state_of(optimizers, row).values()
+        if torch.is_tensor(value) and value.dim() > 0
     )
