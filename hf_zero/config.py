@@ -81,6 +81,9 @@ class OffloadConfig:
     """The part of the state that `optimizer` moves away: the buckets whose gradients arrive first, until they hold it."""
     nvme_path: str | None = None
     """A folder on a local disk, on every host; it is looked for when the engine is built."""
+    speculate_bytes: int | str = AUTO
+    """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
+    of them in `optimizer.step()`. `auto` is half of what is free beside an accelerator, and 0 where training is on the CPU."""
     window: int = 2
     """`nvme`: buckets whose state is on its way from or to the disk while another is stepped."""
 
@@ -99,6 +102,13 @@ class OffloadConfig:
             )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise _refuse("offload.window", self.window, "a whole number from 1")
+        if self.speculate_bytes != AUTO and (self.speculate_bytes != 0 or isinstance(self.speculate_bytes, bool)):
+            object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
+            if self.optimizer != "cpu":
+                raise ConfigError(
+                    f"hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): "
+                    "copies of state in host memory. Set that, or leave it out."
+                )
         for name, stays in (("params", "parameters stay"), ("activations", "activations stay")):
             value = getattr(self, name)
             _one_of(f"offload.{name}", value, ("none", "cpu", "nvme"))

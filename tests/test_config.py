@@ -58,6 +58,11 @@ def test_frozen_and_keyword_only():
         ({"offload": {"params": "cpu"}}, "`offload.params: cpu` is not built yet in this version; leave it at none"),
         ({"offload": {"activations": "cpu"}}, "`offload.activations: cpu` is not built yet"),
         ({"offload": {"ratio": 0.5}}, "`offload.ratio` is 0.5, the part of the state that moves, and nothing moves"),
+        ({"offload": {"speculate_bytes": "1GiB"}}, "`offload.speculate_bytes` is of `offload.optimizer: cpu`"),
+        (
+            {"offload": {"optimizer": "cpu", "speculate_bytes": -1}},
+            "`offload.speculate_bytes` is -1; allowed: a number of bytes",
+        ),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4}}, "`comm.shard_group_size: 4` is not built yet"),

@@ -117,7 +117,7 @@ def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to
         return run_ranks(run, world_size=2, time_limit_s=120, keyword_arguments=arguments)[0]
 
     expected = outcome("flag 2", "plain")
-    moved = outcome("flag stage=2,offload.optimizer=cpu", "cpu")
+    moved = outcome("flag stage=2,offload.optimizer=cpu,offload.speculate_bytes=64MiB", "cpu")
     assert moved["losses"] == expected["losses"]
     assert moved["state"] == expected["state"]
     resume = str(tmp_path / "cpu" / "checkpoint-4")

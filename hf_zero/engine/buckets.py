@@ -174,6 +174,10 @@ class Bucket:
         self._hang_master(master)
         self.is_away = False
 
+    def exchange_master(self, master: torch.Tensor) -> None:
+        """Takes `master`, (shard_numel,), for the master, whose tensor is the caller's from now on."""
+        self._hang_master(master)
+
     def put_away(self, stand_in: torch.Tensor) -> None:
         """Leaves the master to a file. `stand_in`: a 0-d tensor of its dtype."""
         self._hang_master(stand_in.expand(self.layout.shard_numel))

@@ -10,7 +10,7 @@ from ..comm.choose import choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import AUTO, ZeroConfig
-from ..device import free_bytes
+from ..device import Arrival, downlink, free_bytes
 from ..layout.intervals import Interval
 from ..offload.choose import choose_tier
 from ..offload.placement import Placement
@@ -19,7 +19,7 @@ from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
 from .build import bucket_numel_for, build_buckets, check_parameters, owners, parts_of
 from .clip import clamp_values, scale_to_norm, total_norm
-from .gradient_store import BufferPool, GradientStore, PooledGradients, ReplicatedGradients, WholeGradients
+from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
 from .homes import Homes, refuse_unfrozen
 from .hooks import WeakHook
@@ -90,8 +90,8 @@ class ZeroEngine:
         self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
         self._buffers.broadcast()
         self.tier = together(self.transport, lambda: choose_tier(self.config.offload, self.device))
-        refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
-        self._holder = choose_holder(self.tier, optimizers)
+        moved = refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
+        self._holder = choose_holder(self.config.offload, self.tier, optimizers, self.device, state_bytes=moved)
         shards, split = self.groups.shard_size, self.config.split_parameters
         self._parts = self._build(owner, [keeps_intact(optimizer, split, shards=shards) for optimizer in optimizers])
         self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
@@ -214,8 +214,8 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        traffic, held = self._holder.report(), self._store.held_bytes()
-        return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, traffic, self.device)
+        held = self._store.held_bytes()
+        return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, self._holder, self.device)
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""
@@ -324,13 +324,15 @@ class ZeroEngine:
         return self.groups.shard_size == 1
 
     def _make_store(self) -> GradientStore:
-        world_size = self.groups.world_size
-        if all(bucket.whole for bucket in self.buckets):
-            return ReplicatedGradients(self.transport, world_size)
-        if self.config.stage < 2 or (self._is_replicated and not self.tier.is_apart):
-            return WholeGradients(self.transport, world_size)
-        pool = BufferPool(self.buckets, self.config.grad_buffers, self.device)
-        return PooledGradients(self.transport, world_size, pool)
+        most = self.config.grad_buffers if self._holder.steps_early else None
+        landing = Landing(downlink=downlink(self.device), landed=self._landed, most_under_way=most)
+        sizes = {"world_size": self.groups.world_size, "replicated": self._is_replicated}
+        return choose_store(self.buckets, self.config, self.transport, landing, **sizes)
+
+    def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
+        if self._no_sync_depth == 0:
+            self._holder.landed(bucket, arrival)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
         groups = self.groups

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ..device import allocate
+from ..device import Arrival, allocate
 from ..layout.intervals import Interval
 from ..offload.nvme import NvmeTier
 from ..offload.stored import StoredShard
 from .bucket_steps import BucketSteps
 from .buckets import Bucket, Row
 from .holder import StateHolder
-from .reports import TrafficReport
+from .reports import EarlyReport, TrafficReport
 from .state_kinds import state_kinds
 from .state_rows import MASTER
 
@@ -126,6 +126,12 @@ class InFiles(StateHolder):
             read_bytes_a_step=self._moved[0],
             written_bytes_a_step=self._moved[1],
         )
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """Its state is in a file until the step."""
+
+    def early_report(self) -> EarlyReport | None:
+        return None
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         for steps in self._steps:

@@ -6,16 +6,33 @@ the bucket's rows. The three stores keep those buffers for different times; the 
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..comm.transport import Handle, Transport
-from ..device import allocate
+from ..config import ZeroConfig
+from ..device import Arrival, Downlink, allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import DeviceTier
 from .buckets import Bucket, ParameterSlot
 from .sharded_gradient import ShardedGradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing:
+    """What becomes of reduced gradients.
+
+    Attributes:
+        downlink: how they come into a tier's host memory.
+        landed: told of each bucket whose rows have theirs, or will have on the arrival.
+        most_under_way: reductions that may run before the oldest is waited for; None waits for all at the end of backward.
+    """
+
+    downlink: Downlink
+    landed: Callable[[Bucket, Arrival], None]
+    most_under_way: int | None
 
 
 class GradientStore(ABC):
@@ -26,11 +43,13 @@ class GradientStore(ABC):
         world_size: gradients are divided by it as they are put, in DDP's order: divided, then summed.
     """
 
-    def __init__(self, transport: Transport, world_size: int):
+    def __init__(self, transport: Transport, world_size: int, landing: Landing):
         self._transport = transport
         self._share = 1.0 / world_size
+        self._landing = landing
         self._open: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, Handle] = {}
+        self._arrivals: dict[Bucket, Arrival] = {}
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -53,8 +72,8 @@ class GradientStore(ABC):
         """Starts the reduction of a filled buffer."""
 
     @abstractmethod
-    def _deliver(self, bucket: Bucket) -> None:
-        """Leaves the reduced gradient in the rows, once the reduction has ended."""
+    def _deliver(self, bucket: Bucket) -> Arrival:
+        """Leaves the reduced gradient in the rows, once the reduction has ended; it is there on the arrival."""
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already."""
@@ -84,17 +103,25 @@ class GradientStore(ABC):
                 slot.view_of(flat).zero_()
             slot.arrived = False
         self._started[bucket] = self._start_reduction(bucket, self._open.pop(bucket))
+        most = self._landing.most_under_way
+        if most is not None and len(self._started) > most:
+            self.finish(next(iter(self._started)))
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
         handle = self._started.pop(bucket, None)
         if handle is not None:
             handle.finish()
-            self._deliver(bucket)
+            self._await(bucket)
+            self._arrivals[bucket] = self._deliver(bucket)
+            self._landing.landed(bucket, self._arrivals[bucket])
 
     def finish_all(self) -> None:
+        """Returns when all gradients are in the rows."""
         for bucket in list(self._started):
             self.finish(bucket)
+        for bucket in list(self._arrivals):
+            self._await(bucket)
 
     def discard_open(self) -> None:
         """Forgets buffers that a failed backward left half filled."""
@@ -103,27 +130,35 @@ class GradientStore(ABC):
                 slot.arrived = False
         self._open.clear()
 
+    def _await(self, bucket: Bucket) -> None:
+        arrival = self._arrivals.pop(bucket, None)
+        if arrival is not None:
+            arrival.wait()
+
     def _buffer(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._open:
             self._open[bucket] = self._open_buffer(bucket)
         return self._open[bucket]
 
 
-def _add_or_set(bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor) -> None:
+def _add_or_set(bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, downlink: Downlink) -> Arrival:
     """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
 
     `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
-    the optimizer steps.
+    the optimizer steps; it is there on the arrival.
     """
-    for row in bucket.rows:
-        piece = row.of(reduced)
-        if row.tensor.grad is not None and row.slot.continues:
-            row.tensor.grad.add_(piece.to(row.tensor.grad.device))
-            continue
-        place = row.of(home)
-        if home is not reduced:
-            place.copy_(piece)
-        row.tensor.grad = place
+    going_on = {row for row in bucket.rows if row.tensor.grad is not None and row.slot.continues}
+    fresh = [row for row in bucket.rows if row not in going_on]
+    arrival = Arrival()
+    for row in going_on:
+        row.tensor.grad.add_(row.of(reduced).to(row.tensor.grad.device))
+    if home is not reduced and not going_on:
+        arrival = downlink.start_copy(home, reduced)
+    for row in fresh:
+        if home is not reduced and going_on:
+            row.of(home).copy_(row.of(reduced))
+        row.tensor.grad = row.of(home)
+    return arrival
 
 
 class ReplicatedGradients(GradientStore):
@@ -133,8 +168,8 @@ class ReplicatedGradients(GradientStore):
     again: sum of (average / W) is the average.
     """
 
-    def __init__(self, transport: Transport, world_size: int):
-        super().__init__(transport, world_size)
+    def __init__(self, transport: Transport, world_size: int, landing: Landing):
+        super().__init__(transport, world_size, landing)
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -178,15 +213,15 @@ class ReplicatedGradients(GradientStore):
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         return self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
 
-    def _deliver(self, bucket: Bucket) -> None:
-        _add_or_set(bucket, self._flat[bucket], self._flat[bucket])
+    def _deliver(self, bucket: Bucket) -> Arrival:
+        return _add_or_set(bucket, self._flat[bucket], self._flat[bucket], Downlink())
 
 
 class ShardedStore(GradientStore):
     """What stages 1 and 2 share: the reduced gradient lies in rows, and a stand-in in `p.grad`."""
 
-    def __init__(self, transport: Transport, world_size: int):
-        super().__init__(transport, world_size)
+    def __init__(self, transport: Transport, world_size: int, landing: Landing):
+        super().__init__(transport, world_size, landing)
         self._shards: dict[Bucket, torch.Tensor] = {}
         self._shard_bytes: dict[Bucket, int] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
@@ -199,6 +234,8 @@ class ShardedStore(GradientStore):
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
+        # The shard may still be on its way out of the buffer that is filled again.
+        self._await(slot.bucket)
         self.put(slot, gradient)
 
     def settle(self, slot: ParameterSlot) -> None:
@@ -241,6 +278,9 @@ class ShardedStore(GradientStore):
             self._shard_bytes[bucket] = self._shards[bucket].nbytes
         return self._shards[bucket]
 
+    def _downlink(self, bucket: Bucket) -> Downlink:
+        return self._landing.downlink if bucket.tier.is_apart else Downlink()
+
     def _shard_or_scratch(self, bucket: Bucket) -> torch.Tensor:
         if bucket.tier.is_apart or any(row.tensor.grad is not None for row in bucket.rows):
             return DeviceTier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.master)
@@ -253,8 +293,8 @@ class WholeGradients(ShardedStore):
     The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it.
     """
 
-    def __init__(self, transport: Transport, world_size: int):
-        super().__init__(transport, world_size)
+    def __init__(self, transport: Transport, world_size: int, landing: Landing):
+        super().__init__(transport, world_size, landing)
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -296,10 +336,10 @@ class WholeGradients(ShardedStore):
             return flat[bucket.own_interval.start : bucket.own_interval.stop]
         return self._shard_or_scratch(bucket)
 
-    def _deliver(self, bucket: Bucket) -> None:
+    def _deliver(self, bucket: Bucket) -> Arrival:
         reduced = self._targets.pop(bucket)
         home = reduced if self._reduces_in_place(bucket) and not bucket.tier.is_apart else self._shard(bucket)
-        _add_or_set(bucket, reduced, home)
+        return _add_or_set(bucket, reduced, home, self._downlink(bucket))
 
     def _reduces_in_place(self, bucket: Bucket) -> bool:
         return bucket.precision.reduce == bucket.precision.master
@@ -308,8 +348,8 @@ class WholeGradients(ShardedStore):
 class PooledGradients(ShardedStore):
     """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
 
-    def __init__(self, transport: Transport, world_size: int, pool: "BufferPool"):
-        super().__init__(transport, world_size)
+    def __init__(self, transport: Transport, world_size: int, landing: Landing, pool: "BufferPool"):
+        super().__init__(transport, world_size, landing)
         self._pool = pool
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
@@ -349,10 +389,10 @@ class PooledGradients(ShardedStore):
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         return self._shard_or_scratch(bucket)
 
-    def _deliver(self, bucket: Bucket) -> None:
+    def _deliver(self, bucket: Bucket) -> Arrival:
         self._in_flight.remove(bucket)
         self._pool.give_back(bucket, self._lent.pop(bucket))
-        _add_or_set(bucket, self._targets.pop(bucket), self._shard(bucket))
+        return _add_or_set(bucket, self._targets.pop(bucket), self._shard(bucket), self._downlink(bucket))
 
 
 class BufferPool:
@@ -406,3 +446,26 @@ class BufferPool:
 
     def _kind(self, bucket: Bucket) -> BufferKind:
         return kind_of_buffer(bucket.layout, self._shared_numel)
+
+
+def choose_store(
+    buckets: Sequence[Bucket],
+    config: ZeroConfig,
+    transport: Transport,
+    landing: Landing,
+    *,
+    world_size: int,
+    replicated: bool,
+) -> GradientStore:
+    """The store of a stage.
+
+    Args:
+        replicated: every rank has the state of all parameters.
+    """
+    if all(bucket.whole for bucket in buckets):
+        return ReplicatedGradients(transport, world_size, landing)
+    apart = any(bucket.tier.is_apart for bucket in buckets)
+    if config.stage < 2 or (replicated and not apart):
+        return WholeGradients(transport, world_size, landing)
+    pool = BufferPool(buckets, config.grad_buffers, buckets[0].device)
+    return PooledGradients(transport, world_size, landing, pool)

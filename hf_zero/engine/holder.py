@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
+from ..device import Arrival
 from .buckets import Bucket, Row
-from .reports import TrafficReport
+from .reports import EarlyReport, TrafficReport
 
 
 class StateHolder(ABC):
-    """Chosen once, with the tier. The optimizer's own dict stays the register of what state a row has."""
+    """Chosen once, with the tier. The optimizer's own dict stays the register of what state a row has.
+
+    Attributes:
+        steps_early: it wants to be told of gradients while backward goes on.
+    """
+
+    steps_early = False
 
     @abstractmethod
     def take(self, bucket: Bucket) -> None:
@@ -55,6 +62,14 @@ class StateHolder(ABC):
         """What the last step moved; None where nothing moves."""
 
     @abstractmethod
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
+
+    @abstractmethod
+    def early_report(self) -> EarlyReport | None:
+        """What is stepped before its time; None where nothing is."""
+
+    @abstractmethod
     def close(self, buckets: Sequence[Bucket]) -> None:
         """Gives state that lives elsewhere back to the optimizer's register, and ends."""
 
@@ -92,6 +107,12 @@ class InMemory(StateHolder):
             row.tensor.copy_(values.view(row.tensor.shape))
 
     def report(self) -> TrafficReport | None:
+        return None
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """It is stepped with the others."""
+
+    def early_report(self) -> EarlyReport | None:
         return None
 
     def close(self, buckets: Sequence[Bucket]) -> None:

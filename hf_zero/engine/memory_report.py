@@ -7,8 +7,9 @@ from torch import nn
 
 from ..device import peak_bytes
 from .buckets import Bucket
+from .holder import StateHolder
 from .optimizer import ShardedOptimizer
-from .reports import MemoryReport, MemoryRow, TrafficReport
+from .reports import MemoryReport, MemoryRow
 from .sharded_model import ShardedModel
 from .state_rows import state_of
 
@@ -19,7 +20,7 @@ def report_memory(
     gradient_bytes: Mapping[str, int],
     optimizers: Sequence[ShardedOptimizer],
     sharded: ShardedModel,
-    traffic: TrafficReport | None,
+    holder: StateHolder,
     device: torch.device,
 ) -> MemoryReport:
     """Bytes of state by kind, and what DDP holds of the same kind.
@@ -27,8 +28,9 @@ def report_memory(
     Args:
         buckets: of trained parameters.
         gradient_bytes: of the gradient store, by kind.
-        traffic: of state in files.
+        holder: of the optimizer state.
     """
+    traffic, early = holder.report(), holder.early_report()
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
     trained_bytes = sum(parameter.nbytes for parameter in trained)
     trained_numel = sum(parameter.numel() for parameter in trained)
@@ -75,10 +77,16 @@ def report_memory(
                 for where, nbytes in state_in.items()
             ),
             *([MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0)] if traffic else []),
+            *(
+                [MemoryRow(kind="copies for early steps", bytes=early.copy_bytes, ddp_bytes=0, where="host memory")]
+                if early
+                else []
+            ),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),
         peak_bytes=peak_bytes(device),
         traffic=traffic,
+        early=early,
     )
 
 

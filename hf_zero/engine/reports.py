@@ -37,15 +37,33 @@ class TrafficReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EarlyReport:
+    """Buckets that are stepped while backward goes on, of all of them, on copies of `copy_bytes`.
+
+    Attributes:
+        kept, forgotten: early steps of a bucket so far that `optimizer.step()` took over, and that it took again.
+        hindrance: why some buckets are not stepped early whatever memory there is; None where nothing stands in the way.
+    """
+
+    buckets: int
+    all_buckets: int
+    copy_bytes: int
+    kept: int
+    forgotten: int
+    hindrance: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
 
-    `traffic` is None where all state is in memory.
+    `traffic` is None where all state is in memory, and `early` where every step is taken in its time.
     """
 
     rows: tuple[MemoryRow, ...]
     peak_bytes: int
     traffic: TrafficReport | None = None
+    early: EarlyReport | None = None
 
     @property
     def total_bytes(self) -> int:

@@ -9,11 +9,12 @@ from torch import nn
 
 from ..comm.groups import Groups
 from ..comm.transport import Transport
-from ..config import ConfigError, ZeroConfig
+from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
 from ..offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ..offload.files import free_disk_bytes
 from ..offload.nvme import NvmeTier
 from ..offload.tier import Tier
+from .early_holder import SteppedEarly
 from .file_holder import InFiles
 from .holder import InMemory, StateHolder
 from .loaded import wanted_dtype
@@ -36,9 +37,32 @@ def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
     return made
 
 
-def choose_holder(tier: Tier, optimizers: Sequence[torch.optim.Optimizer]) -> StateHolder:
-    """Who holds optimizer state between steps in this tier."""
-    return InFiles(tier, optimizers) if isinstance(tier, NvmeTier) else InMemory()
+def choose_holder(
+    config: OffloadConfig,
+    tier: Tier,
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    *,
+    state_bytes: int,
+) -> StateHolder:
+    """Who holds optimizer state between steps in this tier.
+
+    Args:
+        device: that backward runs on.
+        state_bytes: that `refuse_unless_it_fits` has found to fit.
+    """
+    if isinstance(tier, NvmeTier):
+        return InFiles(tier, optimizers)
+    most_bytes = speculate_bytes(config, device, state_bytes) if config.moves_state else 0
+    return SteppedEarly(optimizers, most_bytes) if most_bytes else InMemory()
+
+
+def speculate_bytes(config: OffloadConfig, device: torch.device, state_bytes: int) -> int:
+    """Host memory that copies for early steps may take on this rank."""
+    if config.speculate_bytes != AUTO:
+        return config.speculate_bytes
+    # On the host, a step during backward would take the cores that backward runs on.
+    return 0 if device.type == "cpu" else max(0, available_host_bytes() // ranks_on_this_host() - state_bytes) // 2
 
 
 def refuse_unless_it_fits(
@@ -48,16 +72,14 @@ def refuse_unless_it_fits(
     optimizers: Sequence[torch.optim.Optimizer],
     groups: Groups,
     transport: Transport,
-) -> None:
-    """Raises, on every rank alike, where the memory or the disk would not hold what `offload.optimizer` moves there.
+) -> int:
+    """Bytes of this rank that move, once it is known that they fit. Collective where state is moved.
 
-    Collective where state is moved.
-
-    Raises:
-        MemoryError: host memory. OSError: the disk.
+    Raises, on every rank alike:
+        MemoryError: host memory would not hold what `offload.optimizer` moves there. OSError: the disk would not.
     """
     if not config.offload.moves_state:
-        return
+        return 0
     in_files = isinstance(tier, NvmeTier)
     needed = tier_bytes_needed(
         owner,
@@ -72,7 +94,10 @@ def refuse_unless_it_fits(
     if in_files:
         fault = disk_fault(needed, free_disk_bytes(Path(config.offload.nvme_path)), ranks, config.offload.nvme_path)
     else:
-        fault = host_memory_fault(needed, available_host_bytes(), ranks)
+        # Copies for early steps are of no more than there is.
+        copies = 0 if config.offload.speculate_bytes == AUTO else min(config.offload.speculate_bytes, needed)
+        fault = host_memory_fault(needed + copies, available_host_bytes(), ranks)
     faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
     if faults:
         raise OSError(faults[0]) if in_files else MemoryError(faults[0])
+    return needed

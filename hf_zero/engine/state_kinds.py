@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from .precision import Precision
 
 _SHAPE = (4, 4)
 """Of the trial parameter: a matrix, for optimizers that are made for those."""
+_PLAIN = (torch.Tensor, int, float, str, type(None))
+"""Kinds of state that can be copied, and seen to be as it was."""
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -30,29 +33,75 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
+def double_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """An optimizer like this one, with one group and with state of its own, whose step leaves this one alone.
+
+    By its attributes: `copy.copy` would leave those out that a class sets beside its groups.
+    """
+    double = object.__new__(type(optimizer))
+    double.__dict__.update(optimizer.__dict__)
+    double.param_groups, double.state = [group], defaultdict(dict, state)
+    return double
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer group without its parameters."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one step of an optimizer shows.
+
+    Attributes:
+        kinds: (name, dtype) of each state tensor with one value an element.
+        hindrance: why a step cannot be taken before its time and on copies, in words; None if it can.
+    """
+
+    kinds: tuple[tuple[str, torch.dtype], ...]
+    hindrance: str | None
+
+
+def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """One step on a small matrix of `dtype` in a group with these settings, by a double of the optimizer.
+
+    None where it has none that can step.
+    """
+    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    trial = double_of(optimizer, settings_of(settings) | {"params": [parameter]}, {})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            before = torch.get_rng_state()
+            own_step(trial)
+            draws = not torch.equal(torch.get_rng_state(), before)
+    except Exception:
+        # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
+        return None
+    kinds = tuple(
+        (name, value.dtype)
+        for name, value in trial.state[parameter].items()
+        if torch.is_tensor(value) and value.shape == _SHAPE
+    )
+    strange = [name for name, value in trial.state[parameter].items() if not isinstance(value, _PLAIN)]
+    if draws:
+        return Trial(kinds, f"{type(optimizer).__name__} draws random numbers")
+    return Trial(
+        kinds, f"{type(optimizer).__name__} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    )
+
+
 def state_kinds(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[tuple[str, torch.dtype], ...] | None:
     """(name, dtype) of each state tensor with one value an element, for rows of `dtype` in a group with these settings.
 
-    A copy of the optimizer steps once on a small matrix. None where it cannot be copied so.
+    None where a trial step tells nothing.
     """
-    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
-    parameter.grad = torch.ones_like(parameter)
-    trial = copy.copy(optimizer)
-    group = {name: copy.deepcopy(value) for name, value in settings.items() if name != "params"}
-    trial.param_groups, trial.state = [group | {"params": [parameter]}], defaultdict(dict)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            own_step(trial)
-    except Exception:
-        # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
-        return None
-    return tuple(
-        (name, value.dtype)
-        for name, value in trial.state[parameter].items()
-        if torch.is_tensor(value) and value.shape == _SHAPE
-    )
+    trial = try_step(optimizer, settings, dtype)
+    return None if trial is None else trial.kinds
 
 
 def tier_bytes_needed(

@@ -94,8 +94,17 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
             "offload",
             f"optimizer state, masters and reduced gradients in {engine.tier.name}: {mib(moved_bytes)} MiB a rank, of "
             f"{mib(available_host_bytes())} MiB that this host has left; the step runs there{stays}",
-        )
+        ),
+        *_early_rows(engine),
     ]
+
+
+def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    early = engine.memory_report().early
+    if early is None:
+        return []
+    most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies in host memory"
+    return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
 
 
 def _not_in_memory(engine: ZeroEngine) -> str:
