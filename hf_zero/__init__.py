@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "ConfigError": "config",
+    "GradScaler": "engine.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
     "engine_of": "integrations.engine_of",
@@ -24,6 +25,7 @@ _HOME_OF = {
 
 __all__ = [
     "ConfigError",
+    "GradScaler",
     "ZeroAccelerator",
     "ZeroCallback",
     "ZeroConfig",
@@ -40,6 +42,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
     from .engine.engine import ZeroEngine
+    from .engine.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
     from .integrations.arguments import ZeroTrainingArguments
     from .integrations.callback import ZeroCallback

@@ -183,7 +183,7 @@ class ZeroConfig:
             addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2
             and 3.
         param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
-            through an fp32 master copy held by the shard.
+            through an fp32 master copy held by the shard; float16 needs loss scaling too, which accelerate and Trainer then do.
         reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
         split_parameters: whether a parameter may be cut, so that ranks have parts of it. `auto` cuts for element-wise
             optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
@@ -232,8 +232,6 @@ class ZeroConfig:
             )
         for name in ("param_dtype", "reduce_dtype"):
             _one_of(name, getattr(self, name), (AUTO, *DTYPES))
-            if getattr(self, name) == "float16":
-                raise _not_built(name, "float16", "use bfloat16, which needs no loss scaling")
         for name in ("prefetch_units", "persist_below_numel"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:

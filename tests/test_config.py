@@ -67,7 +67,6 @@ def test_frozen_and_keyword_only():
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4}}, "`comm.shard_group_size: 4` is not built yet"),
         ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: a number of seconds above 0"),
-        ({"param_dtype": "float16"}, "`param_dtype: float16` is not built yet in this version; use bfloat16"),
         ({"param_dtype": "bf16"}, "`param_dtype` is 'bf16'; allowed: auto, float32, bfloat16, float16"),
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
@@ -129,5 +128,9 @@ def test_one_owner_of_the_cast():
     assert check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "no") == "the engine"
     with pytest.raises(ConfigError, match="two owners of the cast"):
         check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "bf16")
-    with pytest.raises(ConfigError, match="'fp16' is not built yet"):
-        check_cast_owner(ZeroConfig(), "fp16")
+    assert "accelerate" in check_cast_owner(ZeroConfig(), "fp16")
+    assert check_cast_owner(ZeroConfig(param_dtype="float16"), "no") == "the engine"
+    with pytest.raises(ConfigError, match=r"mixed_precision='fp16' autocasts.*`param_dtype: float16` without"):
+        check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "fp16")
+    with pytest.raises(ConfigError, match="'fp8' is not built yet"):
+        check_cast_owner(ZeroConfig(), "fp8")

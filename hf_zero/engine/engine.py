@@ -114,8 +114,8 @@ class ZeroEngine:
         self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, [bucket for buckets in self._parts.values() for bucket in buckets])
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
-        self._nonfinite = NonFiniteCheck(self.transport)
-        self._checked_norm = False
+        check = self.config.check_nonfinite
+        self._nonfinite = NonFiniteCheck(self.transport, wanted=check, replicated=self._is_replicated)
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(self._entry)
@@ -148,16 +148,18 @@ class ZeroEngine:
         norm = total_norm(
             rows, norm_type=norm_type, transport=self.transport, replicated=self._is_replicated, device=self.device
         )
-        if self.config.check_nonfinite:
-            self._nonfinite.look(norm, rows)
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
-        self._checked_norm = len(set(wanted)) == len(self._slot_of)
+        self._nonfinite.look(norm, rows, at_all=len(set(wanted)) == len(self._slot_of))
         scale_to_norm(rows, norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
         clamp_values(self._rows_of(self._slot_of if parameters is None else parameters), clip_value)
+
+    def agree_on_overflow(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
+        """For loss scalers: `NonFiniteCheck.agree`. Collective."""
+        return self._nonfinite.agree(optimizer, found_inf)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in this engine's buckets."""
@@ -346,7 +348,7 @@ class ZeroEngine:
             rows=self._row_of,
             trained=set(self._slot_of),
             identity=identity,
-            before_step=lambda: self._before_step(mine),
+            before_step=lambda: self._before_step(optimizer, mine),
             after_step=lambda: self._after_step(mine),
             holder=self._holder,
         )
@@ -425,7 +427,7 @@ class ZeroEngine:
             self._gradients.end.watch(outputs)
             self._buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
 
-    def _before_step(self, buckets: Sequence[Bucket]) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.
         self._parameters.finish_all()
         self.sharded.schedule.reshard_all()
@@ -442,9 +444,10 @@ class ZeroEngine:
             for row in bucket.rows:
                 if not self._has_gradient(row):
                     row.tensor.grad = None
-        if self.config.check_nonfinite and not self._checked_norm:
+        self._nonfinite.refuse_unscaled(optimizer, buckets)
+        if self._nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
-        self._checked_norm = False
+        self._nonfinite.end(optimizer)
 
     def _follow_edits(self) -> None:
         for bucket in self.buckets:

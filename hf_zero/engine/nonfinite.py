@@ -1,13 +1,15 @@
-"""Refusing to step with a NaN or infinite gradient."""
+"""Refusing to step with a NaN or infinite gradient, unless a loss scaler sees to it."""
 
 import math
 from collections.abc import Sequence
 
 import torch
 
-from ..comm.transport import Transport
+from ..comm.transport import Label, Transport
 from ..device import HostValue
-from .buckets import Row
+from .buckets import Bucket, Row
+
+_OVERFLOW = Label(kind="agree on overflow", subject="the step")
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -18,15 +20,53 @@ class NonFiniteCheck:
     """Looks at each step's gradient norm.
 
     On the host the norm is at hand and the step is refused. On an accelerator reading it would stop the device's queue, so a
-    step's norm is read at the next step; the run still ends one step later with the same message.
+    step's norm is read at the next step; the run still ends one step later with the same message. Gradients that a loss
+    scaler has unscaled are its own affair: it skips the step, and the run goes on.
+
+    Args:
+        wanted: the config's `check_nonfinite`.
+        replicated: every rank holds the whole gradient, so that all see the same.
     """
 
-    def __init__(self, transport: Transport):
+    def __init__(self, transport: Transport, *, wanted: bool, replicated: bool):
         self._transport = transport
+        self._wanted = wanted
+        self._replicated = replicated
         self._last: HostValue | None = None
+        self._has_looked = False
+        self._unscaled: set[torch.optim.Optimizer] = set()
 
-    def look(self, norm: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Collective where it raises, which it does on all ranks alike: `norm` is the norm over all of them."""
+    def agree(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
+        """Whether a loss scaler found a NaN or infinite gradient of this optimizer on any rank. Collective.
+
+        Args:
+            found_inf: float32 scalar, above 0 where this rank has one.
+
+        Returns:
+            1.0 or 0.0 in a float32 scalar, the same on all ranks.
+        """
+        self._unscaled.add(optimizer)
+        everyone = found_inf if self._replicated else self._transport.agree_sum(found_inf.reshape(1), _OVERFLOW)[0]
+        return (everyone > 0).float()
+
+    def is_due(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nobody has looked at the gradients that the optimizer is about to step with."""
+        return self._wanted and not self._has_looked and optimizer not in self._unscaled
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when the step is sure to come: the next one's gradients are others."""
+        self._has_looked = False
+        self._unscaled.discard(optimizer)
+
+    def look(self, norm: torch.Tensor, rows: Sequence[Row], *, at_all: bool) -> None:
+        """Collective where it raises, which it does on all ranks alike: `norm` is the norm over all of them.
+
+        Args:
+            at_all: these are all gradients.
+        """
+        self._has_looked = at_all
+        if not self._wanted or self._unscaled:
+            return
         value = HostValue(norm.detach())
         last, self._last = (value, None) if norm.device.type == "cpu" else (self._last, value)
         if last is None or math.isfinite(last.value()):
@@ -38,4 +78,14 @@ class NonFiniteCheck:
             f"hf_zero: the gradient norm is {last.value()}: a gradient is NaN or infinite, so this step is refused and the "
             f"parameters stay as they were. {where}Usual reasons: a learning rate too high, a NaN in the data, log or "
             "division of zero in the loss. To step all the same, set `check_nonfinite: false` in the hf_zero config."
+        )
+
+    def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Raises `RuntimeError` for a step over float16 parameters whose loss nobody has scaled."""
+        if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
+            return
+        raise RuntimeError(
+            "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in float16. "
+            "Train through accelerate or Trainer, which scale the loss then (prepare model and optimizer in one call), or use "
+            "hf_zero.GradScaler as torch.amp.GradScaler; bfloat16 needs neither."
         )

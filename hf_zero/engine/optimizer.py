@@ -10,6 +10,7 @@ from torch import nn
 from .buckets import ParameterSlot, Row
 from .holder import StateHolder
 from .hooks import WeakHook
+from .reference import engine_attached_to
 from .sharded_gradient import ShardedGradient
 
 _MARK = "hf_zero_shard"
@@ -28,6 +29,10 @@ class ShardedOptimizer:
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
         before_step, after_step: called around each step.
         holder: who has the state of the rows.
+
+    Attributes:
+        rows: of this optimizer, in its order.
+        whole_groups: the parameters that the script gave to each group.
     """
 
     def __init__(
@@ -47,9 +52,9 @@ class ShardedOptimizer:
         self._is_whole = all(row.is_parameter for row in rows.values())
         self._before_step = before_step
         self._after_step = after_step
-        self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
-        self.rows = [rows[p] for group in self._whole_groups for p in group if p in rows]
-        for group, whole in zip(optimizer.param_groups, self._whole_groups):
+        self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
+        for group, whole in zip(optimizer.param_groups, self.whole_groups):
             group["params"] = [rows[p].tensor if p in rows else p for p in whole if p in rows or p not in trained]
         for row in self.rows:
             self._cut_state(row)
@@ -67,13 +72,13 @@ class ShardedOptimizer:
 
     def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
         """Names of the trained parameters in each group, in the user's order."""
-        return [[slot_of[p].name for p in whole if p in slot_of] for whole in self._whole_groups]
+        return [[slot_of[p].name for p in whole if p in slot_of] for whole in self.whole_groups]
 
     def release(self) -> None:
         """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:
             hook.remove()
-        for group, whole in zip(self.optimizer.param_groups, self._whole_groups):
+        for group, whole in zip(self.optimizer.param_groups, self.whole_groups):
             group["params"] = whole
         if not self._is_whole:
             self.optimizer.state.clear()
@@ -91,7 +96,7 @@ class ShardedOptimizer:
         def zero_grad(*args, **kwargs) -> None:
             self._stock_zero_grad(*args, **kwargs)
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-            for parameter in (p for group in self._whole_groups for p in group):
+            for parameter in (p for group in self.whole_groups for p in group):
                 gradient = parameter.grad
                 if isinstance(gradient, ShardedGradient):
                     gradient.pending = None
@@ -151,6 +156,13 @@ class ShardedOptimizer:
                 f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
                 "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
             )
+
+
+def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
+    """The live ZeroEngine whose parameters the optimizer steps; None for an optimizer that no engine has."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
+    return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
 
 
 def cut_to(value: Any, row: Row) -> Any:

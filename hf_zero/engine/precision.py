@@ -37,11 +37,6 @@ class Precision:
 def resolve_precision(config: ZeroConfig, model_dtype: torch.dtype, *, apart: bool = False) -> Precision:
     """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master."""
     param = model_dtype if config.param_dtype == AUTO else getattr(torch, config.param_dtype)
-    if param == torch.float16:
-        raise ConfigError(
-            "hf_zero: the model's parameters are float16, which needs loss scaling and is not built yet. Load the model "
-            "with dtype=torch.bfloat16 or torch.float32, or set `param_dtype: bfloat16`."
-        )
     master = torch.float32 if param.itemsize < 4 else param
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
     return Precision(param=param, reduce=reduce, master=master, apart=apart)
@@ -53,20 +48,21 @@ def untrained_precision(dtype: torch.dtype) -> Precision:
 
 
 def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
-    """Who casts, in words for the plan. Refuses two owners, and fp16.
+    """Who casts, in words for the plan. Refuses two owners, and fp8.
 
     Args:
         mixed_precision: accelerate's or Trainer's setting: "no", "bf16", "fp16" or "fp8".
     """
-    if mixed_precision in ("fp16", "fp8"):
+    if mixed_precision == "fp8":
         raise ConfigError(
-            f"hf_zero: mixed_precision={mixed_precision!r} is not built yet (it needs loss scaling). Use "
-            "mixed_precision='bf16' (Trainer: --bf16), or `param_dtype: bfloat16` in the hf_zero config without it."
+            "hf_zero: mixed_precision='fp8' is not built yet. Use mixed_precision='bf16' (Trainer: --bf16), or `param_dtype: "
+            "bfloat16` in the hf_zero config without it."
         )
-    if mixed_precision == "bf16" and config.param_dtype != AUTO:
+    if mixed_precision != "no" and config.param_dtype != AUTO:
+        dtype = {"bf16": "bfloat16", "fp16": "float16"}[mixed_precision]
         raise ConfigError(
-            f"hf_zero: two owners of the cast: mixed_precision='bf16' autocasts and the config says `param_dtype: "
-            f"{config.param_dtype}`. Keep one: mixed_precision='bf16' with `param_dtype: auto` for fp32 parameters under "
-            "autocast, or `param_dtype: bfloat16` without mixed_precision for bf16 parameters with an fp32 master."
+            f"hf_zero: two owners of the cast: mixed_precision={mixed_precision!r} autocasts and the config says `param_dtype: "
+            f"{config.param_dtype}`. Keep one: mixed_precision={mixed_precision!r} with `param_dtype: auto` for fp32 parameters "
+            f"under autocast, or `param_dtype: {dtype}` without mixed_precision for {dtype} parameters with an fp32 master."
         )
-    return "autocast (accelerate)" if mixed_precision == "bf16" else "the engine"
+    return "autocast (accelerate)" if mixed_precision != "no" else "the engine"

@@ -1,14 +1,12 @@
 """How far an optimizer looks when it updates an element, and so whether it may be given parts of parameters."""
 
-import copy
-from collections import defaultdict
 from enum import Enum
 
 import torch
 from torch import nn
 
 from ..config import AUTO, ConfigError
-from .state_kinds import own_step
+from .state_kinds import double_of, own_step, settings_of
 
 
 class Reach(Enum):
@@ -115,9 +113,8 @@ def _stepped(
     parameters = [nn.Parameter(value.clone()) for value in values]
     # A learning rate of 0 (warm-up) would hide every difference.
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    settings = {k: v for k, v in group.items() if k != "params"} | {"lr": 0.1, "params": parameters}
-    trial = copy.copy(optimizer)
-    trial.param_groups, trial.state = [settings], defaultdict(dict)
+    settings = settings_of(group) | {"lr": 0.1, "params": parameters}
+    trial = double_of(optimizer, settings, {})
     with torch.random.fork_rng(devices=[]):
         for _ in range(2):
             for parameter, gradient in zip(parameters, gradients):

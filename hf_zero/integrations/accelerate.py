@@ -25,6 +25,7 @@ from torch import nn
 from ..checkpoint.foreign.find import is_foreign
 from ..config import ConfigError, ZeroConfig
 from ..engine.engine import ZeroEngine
+from ..engine.optimizer import engine_stepped_by
 from ..engine.parameters import is_compiled
 from ..engine.precision import check_cast_owner
 from ..engine.reference import engine_attached_to
@@ -32,6 +33,7 @@ from .announce import announce
 from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .environment import check_environment
 from .leaving import end_cleanly
+from .loss_scale import seat_scaler, unscale
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
@@ -124,6 +126,7 @@ class ZeroAcceleratorMixin:
 
     def prepare(self, *args, device_placement=None):
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
         try:
             result = super().prepare(*args, device_placement=device_placement)
         finally:
@@ -190,7 +193,7 @@ class ZeroAcceleratorMixin:
             self._forget(prepared, optimizers)
             raise
         self.zero_engines.append(engine)
-        announce(engine, self.zero_cast_owner)
+        announce(engine, f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}")
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
         """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""
@@ -222,6 +225,7 @@ class ZeroAcceleratorMixin:
         engine = self._engine_with(parameters)
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        unscale(self, engine)
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
@@ -230,7 +234,19 @@ class ZeroAcceleratorMixin:
         if engine is None:
             super().clip_grad_value_(parameters, clip_value)
         else:
+            unscale(self, engine)
             engine.clip_grad_value_(clip_value, parameters)
+
+    def unscale_gradients(self, optimizer=None):
+        wanted = (
+            self._optimizers if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        )
+        for engine in dict.fromkeys(engine_stepped_by(_bare(opt)) for opt in wanted):
+            if engine is not None:
+                unscale(self, engine)
+        others = [opt for opt in wanted if engine_stepped_by(_bare(opt)) is None]
+        if others:
+            super().unscale_gradients(others)
 
     def join_uneven_inputs(self, joinables, even_batches=None):
         raise NotImplementedError(
