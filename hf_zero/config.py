@@ -84,6 +84,10 @@ class OffloadConfig:
     speculate_bytes: int | str = AUTO
     """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
     of them in `optimizer.step()`. `auto` is half of what is free beside an accelerator, and 0 where training is on the CPU."""
+    delay: int = 0
+    """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
+    delay_warmup: int = 40
+    """Steps at the start that are taken in their time all the same."""
     window: int = 2
     """`nvme`: buckets whose state is on its way from or to the disk while another is stepped."""
 
@@ -109,6 +113,7 @@ class OffloadConfig:
                     f"hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): "
                     "copies of state in host memory. Set that, or leave it out."
                 )
+        self._check_delay()
         for name, stays in (("params", "parameters stay"), ("activations", "activations stay")):
             value = getattr(self, name)
             _one_of(f"offload.{name}", value, ("none", "cpu", "nvme"))
@@ -120,6 +125,28 @@ class OffloadConfig:
             raise ConfigError(
                 f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
                 "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
+            )
+
+    def _check_delay(self) -> None:
+        _one_of("offload.delay", self.delay, (0, 1))
+        if isinstance(self.delay_warmup, bool) or not isinstance(self.delay_warmup, int) or self.delay_warmup < 0:
+            raise _refuse("offload.delay_warmup", self.delay_warmup, "a whole number from 0")
+        if not self.delay:
+            if self.delay_warmup != type(self).delay_warmup:
+                raise ConfigError(
+                    f"hf_zero config: `offload.delay_warmup` is {self.delay_warmup}, and nothing is delayed with `offload.delay: "
+                    "0`. Set that to 1, or leave the warm-up out."
+                )
+            return
+        if self.optimizer != "cpu" or self.ratio != 1:
+            raise ConfigError(
+                f"hf_zero config: `offload.delay: 1` needs all of the state in host memory (optimizer is {self.optimizer}, ratio "
+                f"is {self.ratio}). Set `offload.optimizer: cpu` and `offload.ratio: 1.0`, or leave the delay out."
+            )
+        if self.speculate_bytes not in (AUTO, 0):
+            raise ConfigError(
+                f"hf_zero config: `offload.delay: 1` ends steps late and `offload.speculate_bytes: {self.speculate_bytes}` "
+                "begins them early. Leave one of the two out."
             )
 
     @property

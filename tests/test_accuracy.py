@@ -43,3 +43,14 @@ def test_accuracy_curve_is_ddps(tmp_path):
         # Clipping bites here, so losses may differ in the last digit of a float; which class is likeliest may not.
         assert [(step, accuracy) for step, accuracy, _ in found] == [(step, accuracy) for step, accuracy, _ in expected]
         assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-5)
+
+
+def test_updates_one_step_late_converge_as_exact_ones(tmp_path):
+    exact = curve(tmp_path / "exact", "--zero", "stage=2,offload.optimizer=cpu")
+    late = curve(tmp_path / "late", "--zero", "stage=2,offload.optimizer=cpu,offload.delay=1,offload.delay_warmup=20")
+    print("step, accuracy, loss of exact and of late updates", *zip(exact, late), sep="\n")
+    assert [step for step, *_ in late] == [step for step, *_ in exact]
+    assert late != exact
+    (_, exact_accuracy, exact_loss), (_, late_accuracy, late_loss) = exact[-1], late[-1]
+    assert abs(late_accuracy - exact_accuracy) < 0.03
+    assert late_loss < exact_loss + 0.03

@@ -231,7 +231,7 @@ class ZeroEngine:
 
     def state_scalars(self) -> dict[str, dict[str, object]]:
         """Optimizer state of this rank's rows that is one value for a whole parameter (`step`)."""
-        return state_scalars(self.optimizers, list(self._row_of.values()))
+        return state_scalars(self.optimizers, list(self._row_of.values()), self._holder)
 
     def fill_state(
         self,

@@ -12,7 +12,7 @@ from ..offload.nvme import NvmeTier
 from ..offload.stored import StoredShard
 from .bucket_steps import BucketSteps
 from .buckets import Bucket, Row
-from .holder import StateHolder
+from .holder import StateHolder, without_due
 from .reports import EarlyReport, TrafficReport
 from .state_kinds import state_kinds
 from .state_rows import MASTER
@@ -104,7 +104,7 @@ class InFiles(StateHolder):
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         shard = self._shards.get(row.slot.bucket)
-        kept = dict(state)
+        kept = without_due(state)
         for name in shard.dtypes if shard is not None else ():
             if self._goes_to_a_file(row, kept.get(name)) and not self._is_stand_in(kept[name]):
                 shard.write_part(name, row.layout.in_shard, kept[name].reshape(-1))
@@ -132,6 +132,12 @@ class InFiles(StateHolder):
 
     def early_report(self) -> EarlyReport | None:
         return None
+
+    def copy_bytes(self) -> int:
+        return 0
+
+    def beside(self, row: Row) -> dict[str, Any]:
+        return {}
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         for steps in self._steps:

@@ -311,7 +311,9 @@ class WholeGradients(ShardedStore):
             slot.parameter.grad = view
 
     def release(self, bucket: Bucket) -> None:
-        """The whole buffer lasts: making it anew each step costs a pass over it."""
+        # The whole buffer lasts: making it anew each step costs a pass over it. What has gone to a tier may still be read there.
+        if bucket.tier.is_apart:
+            self._shards.pop(bucket, None)
 
     def _home(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._flat:

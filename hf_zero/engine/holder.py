@@ -1,5 +1,6 @@
 """Who holds optimizer state between steps: memory, where the optimizer put it, or something that it is fetched from."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,21 @@ import torch
 from ..device import Arrival
 from .buckets import Bucket, Row
 from .reports import EarlyReport, TrafficReport
+
+DUE = "delayed "
+"""Begins the names of what a checkpoint has of a step that was due."""
+
+
+def without_due(state: dict[str, Any]) -> dict[str, Any]:
+    """A row's state without a step that was due when the checkpoint was made, for a run that takes steps in their time."""
+    kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
+    if len(kept) < len(state):
+        warnings.warn(
+            "The checkpoint was made with `offload.delay: 1`: the gradients of its last step, which were due, are dropped. Set "
+            "`offload.delay: 1` to go on as that run would have.",
+            stacklevel=2,
+        )
+    return kept
 
 
 class StateHolder(ABC):
@@ -70,6 +86,14 @@ class StateHolder(ABC):
         """What is stepped before its time; None where nothing is."""
 
     @abstractmethod
+    def copy_bytes(self) -> int:
+        """Bytes of state that are there twice, for steps that are not taken in their time."""
+
+    @abstractmethod
+    def beside(self, row: Row) -> dict[str, Any]:
+        """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
+
+    @abstractmethod
     def close(self, buckets: Sequence[Bucket]) -> None:
         """Gives state that lives elsewhere back to the optimizer's register, and ends."""
 
@@ -100,7 +124,7 @@ class InMemory(StateHolder):
         return tensor
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        return state
+        return without_due(state)
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:
         with torch.no_grad():
@@ -114,6 +138,12 @@ class InMemory(StateHolder):
 
     def early_report(self) -> EarlyReport | None:
         return None
+
+    def copy_bytes(self) -> int:
+        return 0
+
+    def beside(self, row: Row) -> dict[str, Any]:
+        return {}
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         """It is where it belongs."""

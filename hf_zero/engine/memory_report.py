@@ -30,7 +30,7 @@ def report_memory(
         gradient_bytes: of the gradient store, by kind.
         holder: of the optimizer state.
     """
-    traffic, early = holder.report(), holder.early_report()
+    traffic, copy_bytes = holder.report(), holder.copy_bytes()
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
     trained_bytes = sum(parameter.nbytes for parameter in trained)
     trained_numel = sum(parameter.numel() for parameter in trained)
@@ -78,15 +78,15 @@ def report_memory(
             ),
             *([MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0)] if traffic else []),
             *(
-                [MemoryRow(kind="copies for early steps", bytes=early.copy_bytes, ddp_bytes=0, where="host memory")]
-                if early
+                [MemoryRow(kind="copies of the state", bytes=copy_bytes, ddp_bytes=0, where="host memory")]
+                if copy_bytes
                 else []
             ),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),
         peak_bytes=peak_bytes(device),
         traffic=traffic,
-        early=early,
+        early=holder.early_report(),
     )
 
 

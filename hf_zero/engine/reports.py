@@ -38,7 +38,7 @@ class TrafficReport:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyReport:
-    """Buckets that are stepped while backward goes on, of all of them, on copies of `copy_bytes`.
+    """Buckets that are stepped while backward goes on, of all of them.
 
     Attributes:
         kept, forgotten: early steps of a bucket so far that `optimizer.step()` took over, and that it took again.
@@ -47,7 +47,6 @@ class EarlyReport:
 
     buckets: int
     all_buckets: int
-    copy_bytes: int
     kept: int
     forgotten: int
     hindrance: str | None

@@ -14,6 +14,7 @@ from ..offload.budget import available_host_bytes, disk_fault, host_memory_fault
 from ..offload.files import free_disk_bytes
 from ..offload.nvme import NvmeTier
 from ..offload.tier import Tier
+from .delayed_holder import Delayed
 from .early_holder import SteppedEarly
 from .file_holder import InFiles
 from .holder import InMemory, StateHolder
@@ -53,6 +54,8 @@ def choose_holder(
     """
     if isinstance(tier, NvmeTier):
         return InFiles(tier, optimizers)
+    if config.delay:
+        return Delayed(optimizers, config.delay_warmup)
     most_bytes = speculate_bytes(config, device, state_bytes) if config.moves_state else 0
     return SteppedEarly(optimizers, most_bytes) if most_bytes else InMemory()
 
@@ -94,8 +97,9 @@ def refuse_unless_it_fits(
     if in_files:
         fault = disk_fault(needed, free_disk_bytes(Path(config.offload.nvme_path)), ranks, config.offload.nvme_path)
     else:
-        # Copies for early steps are of no more than there is.
-        copies = 0 if config.offload.speculate_bytes == AUTO else min(config.offload.speculate_bytes, needed)
+        # There are no more copies than there is state.
+        asked = 0 if config.offload.speculate_bytes == AUTO else config.offload.speculate_bytes
+        copies = needed if config.offload.delay else min(asked, needed)
         fault = host_memory_fault(needed + copies, available_host_bytes(), ranks)
     faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
     if faults:

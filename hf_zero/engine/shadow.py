@@ -1,7 +1,7 @@
 """The next step of one bucket, taken on copies, to be taken over or forgotten."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,10 @@ class Seen:
             and _are_equal(self.settings, other.settings)
         )
 
+    def with_settings(self, settings: dict[str, Any]) -> "Seen":
+        """The same with other settings of the group."""
+        return replace(self, settings=settings)
+
 
 def look(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
@@ -43,13 +47,26 @@ def look(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     rows = [row_of[id(tensor)] for tensor in group["params"] if id(tensor) in row_of]
     # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
     found = tuple((row, row.tensor.grad, optimizer.state.get(row.tensor, {})) for row in rows)
-    marks = [(bucket.master, bucket.master._version), *_marks(found)]
+    return Seen(found, settings_of(group), _marks(bucket, optimizer, found))
+
+
+def look_again(bucket: Bucket, optimizer: torch.optim.Optimizer, seen: Seen) -> Seen:
+    """What a step with the gradients and settings of `seen` would depend on now."""
+    found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient, _ in seen.rows)
+    return Seen(found, seen.settings, _marks(bucket, optimizer, found))
+
+
+def _marks(
+    bucket: Bucket,
+    optimizer: torch.optim.Optimizer,
+    rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...],
+) -> tuple[tuple[Any, Any], ...]:
     # A gradient scaler hands these to a fused step at the last moment.
-    marks += [(getattr(optimizer, name, None), name) for name in ("grad_scale", "found_inf")]
-    return Seen(found, settings_of(group), tuple(marks))
+    of_scaler = ((getattr(optimizer, name, None), name) for name in ("grad_scale", "found_inf"))
+    return ((bucket.master, bucket.master._version), *of_scaler, *_marks_of(rows))
 
 
-def _marks(rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...]) -> Iterator[tuple[Any, Any]]:
+def _marks_of(rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...]) -> Iterator[tuple[Any, Any]]:
     for row, gradient, state in rows:
         yield row.tensor, row.tensor._version
         yield gradient, gradient._version

@@ -39,7 +39,7 @@ def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], hold
     What `holder` has in files is read when the tensor is looked at, so that a row at a time passes through memory.
     """
     for row in rows:
-        state = state_of(optimizers, row)
+        state = state_of(optimizers, row) | holder.beside(row)
         tensors = elementwise_state(state, row)
         if row.slot.bucket.precision.rounds:
             tensors = {MASTER: row.tensor.detach(), **tensors}
@@ -62,11 +62,13 @@ def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], hold
             )
 
 
-def state_scalars(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def state_scalars(
+    optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder
+) -> dict[str, dict[str, Any]]:
     """Parameter name → state that is one value for all its elements (`step`): numbers, or 0-d tensors as they are."""
     scalars: dict[str, dict[str, Any]] = {}
     for row in rows:
-        state = state_of(optimizers, row)
+        state = state_of(optimizers, row) | holder.beside(row)
         tensors = elementwise_state(state, row) | own_shaped_state(state, row)
         scalars[row.slot.name] = {name: value for name, value in state.items() if name not in tensors}
     return scalars

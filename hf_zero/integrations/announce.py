@@ -100,7 +100,9 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    early = engine.memory_report().early
+    early, offload = engine.memory_report().early, engine.config.offload
+    if offload.delay:
+        return [("late steps", f"each ends one step late, after {offload.delay_warmup} in their time: not exact")]
     if early is None:
         return []
     most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies in host memory"
