@@ -161,6 +161,14 @@ class CommConfig:
 
     shard_group_size: int | str = AUTO
     """Ranks that share one copy of the state; `auto` is the whole world."""
+    weights: str = "none"
+    """Parameters travel as they are (`none`), or as `int8` in blocks, at stages 1 to 3."""
+    gradients: str = "none"
+    """Likewise gradients, in `int8` or `int4`."""
+    block_numel: int = 256
+    """Elements that share a scale in a quantised tensor."""
+    error_feedback: bool = True
+    """What quantising loses of a gradient is kept, and sent with the next one."""
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer never joined is an error that names it."""
     gather_timeout_s: float = 120.0
@@ -169,10 +177,19 @@ class CommConfig:
     def __post_init__(self):
         if self.shard_group_size != AUTO:
             raise _not_built("comm.shard_group_size", self.shard_group_size, "leave it at auto: the whole world")
+        _one_of("comm.weights", self.weights, ("none", "int8"))
+        _one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
+        _one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
+        _one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise _refuse(f"comm.{name}", value, "a number of seconds above 0")
+
+    @property
+    def quantises(self) -> bool:
+        """Whether weights or gradients travel in blocks of integers."""
+        return self.weights != "none" or self.gradients != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,6 +291,7 @@ class ZeroConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise _refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
+        self._refuse_quantised_all_reduce()
 
     def _refuse_settings_of_stage_3(self) -> None:
         for field_ in dataclasses.fields(self):
@@ -281,6 +299,15 @@ class ZeroConfig:
                 raise ConfigError(
                     f"hf_zero config: `{field_.name}` is of stage 3, where parameters are sharded (stage is {self.stage}). Set "
                     "`stage: 3` or leave it out."
+                )
+
+    def _refuse_quantised_all_reduce(self) -> None:
+        for name in ("weights", "gradients"):
+            value = getattr(self.comm, name)
+            if self.stage == 0 and value != "none":
+                raise ConfigError(
+                    f"hf_zero config: `comm.{name}: {value}` is of stages 1 to 3, where {name} travel by shards (stage is "
+                    "0, which all-reduces whole gradients and sends no weights). Set `stage: 1`, or leave it at none."
                 )
 
     @property

@@ -124,6 +124,23 @@ class HostReservation(Reservation):
             self._arena.discard(start, stop)
 
 
+class ApartHostReservation(Reservation):
+    """Pages of one mapping, all of which come and go, and memory of its own for what lasts."""
+
+    in_place = False
+
+    def __init__(self, numel: int, dtype: torch.dtype, kept: slice):
+        self._arena = _HostArena(numel * dtype.itemsize)
+        self.flat = self._arena.bytes.view(dtype)
+        self.own = allocate(kept.stop - kept.start, dtype, torch.device("cpu"))
+
+    def restore(self) -> None:
+        """Pages come back when they are written."""
+
+    def release(self) -> None:
+        self._arena.discard(0, self.flat.nbytes)
+
+
 class ResizedReservation(Reservation):
     """A storage resized to nothing and back, by the device's allocator; what autograd saved of `flat` shares it."""
 
@@ -147,6 +164,12 @@ def reserve(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -
     It has memory at first, for views to be made of it: none can be made of a storage that has been resized to nothing.
     """
     kind = HostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
+    return kind(numel, dtype, kept=kept)
+
+
+def reserve_apart(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+    """The same with `own` outside of `flat` on every device, so that it may hold other values."""
+    kind = ApartHostReservation if device.type == "cpu" else partial(ResizedReservation, device=device)
     return kind(numel, dtype, kept=kept)
 
 

@@ -139,7 +139,7 @@ def block_case(
     )
 
 
-QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "ROUND": quantise._ROUND_TO_INTEGER}
+QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "ROUND": quantise._ROUND_TO_INTEGER, "INTERPRETED": False}
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
 SUM_CONSTANTS = {"RANKS": 2, "INTERPRETED": False}
 CASES |= {

@@ -143,6 +143,30 @@ def test_bytes_at_the_socket_are_what_the_formula_says(settings, accumulation, c
         assert counted["ledger"] == pytest.approx(counted["socket"], rel=0.02)
 
 
+def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict, dict]:
+    exact, quantised = ({"stage": stage, "comm": each} for each in ({}, comm))
+    return bytes_of_steps(rank, world_size, exact, 1, 2), bytes_of_steps(rank, world_size, quantised, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("stage", "comm", "share"),
+    [
+        (2, {"gradients": "int8", "weights": "int8"}, 0.28),
+        (3, {"gradients": "int8", "weights": "int8"}, 0.28),
+        (2, {"gradients": "int4", "weights": "int8"}, 0.21),
+    ],
+    ids=["2, int8", "3, int8", "2, int4 and int8"],
+)
+def test_blocks_of_integers_take_a_quarter_at_the_socket(stage, comm, share):
+    """1 byte in place of 4, and 4 bytes of scale for 256 elements: 0.254; half a byte and as much: 0.129."""
+    arguments = {"stage": stage, "comm": comm}
+    by_rank = run_ranks(bytes_with_and_without, world_size=2, time_limit_s=90, keyword_arguments=arguments)
+    for exact, quantised in by_rank:
+        print(f"stage {stage}, {comm}: {quantised['socket'] / exact['socket']:.4f} of the bytes of fp32")
+        assert quantised["socket"] <= share * exact["socket"]
+        assert quantised["ledger"] == pytest.approx(quantised["socket"], rel=0.02)
+
+
 def one_rank_stays_away(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = gpt2()

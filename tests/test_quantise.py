@@ -72,6 +72,24 @@ def test_with_error_feedback_what_is_sent_sums_to_what_was_given(format, numel, 
     assert bool((residual.abs() <= scale_of_each(scales, numel, format) * 0.5001).all())
 
 
+@given(format=FORMATS, numel=st.integers(1, 5000), steps=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_a_residual_of_16_bits_loses_a_256th_of_half_a_scale_a_step(format, numel, steps, seed):
+    residual, given_sum, sent_sum = (
+        torch.zeros(numel).bfloat16(),
+        torch.zeros(numel).double(),
+        torch.zeros(numel).double(),
+    )
+    bound = torch.zeros(numel).double()
+    for step in range(steps):
+        values = normal(numel, seed * 1000 + step)
+        _, scales, out = send(values, format, residual)
+        given_sum += values
+        sent_sum += out
+        bound += scale_of_each(scales, numel, format) * (0.5 / 256 + 200 * EPSILON)
+    assert bool(((given_sum - sent_sum - residual.double()).abs() <= bound).all())
+
+
 def test_without_error_feedback_what_is_small_beside_its_block_never_arrives():
     format = BlockFormat(bits=4, block_numel=32)
     values = torch.full((32,), 0.05)

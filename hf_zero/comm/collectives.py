@@ -36,6 +36,11 @@ class CollectiveTransport(Transport):
         work = all_gather_flat(flat, own, group=self._groups.gather, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
+    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        work = dist.all_to_all_single(out, flat, group=self._groups.data, async_op=True)
+        return Handle(label, self.ledger, lambda: work.wait())
+
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         self.ledger.count(label.kind, 2 * self._peers_bytes(flat, self._groups.world_size))
         work = dist.all_reduce(flat, group=self._groups.data, async_op=True)

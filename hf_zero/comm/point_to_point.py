@@ -14,7 +14,7 @@ from .collectives import CollectiveTransport
 from .groups import Groups
 from .transport import Handle, Label
 
-_REDUCE_TAG, _GATHER_TAG = 0x5A450000, 0x5A460000
+_REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 """Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
 
 
@@ -52,6 +52,15 @@ class PointToPointTransport(CollectiveTransport):
         works += [self._send(own, peer, tag) for peer in self._peers]
         if own.data_ptr() != parts[self._groups.shard_rank].data_ptr():
             parts[self._groups.shard_rank].copy_(own)
+        return Handle(label, self.ledger, lambda: self._wait(works))
+
+    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        parts, places = flat.chunk(self._groups.shard_size), out.chunk(self._groups.shard_size)
+        tag = _EXCHANGE_TAG + label.channel
+        works = [self._receive(places[peer], peer, tag) for peer in self._peers]
+        works += [self._send(parts[peer], peer, tag) for peer in self._peers]
+        places[self._groups.shard_rank].copy_(parts[self._groups.shard_rank])
         return Handle(label, self.ledger, lambda: self._wait(works))
 
     @property

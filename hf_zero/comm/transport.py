@@ -79,6 +79,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+        """Part i of `flat` (shard_size x n elements) goes to rank i of the shard group; `out` takes one part from each rank.
+
+        `out` is like `flat`, and other memory.
+        """
+
+    @abstractmethod
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         """Sums `flat` over all ranks in place."""
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..comm.transport import Label
+from ..kernels.quantise import round_to_blocks
 from ..layout.intervals import Interval
 from ..layout.shards import RowLayout, rows_of_shard
 from ..layout.slots import BucketLayout
@@ -148,12 +149,27 @@ class Bucket:
 
     def follow_edits(self) -> None:
         """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
-        # Seen when the master is back.
-        for row in self.rows if not self.is_away else ():
-            slot = row.slot
-            if self.precision.has_master and slot.parameter._version != slot.version:
+        if self.is_away:
+            # Seen when the master is back.
+            return
+        edited = [row for row in self.rows if row.slot.parameter._version != row.slot.version]
+        if edited and self.precision.has_master:
+            self._follow(edited)
+        for row in self.rows:
+            row.slot.version = row.slot.parameter._version
+
+    def _follow(self, edited: Sequence[Row]) -> None:
+        if self.precision.weights is None:
+            for row in edited:
                 row.of(self.master).copy_(row.of(self.own))
-            slot.version = slot.parameter._version
+            return
+        # What still shows its master through the blocks has not been edited, and keeps the digits that it does not show: a
+        # script that clamps weights at each step would otherwise undo every update smaller than a block's step.
+        shown = self.master.to(self.own, copy=True)
+        round_to_blocks(shown, shown, self.precision.weights)
+        for row in edited:
+            master, own = row.of(self.master), row.of(self.own)
+            master.copy_(torch.where(own == row.of(shown), master.to(own.device), own.to(master.dtype)))
 
     def follow_values(self) -> None:
         """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""

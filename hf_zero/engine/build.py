@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from ..comm.groups import Groups
-from ..config import AUTO, ZeroConfig
+from ..config import AUTO, ConfigError, ZeroConfig
+from ..kernels.checks import FLOAT_DTYPES
 from ..layout.slots import ParameterSpec, plan_buckets
 from ..offload.placement import Placement
 from .buckets import Bucket
 from .loaded import wanted_dtype
-from .memory import ShardMemory, WholeMemory
+from .memory import ApartShardMemory, ShardMemory, WholeMemory
 from .precision import resolve_precision, untrained_precision
 from .unit_modules import find_unit_modules, own_parameters
+from .wire import Wire
 
 _MIB = 2**20
 _SMALLEST_BUCKET_BYTES = 1 * _MIB
@@ -40,6 +42,15 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
     if strange:
         raise ValueError(f"hf_zero: {strange[0][0]!r} is trained in {strange[0][1]}; only floating-point dtypes are.")
+    if config.comm.quantises:
+        other = [
+            (name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in FLOAT_DTYPES
+        ]
+        if other:
+            raise ConfigError(
+                f"hf_zero config: `comm.weights` and `comm.gradients` quantise float32 and 16-bit parameters, and "
+                f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
+            )
     packed = [(name, p) for name, p in model.named_parameters() if not p.dtype.is_floating_point]
     if config.stage == 3 and packed:
         name, p = packed[0]
@@ -117,6 +128,7 @@ def build_buckets(
     intact: Sequence[bool],
     config: ZeroConfig,
     groups: Groups,
+    wire: Wire,
     *,
     bucket_numel: int,
     first_index: int,
@@ -130,6 +142,7 @@ def build_buckets(
     Args:
         intact: of each optimizer, whether its parameters must not be cut.
         bucket_numel: elements a bucket should not pass.
+        wire: how parameters and gradients travel.
         placement: of state in tiers.
         prepare: called with each parameter before its values are taken.
         settle: called with each bucket when it is built.
@@ -146,15 +159,29 @@ def build_buckets(
         for name, p in part.parameters
     ]
     buckets = []
-    for layout in plan_buckets(specs, bucket_numel=bucket_numel, shards=groups.shard_size, first_index=first_index):
+    layouts = plan_buckets(
+        specs,
+        bucket_numel=bucket_numel,
+        shards=groups.shard_size,
+        first_index=first_index,
+        shard_align_numel=wire.shard_align_numel,
+    )
+    for layout in layouts:
         parameters = [parameter_of[slot.name] for slot in layout.slots]
         for parameter in parameters:
             prepare(parameter)
         trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
         numel = sum(p.numel() for p in parameters)
         tier = placement.next_tier(numel) if trained else placement.device_tier
-        precision = resolve_precision(config, dtype, apart=tier.is_apart) if trained else untrained_precision(dtype)
-        make_memory = ShardMemory if part.sharded else WholeMemory
+        weights = None if part.sharded else wire.weight_format
+        precision = (
+            resolve_precision(config, dtype, apart=tier.is_apart, weights=weights)
+            if trained
+            else untrained_precision(dtype)
+        )
+        make_memory = WholeMemory
+        if part.sharded:
+            make_memory = ShardMemory if wire.weight_format is None else ApartShardMemory
         buckets.append(
             Bucket(
                 layout,

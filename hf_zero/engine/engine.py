@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -9,8 +10,8 @@ from torch import nn
 from ..comm.choose import choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
-from ..config import AUTO, ZeroConfig
-from ..device import Arrival, downlink, free_bytes
+from ..config import ZeroConfig
+from ..device import Arrival, downlink
 from ..layout.intervals import Interval
 from ..offload.choose import choose_tier
 from ..offload.placement import Placement
@@ -19,11 +20,12 @@ from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
 from .build import bucket_numel_for, build_buckets, check_parameters, owners, parts_of
 from .clip import clamp_values, scale_to_norm, total_norm
+from .exact_weights import ExactWeights
 from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
 from .homes import Homes, refuse_unfrozen
 from .hooks import WeakHook
-from .loaded import cast_as_wanted, is_loaded
+from .loaded import cast_as_wanted, take_rank_0s
 from .look import Look
 from .memory import ShardMemory, WholeMemory
 from .memory_report import report_memory
@@ -34,13 +36,12 @@ from .reach import keeps_intact
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
 from .resize import put_state_back, renew_resized, to_host
-from .room import choose_holder, refuse_unless_it_fits, together
+from .room import choose_holder, refuse_unless_it_fits, reshards_after_forward, together
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 from .weights import OwnWeights, own_weights
-
-_ROOM_TO_KEEP_WHOLE = 4
-"""`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
+from .whole import parameters_in
+from .wire import choose_wire
 
 
 class ZeroEngine:
@@ -93,6 +94,7 @@ class ZeroEngine:
         moved = refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
         self._holder = choose_holder(self.config.offload, self.tier, optimizers, self.device, state_bytes=moved)
         shards, split = self.groups.shard_size, self.config.split_parameters
+        self._wire = choose_wire(self.config, self.groups, self.transport)
         self._parts = self._build(owner, [keeps_intact(optimizer, split, shards=shards) for optimizer in optimizers])
         self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
@@ -102,15 +104,18 @@ class ZeroEngine:
             model,
             {name: found for name, found in self._parts.items() if isinstance(found[0].memory, ShardMemory)},
             self.transport,
+            self._wire,
             self.config,
             device=self.device,
-            reshard_after_forward=self._resharding(),
+            reshard_after_forward=reshards_after_forward(self.config, model, self.device, self.transport),
         )
         self._gradients = Gradients(
             self.buckets, self._store, self.transport, self.groups.world_size, self.sharded.schedule.end_backward
         )
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
-        self._parameters = ParameterGather(model, whole, self.transport)
+        self._parameters = ParameterGather(model, whole, self._wire.gather)
+        self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.gather_timeout_s)
+        self._exact.put_back()
         self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, [bucket for buckets in self._parts.values() for bucket in buckets])
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
@@ -187,8 +192,8 @@ class ZeroEngine:
             RuntimeError: an edit without `writeback`.
         """
         self.finish_parameters()
-        parameters = _parameters_in(self.model if target is None else target)
-        with self.sharded.whole.gathered(parameters, writeback=writeback):
+        parameters = parameters_in(self.model if target is None else target)
+        with self.sharded.whole.gathered(parameters, writeback=writeback), self._exact.at_hand("hf_zero.gathered"):
             yield
             if writeback:
                 for parameter in parameters:
@@ -212,22 +217,32 @@ class ZeroEngine:
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
         self.finish_parameters()
-        return self.sharded.whole_state_dict(wanted=wanted)
+        with self._exact.at_hand("the model's state dict"):
+            return self.sharded.whole_state_dict(wanted=wanted)
+
+    @property
+    def saves_together(self) -> bool:
+        """Whether the model's own tensors are not what is to be saved; `whole_state_dict` is."""
+        return not (self.sharded.is_empty and self._exact.is_empty)
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        held = self._store.held_bytes()
+        held = self._store.held_bytes() | {"residuals": self._wire.reduction.held_bytes}
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, self._holder, self.device)
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""
-        return CommReport(rows=self.transport.ledger.rows())
+        return CommReport(rows=self.transport.ledger.rows(), gradient_error=self._wire.reduction.error)
 
     # ---- moving in and out ----
 
     def state_rows(self) -> Iterator[StateRow]:
         """This rank's masters and optimizer state, row by row, for a checkpoint."""
         return state_rows(self.optimizers, list(self._row_of.values()), self._holder)
+
+    def residual_rows(self) -> Iterator[StateRow]:
+        """What this rank has not sent of its gradients (error feedback), copied; rows of whole parameters."""
+        return self._wire.reduction.rows()
 
     def state_scalars(self) -> dict[str, dict[str, object]]:
         """Optimizer state of this rank's rows that is one value for a whole parameter (`step`)."""
@@ -239,8 +254,10 @@ class ZeroEngine:
         kinds_of: Callable[[str], Sequence[str]],
         scalars_of: Callable[[str], dict[str, object]],
     ) -> None:
-        """Replaces masters and optimizer state; the arguments are `fill_rows`'s. The parameters are loaded beforehand."""
+        """Replaces all that `state_rows` and `residual_rows` give; the arguments are `fill_rows`'s. The parameters are loaded
+        beforehand."""
         self._follow_edits()
+        self._wire.reduction.fill(self.buckets, read, kinds_of)
         fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of, self._holder)
 
     def parameters_in_buckets(self) -> list[nn.Parameter]:
@@ -249,7 +266,9 @@ class ZeroEngine:
 
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
-        return own_weights((bucket for buckets in self._parts.values() for bucket in buckets), self.groups)
+        return own_weights(
+            (bucket for buckets in self._parts.values() for bucket in buckets), self.groups, self._holder
+        )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every trained parameter."""
@@ -300,12 +319,17 @@ class ZeroEngine:
     def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
 
-        The optimizer's state, which only exists in rows, is dropped where it is sharded. Collective at stage 3.
+        The optimizer's state, which only exists in rows, is dropped where it is sharded. Collective at stage 3, and where
+        `comm.weights` is set.
 
         Args:
             rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
         """
         self.finish_parameters()
+        with self._exact.at_hand("ZeroEngine.close"):
+            for slot in self._slot_of.values():
+                if slot.parameter not in self.sharded.unit_of:
+                    slot.parameter.data = slot.parameter.detach().clone()
         self._gradients.drop()
         for handle in self._handles:
             handle.remove()
@@ -314,9 +338,6 @@ class ZeroEngine:
             optimizer.release()
         wanted = self.groups.rank == 0 or not rank0_only
         self.sharded.hand_back(wanted=wanted)
-        for slot in self._slot_of.values():
-            if slot.parameter not in self.sharded.unit_of:
-                slot.parameter.data = slot.parameter.detach().clone()
         detach((self.model, self._entry, *self.model.parameters()))
 
     # ---- how it is put together ----
@@ -329,7 +350,7 @@ class ZeroEngine:
         most = self.config.grad_buffers if self._holder.steps_early else None
         landing = Landing(downlink=downlink(self.device), landed=self._landed, most_under_way=most)
         sizes = {"world_size": self.groups.world_size, "replicated": self._is_replicated}
-        return choose_store(self.buckets, self.config, self.transport, landing, **sizes)
+        return choose_store(self.buckets, self.config, self.transport, self._wire.reduction, landing, **sizes)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
@@ -365,6 +386,7 @@ class ZeroEngine:
     def _build(self, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool]) -> dict[str, list[Bucket]]:
         """Part name → its buckets, as they are numbered and reduced."""
         built: dict[str, list[Bucket]] = {}
+        start_alike = partial(take_rank_0s, device=self.device, transport=self.transport)
         bucket_numel, count = bucket_numel_for(self.model, self.config), 0
         trained_numel = sum(parameter.numel() for parameter in owner)
         placement = Placement(self.tier, self.device, ratio=self.config.offload.ratio, trained_numel=trained_numel)
@@ -375,11 +397,12 @@ class ZeroEngine:
                 intact,
                 self.config,
                 self.groups,
+                self._wire,
                 bucket_numel=bucket_numel,
                 first_index=count,
                 device=self.device,
                 placement=placement,
-                prepare=self._start_alike,
+                prepare=start_alike,
                 settle=self._holder.take,
             )
             count += len(buckets)
@@ -388,26 +411,9 @@ class ZeroEngine:
         taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
         for parameter in self.model.parameters():
             if parameter not in taken:
-                self._start_alike(parameter)
+                start_alike(parameter)
                 cast_as_wanted(parameter)
         return built
-
-    def _start_alike(self, parameter: nn.Parameter) -> None:
-        if is_loaded(parameter):
-            return
-        # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
-        with torch.no_grad():
-            values = parameter.detach().to(self.device).contiguous()
-            self.transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
-            if values.data_ptr() != parameter.data_ptr():
-                parameter.data = values
-
-    def _resharding(self) -> bool:
-        """Whether a layer is dropped after its forward; `auto` keeps what would take little of the free memory."""
-        if self.config.reshard_after_forward != AUTO:
-            return self.config.reshard_after_forward
-        whole = sum(p.nbytes for p in self.model.parameters())
-        return whole * _ROOM_TO_KEEP_WHOLE > min(self.transport.exchange(free_bytes(self.device)))
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -453,6 +459,7 @@ class ZeroEngine:
         for bucket in self.buckets:
             with self._holder.at_hand(bucket):
                 bucket.follow_edits()
+        self._exact.put_back()
 
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
         self._holder.after_step(buckets)
@@ -492,9 +499,3 @@ class ZeroEngine:
                 "parameter object (model.get_parameter(name)), not a copy or a frozen one."
             )
         return self._slot_of[parameter]
-
-
-def _parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    if isinstance(target, nn.Module):
-        return list(target.parameters())
-    return [target] if isinstance(target, torch.Tensor) else list(target)

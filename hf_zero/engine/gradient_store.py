@@ -17,6 +17,7 @@ from ..device import Arrival, Downlink, allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import DeviceTier
 from .buckets import Bucket, ParameterSlot
+from .reductions import Reduction
 from .sharded_gradient import ShardedGradient
 
 
@@ -39,12 +40,10 @@ class GradientStore(ABC):
     """Takes whole local gradients, gives reduced shards.
 
     Args:
-        transport: moves the buckets.
         world_size: gradients are divided by it as they are put, in DDP's order: divided, then summed.
     """
 
-    def __init__(self, transport: Transport, world_size: int, landing: Landing):
-        self._transport = transport
+    def __init__(self, world_size: int, landing: Landing):
         self._share = 1.0 / world_size
         self._landing = landing
         self._open: dict[Bucket, torch.Tensor] = {}
@@ -123,6 +122,10 @@ class GradientStore(ABC):
         for bucket in list(self._arrivals):
             self._await(bucket)
 
+    @abstractmethod
+    def end_pass(self) -> None:
+        """Called on every rank when all of a backward pass is home."""
+
     def discard_open(self) -> None:
         """Forgets buffers that a failed backward left half filled."""
         for bucket in self._open:
@@ -169,7 +172,8 @@ class ReplicatedGradients(GradientStore):
     """
 
     def __init__(self, transport: Transport, world_size: int, landing: Landing):
-        super().__init__(transport, world_size, landing)
+        super().__init__(world_size, landing)
+        self._transport = transport
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -183,6 +187,9 @@ class ReplicatedGradients(GradientStore):
 
     def release(self, bucket: Bucket) -> None:
         """`p.grad` lasts until the script zeroes it."""
+
+    def end_pass(self) -> None:
+        """All of it is in `p.grad`."""
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put(slot, gradient)
@@ -220,8 +227,9 @@ class ReplicatedGradients(GradientStore):
 class ShardedStore(GradientStore):
     """What stages 1 and 2 share: the reduced gradient lies in rows, and a stand-in in `p.grad`."""
 
-    def __init__(self, transport: Transport, world_size: int, landing: Landing):
-        super().__init__(transport, world_size, landing)
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
+        super().__init__(world_size, landing)
+        self._reduction = reduction
         self._shards: dict[Bucket, torch.Tensor] = {}
         self._shard_bytes: dict[Bucket, int] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
@@ -258,15 +266,10 @@ class ShardedStore(GradientStore):
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         target = self._targets[bucket] = self._target(bucket, flat)
-        if bucket.layout.shards > 1:
-            return self._transport.start_reduce_scatter(flat, target, bucket.label("reduce-scatter gradients"))
-        handle = self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
+        return self._reduction.start(bucket, flat, target)
 
-        def complete() -> None:
-            handle.finish()
-            target.copy_(flat)
-
-        return Handle(bucket.label("all-reduce gradients"), self._transport.ledger, complete)
+    def end_pass(self) -> None:
+        self._reduction.end_pass()
 
     @abstractmethod
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
@@ -293,8 +296,8 @@ class WholeGradients(ShardedStore):
     The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it.
     """
 
-    def __init__(self, transport: Transport, world_size: int, landing: Landing):
-        super().__init__(transport, world_size, landing)
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
+        super().__init__(reduction, world_size, landing)
         self._flat: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -350,8 +353,8 @@ class WholeGradients(ShardedStore):
 class PooledGradients(ShardedStore):
     """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
 
-    def __init__(self, transport: Transport, world_size: int, landing: Landing, pool: "BufferPool"):
-        super().__init__(transport, world_size, landing)
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing, pool: "BufferPool"):
+        super().__init__(reduction, world_size, landing)
         self._pool = pool
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
@@ -454,6 +457,7 @@ def choose_store(
     buckets: Sequence[Bucket],
     config: ZeroConfig,
     transport: Transport,
+    reduction: Reduction,
     landing: Landing,
     *,
     world_size: int,
@@ -468,6 +472,6 @@ def choose_store(
         return ReplicatedGradients(transport, world_size, landing)
     apart = any(bucket.tier.is_apart for bucket in buckets)
     if config.stage < 2 or (replicated and not apart):
-        return WholeGradients(transport, world_size, landing)
+        return WholeGradients(reduction, world_size, landing)
     pool = BufferPool(buckets, config.grad_buffers, buckets[0].device)
-    return PooledGradients(transport, world_size, landing, pool)
+    return PooledGradients(reduction, world_size, landing, pool)

@@ -149,6 +149,7 @@ class Gradients:
             self._store.finish(bucket)
             self._store.start(bucket)
         self._store.finish_all()
+        self._store.end_pass()
         for slot in self._slots:
             if slot.used:
                 self._store.settle(slot)

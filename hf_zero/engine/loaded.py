@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..comm.transport import Label, Transport
+
 _MARK = "_hf_zero_loaded"
 
 
@@ -43,3 +45,15 @@ def cast_as_wanted(parameter: nn.Parameter) -> None:
     """Gives a parameter memory of its own, in the dtype that it is wanted in."""
     parameter.data = parameter.detach().to(wanted_dtype(parameter))
     forget_loaded(parameter)
+
+
+def take_rank_0s(parameter: nn.Parameter, device: torch.device, transport: Transport) -> None:
+    """Puts a parameter on the device with rank 0's values, unless all ranks have them from a file. Collective."""
+    if is_loaded(parameter):
+        return
+    # As DDP: what rank 0 has is what is trained, whatever the other ranks were seeded with.
+    with torch.no_grad():
+        values = parameter.detach().to(device).contiguous()
+        transport.broadcast(values, Label(kind="broadcast parameters", subject="the model"))
+        if values.data_ptr() != parameter.data_ptr():
+            parameter.data = values

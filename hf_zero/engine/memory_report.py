@@ -44,6 +44,7 @@ def report_memory(
     state_in = _by_tier(buckets, lambda bucket: _state_bytes(bucket, optimizers))
     masters_in = _by_tier(buckets, lambda bucket: bucket.master.nbytes if bucket.precision.has_master else 0)
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
+    residuals = gradient_bytes["residuals"]
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
     gradients_in = dict.fromkeys([] if gradient_bytes["gradient buffers"] else ["device"])
     gradients_in |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
@@ -66,6 +67,7 @@ def report_memory(
                 ddp_bytes=trained_bytes,
                 where=", ".join(gradients_in) or "device",
             ),
+            *([MemoryRow(kind="gradient residuals", bytes=residuals, ddp_bytes=0)] if residuals else []),
             MemoryRow(kind="gradient buffers", bytes=gradient_bytes["gradient buffers"], ddp_bytes=trained_bytes),
             *(
                 MemoryRow(

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from ..comm.transport import Handle, Transport
+from ..comm.transport import Handle
 from .buckets import Bucket
+from .gathers import Gather
 
 _FRAMES_TO_ZERO_GRAD = 8
 """zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
@@ -100,10 +101,11 @@ class ParameterGather:
     Args:
         model: the module whose parameters lie in `buckets`.
         buckets: in gradient order; gathered in the reverse, the order in which forward needs them.
+        gather: how.
     """
 
-    def __init__(self, model: nn.Module, buckets: Iterable[Bucket], transport: Transport):
-        self._transport = transport
+    def __init__(self, model: nn.Module, buckets: Iterable[Bucket], gather: Gather):
+        self._gather = gather
         self._in_flight: dict[Bucket, Handle] = {}
         bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
         self._homes: list[tuple[nn.Module, dict[str, Bucket]]] = []
@@ -116,8 +118,7 @@ class ParameterGather:
         """Starts gathering what the optimizer has just updated in these buckets."""
         for bucket in buckets:
             self.finish(bucket)
-            label = bucket.label("all-gather parameters")
-            self._in_flight[bucket] = self._transport.start_all_gather(bucket.flat, bucket.own, label)
+            self._in_flight[bucket] = self._gather.start(bucket)
 
     def guard(self) -> None:
         """Makes every module that holds a parameter in flight wait for it when it is read."""

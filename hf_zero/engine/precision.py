@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import AUTO, ConfigError, ZeroConfig
+from ..kernels.quantise import BlockFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +17,20 @@ class Precision:
         reduce: in which gradients travel.
         master: of the copy that the optimizer updates; the parameters themselves where it equals `param`. The shard of
             the reduced gradient has this dtype too, since optimizers ask for equal dtypes.
+        weights: the blocks in which parameters come to every rank, and which leave them fewer digits than the master; None
+            where they come as they are, and for parameters of which a rank keeps an exact shard (stage 3).
         apart: masters live in other memory than the parameters, so that there is one even where the dtypes are equal.
     """
 
     param: torch.dtype
     reduce: torch.dtype
     master: torch.dtype
+    weights: BlockFormat | None = None
     apart: bool = False
 
     @property
     def has_master(self) -> bool:
-        return self.apart or self.rounds
+        return self.apart or self.rounds or self.weights is not None
 
     @property
     def rounds(self) -> bool:
@@ -34,12 +38,14 @@ class Precision:
         return self.master != self.param
 
 
-def resolve_precision(config: ZeroConfig, model_dtype: torch.dtype, *, apart: bool = False) -> Precision:
+def resolve_precision(
+    config: ZeroConfig, model_dtype: torch.dtype, *, apart: bool = False, weights: BlockFormat | None = None
+) -> Precision:
     """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master."""
     param = model_dtype if config.param_dtype == AUTO else getattr(torch, config.param_dtype)
     master = torch.float32 if param.itemsize < 4 else param
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
-    return Precision(param=param, reduce=reduce, master=master, apart=apart)
+    return Precision(param=param, reduce=reduce, master=master, weights=weights, apart=apart)
 
 
 def untrained_precision(dtype: torch.dtype) -> Precision:

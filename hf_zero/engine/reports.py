@@ -86,9 +86,14 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CommReport:
-    """What this rank has sent and waited for since the engine was built."""
+    """What this rank has sent and waited for since the engine was built.
+
+    `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
+    backward passes another.
+    """
 
     rows: tuple[CommRow, ...]
+    gradient_error: float | None = None
 
     @property
     def bytes_sent(self) -> int:

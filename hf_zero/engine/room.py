@@ -10,6 +10,7 @@ from torch import nn
 from ..comm.groups import Groups
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
+from ..device import free_bytes
 from ..offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ..offload.files import free_disk_bytes
 from ..offload.nvme import NvmeTier
@@ -23,6 +24,9 @@ from .precision import resolve_precision
 from .state_kinds import tier_bytes_needed
 
 _Made = TypeVar("_Made")
+
+_ROOM_TO_KEEP_WHOLE = 4
+"""`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
 
 
 def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
@@ -105,3 +109,11 @@ def refuse_unless_it_fits(
     if faults:
         raise OSError(faults[0]) if in_files else MemoryError(faults[0])
     return needed
+
+
+def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:
+    """Whether a layer is dropped after its forward; `auto` keeps what would take little of the free memory. Collective then."""
+    if config.reshard_after_forward != AUTO:
+        return config.reshard_after_forward
+    whole = sum(p.nbytes for p in model.parameters())
+    return whole * _ROOM_TO_KEEP_WHOLE > min(transport.exchange(free_bytes(device)))

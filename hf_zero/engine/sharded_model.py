@@ -15,6 +15,7 @@ from .module_guards import ModuleGuard, ModuleMethods
 from .units import Unit
 from .unshard import Unsharding
 from .whole import WholeParameters
+from .wire import Wire
 
 _SYNCED_GENERATE = "_is_fsdp_managed_module"
 """transformers' mark on modules whose forward is collective: `generate` and layer-dropping encoders then go through every
@@ -26,6 +27,7 @@ class ShardedModel:
 
     Args:
         buckets_of: unit name → its buckets; "" is the root's.
+        wire: how their parameters are gathered.
         device: that parameters are gathered on.
 
     Attributes:
@@ -39,17 +41,20 @@ class ShardedModel:
         model: nn.Module,
         buckets_of: Mapping[str, Sequence[Bucket]],
         transport: Transport,
+        wire: Wire,
         config: ZeroConfig,
         *,
         device: torch.device,
         reshard_after_forward: bool,
     ):
         self._model = model
-        self.root = Unit("root", buckets_of.get("", ()), transport)
-        layers = {name: Unit(name, buckets, transport) for name, buckets in buckets_of.items() if name}
+        self.root = Unit("root", buckets_of.get("", ()))
+        layers = {name: Unit(name, buckets) for name, buckets in buckets_of.items() if name}
         self.schedule = Unsharding(
             self.root,
             list(layers.values()),
+            gather=wire.gather,
+            exact=wire.exact,
             prefetch=config.prefetch_units,
             reshard_after_forward=reshard_after_forward,
         )
@@ -81,10 +86,14 @@ class ShardedModel:
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective."""
-        with self.whole.lend_copies(self._model, "the model's state dict", wanted=wanted):
+        with self.whole.lend_copies(self._model, "the model's state dict", wanted=wanted) as copies:
             if not wanted:
                 return {}
-            return {name: value.detach().cpu() for name, value in self._model.state_dict().items()}
+            lent = {copy.data_ptr() for copy in copies.values()}
+            state = self._model.state_dict(keep_vars=True)
+            # One copy of a tied weight, so that savers see that it is one.
+            own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}
+            return {name: own[id(value)] for name, value in state.items()}
 
     def hand_back(self, *, wanted: bool) -> None:
         """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective."""

@@ -12,7 +12,11 @@ from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 
 MASTER = "master"
-"""The kind of the fp32 copy; every other kind is the optimizer's own name for a state tensor."""
+"""The kind of the fp32 copy."""
+
+RESIDUAL = "residual."
+"""Begins the kind of what a rank, whose number follows, has not sent of its gradients: rows of whole parameters. Every
+other kind is the optimizer's own name for a state tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,8 @@ def fill_rows(
         name, interval = row.slot.name, row.layout.in_parameter
         state = {kind: _placed(value, kind, row) for kind, value in scalars_of(name).items()}
         for kind in kinds_of(name):
+            if kind.startswith(RESIDUAL):
+                continue
             values = read(kind, name, interval)
             if kind == MASTER:
                 if row.slot.bucket.precision.has_master:

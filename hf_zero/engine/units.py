@@ -6,8 +6,9 @@ from typing import Protocol
 
 import torch
 
-from ..comm.transport import Handle, Transport
+from ..comm.transport import Handle
 from .buckets import Bucket, ParameterSlot
+from .gathers import Gather
 
 
 class UnitState(Enum):
@@ -30,19 +31,20 @@ class Unit:
     Attributes:
         name: of the layer's module; "root" for what no layer has.
         buckets: the unit's, all of ShardMemory.
+        gather: what the parameters were last gathered by.
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
         holds: how many users keep it from being resharded.
         guards: told of each change between whole and sharded.
     """
 
-    def __init__(self, name: str, buckets: Sequence[Bucket], transport: Transport):
+    def __init__(self, name: str, buckets: Sequence[Bucket]):
         self.name = name
         self.buckets = list(buckets)
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.state = UnitState.SHARDED
         self.holds = 0
         self.guards: list[Guard] = []
-        self._transport = transport
+        self.gather: Gather | None = None
         self._handles: list[Handle] = []
         self._versions = [slot.parameter._version for slot in self.slots]
 
@@ -58,15 +60,15 @@ class Unit:
         """Bytes that being whole takes beyond the shard."""
         return sum(bucket.memory.passing_bytes for bucket in self.buckets)
 
-    def start_unshard(self) -> None:
+    def start_unshard(self, gather: Gather) -> None:
         """SHARDED → UNSHARDING: starts the all-gathers."""
         self._leave(UnitState.SHARDED)
         self._refuse_edits()
         self.state = UnitState.UNSHARDING
+        self.gather = gather
         for bucket in self.buckets:
             bucket.memory.gather()
-            label = bucket.label("all-gather parameters")
-            self._handles.append(self._transport.start_all_gather(bucket.flat, bucket.own, label))
+            self._handles.append(gather.start(bucket))
 
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from .backward import differentiable_tensors, has_tensors
+from .gathers import Gather
 from .units import Unit, UnitState, is_in_backward
 
 
@@ -65,6 +66,8 @@ class Unsharding:
     Args:
         root: parameters that no layer has, whole from the model's forward to the end of its backward.
         layers: the other units.
+        gather: of the parameters that forward and backward compute with.
+        exact: of parameters that are looked at outside of them.
         prefetch: units gathered ahead of the one in use.
         reshard_after_forward: False keeps what has been gathered until the optimizer's step.
 
@@ -73,8 +76,18 @@ class Unsharding:
         peak_bytes: the most that gathered parameters have taken beyond the shards.
     """
 
-    def __init__(self, root: Unit, layers: Sequence[Unit], *, prefetch: int, reshard_after_forward: bool):
+    def __init__(
+        self,
+        root: Unit,
+        layers: Sequence[Unit],
+        *,
+        gather: Gather,
+        exact: Gather,
+        prefetch: int,
+        reshard_after_forward: bool,
+    ):
         self._root = root
+        self._gather, self._exact = gather, exact
         self._lasting = [root]
         self.units = [root, *layers]
         self._prefetch = prefetch
@@ -144,7 +157,7 @@ class Unsharding:
         """
         if unit not in self._lasting:
             self._lasting.append(unit)
-        self._start(unit)
+        self._start(unit, self._gather)
         self._finish(unit)
 
     def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
@@ -180,10 +193,13 @@ class Unsharding:
     # ---- what the engine calls ----
 
     def unshard(self, units: Iterable[Unit]) -> None:
-        """Makes units whole, all gathers at once."""
+        """Makes units whole and exact, all gathers at once."""
         units = list(units)
         for unit in units:
-            self._start(unit)
+            if not unit.is_sharded and unit.gather is not self._exact:
+                self._finish(unit)
+                unit.reshard()
+            self._start(unit, self._exact)
         for unit in units:
             self._finish(unit)
 
@@ -213,10 +229,10 @@ class Unsharding:
             wanted = {unit, *self._lasting, *ahead, *self._running, *turning}
             self._drop([other for other in self.units if other not in wanted])
         for each in used:
-            self._start(each)
+            self._start(each, self._gather)
         for each in ahead:
             if self._has_room():
-                self._start(each)
+                self._start(each, self._gather)
         for each in used:
             self._finish(each)
 
@@ -225,9 +241,9 @@ class Unsharding:
         passing = [unit for unit in self.units if not (unit.is_sharded or unit.holds or unit in self._lasting)]
         return len(passing) <= self._prefetch or not self.reshards_after_forward
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: Unit, gather: Gather) -> None:
         if unit.is_sharded:
-            unit.start_unshard()
+            unit.start_unshard(gather)
             gathered = sum(other.passing_bytes for other in self.units if not other.is_sharded)
             self.peak_bytes = max(self.peak_bytes, gathered)
 

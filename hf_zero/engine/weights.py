@@ -9,25 +9,37 @@ from torch import nn
 from ..comm.groups import Groups
 from ..layout.intervals import Interval
 from .buckets import Bucket
+from .holder import StateHolder
+from .state_rows import MASTER
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnWeights:
-    """A run of one parameter's elements, `interval`, row-major, and their values: 1-D, live."""
+    """A run of one parameter's elements, `interval`, row-major, and their values: 1-D, live where they are not cast."""
 
     parameter: nn.Parameter
     interval: Interval
     values: torch.Tensor
 
 
-def own_weights(buckets: Iterable[Bucket], groups: Groups) -> Iterator[OwnWeights]:
-    """This rank's part of every parameter that lies in a bucket.
+def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) -> Iterator[OwnWeights]:
+    """This rank's part of every parameter that lies in a bucket, in the parameter's dtype.
 
-    Ranks of a replicate group hold the same part; the first of them hands it out.
+    Where parameters have been through blocks of integers, it is their master's. Ranks of a replicate group hold the same
+    part; the first of them hands it out.
     """
     if groups.rank != groups.shard_rank:
         return
     for bucket in buckets:
+        if bucket.precision.weights is not None:
+            for row in bucket.rows:
+                master = holder.view(row, MASTER, row.tensor.detach()).reshape(-1)
+                yield OwnWeights(
+                    parameter=row.slot.parameter,
+                    interval=row.layout.in_parameter,
+                    values=master.to(bucket.precision.param),
+                )
+            continue
         for slot in bucket.slots:
             common = slot.interval.intersect(bucket.own_interval)
             if common is not None:

@@ -158,3 +158,10 @@ class WholeParameters:
                 "fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it: each layer is then "
                 "gathered for its own forward."
             )
+
+
+def parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of a module, a parameter or several, as a list."""
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    return [target] if isinstance(target, torch.Tensor) else list(target)

@@ -260,7 +260,7 @@ class ZeroAcceleratorMixin:
         engine = self._engine_for(model)
         if engine is not None:
             engine.finish_parameters()
-            if not engine.sharded.is_empty:
+            if engine.saves_together:
                 # As with FSDP: whole tensors in host memory on the process that writes them, an empty dict on the others.
                 each_node = self.project_configuration.save_on_each_node
                 wanted = self.is_local_main_process if each_node else self.is_main_process

@@ -43,6 +43,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
+        *_quantised_rows(engine, plan),
         ("dtypes", dtypes),
         ("who casts", cast_owner),
         (
@@ -107,6 +108,16 @@ def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
         return []
     most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies in host memory"
     return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
+
+
+def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
+    """What travels in blocks of integers."""
+    comm = engine.config.comm
+    if not comm.quantises or engine.groups.shard_size == 1:
+        return []
+    kept = f", {mib(plan.residuals)} MiB of residuals" if plan.residuals else ""
+    travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}; blocks of {comm.block_numel}"
+    return [("quantised", travels)]
 
 
 def _not_in_memory(engine: ZeroEngine) -> str:

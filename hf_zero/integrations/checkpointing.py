@@ -33,6 +33,8 @@ def plan_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = Tru
     # Ranks of a replicate group hold the same rows; the first of them writes.
     writes = with_state and groups.rank == groups.shard_rank
     rows = list(engine.state_rows()) if writes else []
+    # Each rank has residuals of its own, of a replicate group too.
+    rows += engine.residual_rows() if with_state else []
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for row in rows:
         if row.own_shape is not None:

@@ -93,6 +93,8 @@ class ZeroTrainerMixin:
             report = engine.comm_report()
             for verb, sent in report.bytes_by_verb().items():
                 logs[f"zero/{verb.replace('-', '_')}_mib"] = round(sent / 2**20, 3)
+            if report.gradient_error is not None:
+                logs["zero/gradient_error"] = round(report.gradient_error, 6)
             logs["zero/wait_s"] = round(report.wait_seconds, 3)
             if self._checkpoint_saver is not None and self._checkpoint_saver.stall_s is not None:
                 logs["zero/save_stall_s"] = round(self._checkpoint_saver.stall_s, 3)
@@ -101,7 +103,7 @@ class ZeroTrainerMixin:
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         engine = _only_engine(self)
-        if engine is None or engine.sharded.is_empty:
+        if engine is None or not engine.saves_together:
             for other in self.accelerator.zero_engines:
                 other.finish_parameters()
             super().save_model(output_dir, _internal_call=_internal_call)
@@ -133,7 +135,7 @@ class ZeroTrainerMixin:
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
-        # Collective at stage 3; all that follows is the first rank's.
+        # Collective at stage 3, and where weights travel quantised; all that follows is the first rank's.
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 _ROUND_TO_INTEGER = 12582912.0
 """1.5 x 2^23: added to a float32 below 2^22 and taken away again, it leaves the nearest integer, ties to even."""
 
@@ -83,7 +84,8 @@ def quantise(
         values: flat, n elements, float32, bfloat16 or float16. Only read.
         codes: (format.code_bytes(n),) uint8.
         scales: (format.blocks(n),) float32.
-        residual: n elements, float32, zeros at first. None to let the errors go.
+        residual: n elements, float32 or bfloat16, zeros at first. bfloat16 keeps 8 binary digits of what is carried, which
+            is itself at most half a scale. None to let the errors go.
 
     Raises:
         ValueError: a tensor does not fit.
@@ -92,13 +94,21 @@ def quantise(
     check_flat("values", values, numel=numel, device=device, dtypes=FLOAT_DTYPES)
     _check_quantised(codes, scales, numel, device, format)
     if residual is not None:
-        check_flat("residual", residual, numel=numel, device=device, dtypes=[torch.float32])
+        check_flat("residual", residual, numel=numel, device=device, dtypes=RESIDUAL_DTYPES)
     (quantise_triton if runs_triton(device) else quantise_reference)(values, codes, scales, format, residual)
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
     """`out` = code * scale, n elements, float32, bfloat16 or float16. The rest as in `quantise`."""
     dequantise_sum(codes.view(1, -1), scales.view(1, -1), out, format)
+
+
+def round_to_blocks(values: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
+    """Writes into `out`, like `values` or `values` itself, what comes out of them at the other end."""
+    codes = torch.empty(format.code_bytes(values.numel()), dtype=torch.uint8, device=values.device)
+    scales = torch.empty(format.blocks(values.numel()), dtype=torch.float32, device=values.device)
+    quantise(values, codes, scales, format)
+    dequantise(codes, scales, out, format)
 
 
 def dequantise_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
@@ -165,7 +175,7 @@ def quantise_reference(
         if residual is not None:
             error = rows.sub_(q.mul_(scale[:, None])).view(-1)[:length]
             if bad.any():
-                error = torch.where(bad.repeat_interleave(size)[:length], residual[part], error)
+                error = torch.where(bad.repeat_interleave(size)[:length], residual[part].float(), error)
             residual[part].copy_(error)
 
 
@@ -236,6 +246,7 @@ def quantise_triton(
             ROUND=_ROUND_TO_INTEGER,
             ROWS=rows,
             SIZE=format.block_numel,
+            INTERPRETED=is_interpreted(),
             num_warps=warps,
         )
 
@@ -265,7 +276,7 @@ def _load(values, residual, offsets, mask):
     x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
     old = x
     if residual is not None:
-        old = tl.load(residual + offsets, mask=mask, other=0.0)
+        old = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
         x = x + old
     return x, old
 
@@ -283,8 +294,9 @@ def _codes_of(x, scale, ROUND: tl.constexpr):
 
 
 @kernel
-def _store_residual(residual, offsets, mask, x, old, q, scale):
-    tl.store(residual + offsets, tl.where(scale < float("inf"), x - q * scale, old), mask=mask)
+def _store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
+    kept = tl.where(scale < float("inf"), x - q * scale, old)
+    tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
 
 
 @kernel
@@ -299,6 +311,7 @@ def _quantise_bytes(
     ROUND: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
@@ -311,7 +324,7 @@ def _quantise_bytes(
     q = _codes_of(x, scale, ROUND)
     tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, q.to(tl.int8), mask=(row < blocks)[:, None])
     if residual is not None:
-        _store_residual(residual, offsets, mask, x, old, q, scale)
+        _store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED)
 
 
 @kernel
@@ -326,6 +339,7 @@ def _quantise_halves(
     ROUND: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):
     HALF: tl.constexpr = SIZE // 2
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -343,8 +357,8 @@ def _quantise_halves(
     packed = (q_high * 16.0 + q_low + 136.0).to(tl.int32).to(tl.uint8)
     tl.store(codes + row[:, None] * HALF + column, packed, mask=(row < blocks)[:, None])
     if residual is not None:
-        _store_residual(residual, low_offsets, low_mask, low, old_low, q_low, scale)
-        _store_residual(residual, high_offsets, high_mask, high, old_high, q_high, scale)
+        _store_residual(residual, low_offsets, low_mask, low, old_low, q_low, scale, INTERPRETED)
+        _store_residual(residual, high_offsets, high_mask, high, old_high, q_high, scale, INTERPRETED)
 
 
 @kernel

@@ -89,19 +89,24 @@ class _OpenBucket:
         self.slots.append(Slot(name=spec.name, interval=Interval(start, self.end)))
         self.last_arrival = arrival
 
-    def close(self, bucket_numel: int, shards: int) -> BucketLayout:
+    def close(self, bucket_numel: int, shards: int, shard_align_numel: int) -> BucketLayout:
         return BucketLayout(
             index=self.last_arrival,
             key=self.key,
             slots=tuple(self.slots),
-            numel=_align(self.end, shards * SHARD_ALIGN_NUMEL),
+            numel=_align(self.end, shards * shard_align_numel),
             shards=shards,
             oversize=self.end > bucket_numel,
         )
 
 
 def plan_buckets(
-    parameters: Sequence[ParameterSpec], *, bucket_numel: int, shards: int, first_index: int = 0
+    parameters: Sequence[ParameterSpec],
+    *,
+    bucket_numel: int,
+    shards: int,
+    first_index: int = 0,
+    shard_align_numel: int = SHARD_ALIGN_NUMEL,
 ) -> tuple[BucketLayout, ...]:
     """Lays parameters out in buckets, in the order their gradients arrive: the reverse of registration.
 
@@ -115,6 +120,7 @@ def plan_buckets(
         bucket_numel: elements a bucket should not pass.
         shards: ranks in the shard group.
         first_index: number of the first bucket.
+        shard_align_numel: a multiple of `SHARD_ALIGN_NUMEL` that shards are multiples of.
     """
     arriving: dict[tuple[bool, Hashable], list[tuple[int, ParameterSpec]]] = {}
     for arrival, spec in enumerate(reversed(parameters)):
@@ -122,30 +128,34 @@ def plan_buckets(
     buckets = [
         bucket
         for (intact, _), specs in arriving.items()
-        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, shards)
+        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, shards, shard_align_numel)
     ]
     buckets.sort(key=lambda bucket: bucket.index)
     return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets, start=first_index))
 
 
-def _in_a_row(specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int) -> Iterator[BucketLayout]:
+def _in_a_row(
+    specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, shard_align_numel: int
+) -> Iterator[BucketLayout]:
     """Buckets of one key, cut into shards wherever that falls; numbered by the arrival of the last gradient."""
     bucket = _OpenBucket(specs[0][1].key)
     for arrival, spec in specs:
         if not bucket.takes(spec.numel, bucket_numel):
-            yield bucket.close(bucket_numel, shards)
+            yield bucket.close(bucket_numel, shards, shard_align_numel)
             bucket = _OpenBucket(spec.key)
         bucket.add(spec, arrival)
-    yield bucket.close(bucket_numel, shards)
+    yield bucket.close(bucket_numel, shards, shard_align_numel)
 
 
-def _dealt(specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int) -> Iterator[BucketLayout]:
+def _dealt(
+    specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, shard_align_numel: int
+) -> Iterator[BucketLayout]:
     """The same for intact parameters."""
     for indices in group([spec.numel for _, spec in specs], bucket_numel=bucket_numel, shards=shards):
         mine = [specs[index][1] for index in indices]
         places = deal([spec.numel for spec in mine], shards=shards, align_numel=SLOT_ALIGN_NUMEL)
         end = max(start + spec.numel for (_, start), spec in zip(places, mine))
-        shard_numel = _align(end, SHARD_ALIGN_NUMEL)
+        shard_numel = _align(end, shard_align_numel)
         slots = [
             Slot(name=spec.name, interval=Interval(0, spec.numel).shift(shard * shard_numel + start))
             for (shard, start), spec in zip(places, mine)

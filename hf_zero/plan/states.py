@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..config import ZeroConfig
+from ..config import CommConfig, ZeroConfig
 from ..layout.pool import pool_numel
 from ..layout.slots import BucketLayout
 
@@ -20,6 +20,9 @@ _STATE_VALUES = {
     "rmsprop": 1,
 }
 """Values of state an element, by optimizer class. What is not here is told after the first step."""
+
+_RESIDUAL_BYTES = 2
+"""An element, of what a rank has not sent of its gradient: bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class BucketCost:
 class StatePlan:
     """Bytes a rank holds, padding included. Gradient buffers are in passing; the rest lasts through the step.
 
+    `residuals` are what error feedback keeps of the gradients that a rank sends.
+
     `frozen` are the parameters that take no gradients, as far as they lie in buckets (stage 3).
     """
 
@@ -57,13 +62,14 @@ class StatePlan:
     frozen: int
     masters: int
     gradients: int
+    residuals: int
     gradient_buffers: int
     optimizer: int | None
 
     @property
     def total(self) -> int:
         """All that lasts, as far as it is known beforehand."""
-        return self.parameters + self.frozen + self.masters + self.gradients + (self.optimizer or 0)
+        return self.parameters + self.frozen + self.masters + self.gradients + self.residuals + (self.optimizer or 0)
 
 
 def state_values(optimizer_name: str, settings: dict) -> int | None:
@@ -79,6 +85,11 @@ def state_values(optimizer_name: str, settings: dict) -> int | None:
 
 def _rmsprop_momentum(name: str, settings: dict) -> int:
     return int(name == "rmsprop" and bool(settings.get("momentum")))
+
+
+def keeps_residuals(comm: CommConfig) -> bool:
+    """Whether ranks keep what quantising loses of their gradients."""
+    return comm.gradients != "none" and comm.error_feedback
 
 
 def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
@@ -101,6 +112,7 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
         frozen=frozen,
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.has_master),
         gradients=gradients,
+        residuals=_RESIDUAL_BYTES * whole[False] if keeps_residuals(config.comm) else 0,
         gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
         optimizer=sum(cost.layout.shard_numel * (cost.state_bytes or 0) for cost in costs) if known else None,
     )
@@ -111,4 +123,5 @@ def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
     if pooled:
         return shard
     # Reduced in place where the dtypes are equal, into a shard beside the whole gradient where they are not.
-    return cost.layout.numel * cost.reduce_bytes + (shard if cost.has_master else 0)
+    in_place = cost.reduce_bytes == cost.master_bytes and not cost.apart
+    return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)

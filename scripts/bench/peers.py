@@ -54,11 +54,10 @@ class HfZero(Engine):
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict) -> None:
         # Imported here, so that torch's own engines can be measured without this package.
-        from hf_zero.config import ZeroConfig
         from hf_zero.engine.engine import ZeroEngine
 
         super().__init__(model, optimizer)
-        self.zero = ZeroEngine(model, [optimizer], ZeroConfig(**settings))
+        self.zero = ZeroEngine(model, [optimizer], settings)
 
     def finish(self) -> None:
         self.zero.finish_parameters()
@@ -113,7 +112,11 @@ USUAL_ENGINES: dict[str, Callable[[MakeModel, OptimizerArguments], Engine]] = {
     "hf_zero3": partial(make_hf_zero, stage=3),
 }
 
+INT8 = {"comm": {"gradients": "int8", "weights": "int8"}}
+
 ENGINES = USUAL_ENGINES | {
+    "hf_zero2_int8": partial(make_hf_zero, stage=2, **INT8),
+    "hf_zero3_int8": partial(make_hf_zero, stage=3, **INT8),
     "hf_zero3_kept": partial(make_hf_zero, stage=3, reshard_after_forward=False),
     "hf_zero3_no_prefetch": partial(make_hf_zero, stage=3, prefetch_units=0),
 }

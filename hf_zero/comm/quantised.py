@@ -1,0 +1,96 @@
+"""Reduce-scatter and all-gather of 8-bit or 4-bit blocks: a quarter or an eighth of the bytes of fp32.
+
+Each element is quantised once by who sends it and dequantised once by who needs it, as in ZeRO++ (Wang et al. 2023, arXiv
+2306.10209). What arrives is summed in float32 in rank order, this rank's own part too, so that the sum is the one that
+every other rank would have made. Codes and scales travel as two messages, over whichever transport moves plain bytes here.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from ..kernels.quantise import BlockFormat, dequantise, dequantise_sum, quantise
+from .transport import Handle, Label, Transport
+
+_SCALES_CHANNEL = 0x8000
+"""Added to a bucket's channel, so that its scales are not taken for its codes."""
+
+
+class QuantisedReduceScatter:
+    """Sums of quantised parts, in place of `Transport.start_reduce_scatter`.
+
+    Args:
+        transport: what moves codes and scales.
+        format: shards must be whole blocks of it.
+    """
+
+    def __init__(self, transport: Transport, format: BlockFormat):
+        self._transport = transport
+        self._format = format
+
+    def start(
+        self, flat: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, ranks: int, label: Label
+    ) -> Handle:
+        """Sums `flat` (ranks x n elements, float32 or 16 bits) over the ranks; this rank's n elements land in `out`.
+
+        Args:
+            out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
+            residual: as `flat`, float32 or bfloat16: what earlier calls have lost is sent too, and what this one loses stays
+                there. None to let it go.
+        """
+        format, numel, device = self._format, flat.numel(), flat.device
+        codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
+        scales, received_scales = torch.empty((2, format.blocks(numel)), dtype=torch.float32, device=device)
+        quantise(flat, codes, scales, format, residual)
+        handles = [
+            self._transport.start_all_to_all(codes, received_codes, label),
+            self._transport.start_all_to_all(scales, received_scales, _of_scales(label)),
+        ]
+
+        def complete() -> None:
+            for handle in handles:
+                handle.finish()
+            dequantise_sum(received_codes.view(ranks, -1), received_scales.view(ranks, -1), out, format)
+
+        return Handle(label, self._transport.ledger, complete)
+
+
+class QuantisedAllGather:
+    """Gathers of quantised parts, in place of `Transport.start_all_gather`.
+
+    All ranks, the one whose part it is too, get what has been through the blocks: they go on alike to the last bit.
+
+    Args:
+        transport: what moves codes and scales.
+        format: shards must be whole blocks of it.
+    """
+
+    def __init__(self, transport: Transport, format: BlockFormat):
+        self._transport = transport
+        self._format = format
+
+    def start(self, flat: torch.Tensor, own: torch.Tensor, rank: int, label: Label) -> Handle:
+        """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in rank order.
+
+        `own` may be this rank's part of `flat`, the part number `rank`, and is then overwritten.
+        """
+        format, device = self._format, flat.device
+        codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
+        scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
+        own_codes, own_scales = (part.view(flat.numel() // own.numel(), -1)[rank] for part in (codes, scales))
+        quantise(own, own_codes, own_scales, format)
+        handles = [
+            self._transport.start_all_gather(codes, own_codes, label),
+            self._transport.start_all_gather(scales, own_scales, _of_scales(label)),
+        ]
+
+        def complete() -> None:
+            for handle in handles:
+                handle.finish()
+            dequantise(codes, scales, flat, format)
+
+        return Handle(label, self._transport.ledger, complete)
+
+
+def _of_scales(label: Label) -> Label:
+    return replace(label, channel=label.channel + _SCALES_CHANNEL)

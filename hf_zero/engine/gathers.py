@@ -1,0 +1,43 @@
+"""How a bucket's parameters come together from the ranks' shards: an object chosen once when the engine is built."""
+
+from abc import ABC, abstractmethod
+
+from ..comm.groups import Groups
+from ..comm.quantised import QuantisedAllGather
+from ..comm.transport import Handle, Transport
+from ..kernels.quantise import BlockFormat
+from .buckets import Bucket
+
+_KIND = "all-gather parameters"
+
+
+class Gather(ABC):
+    """Fills buckets' flat buffers from every rank's own part."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket) -> Handle:
+        """Starts filling `bucket.flat`, which has memory, from `bucket.own` of each rank."""
+
+
+class ExactGather(Gather):
+    """Parameters as the ranks have them."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def start(self, bucket: Bucket) -> Handle:
+        return self._transport.start_all_gather(bucket.flat, bucket.own, bucket.label(_KIND))
+
+
+class QuantisedGather(Gather):
+    """What blocks of integers leave of the parameters, on every rank the same, this rank's own part too.
+
+    Where `bucket.own` lies in `bucket.flat` it is overwritten, so what it was made from must be elsewhere.
+    """
+
+    def __init__(self, transport: Transport, groups: Groups, format: BlockFormat):
+        self._collective = QuantisedAllGather(transport, format)
+        self._groups = groups
+
+    def start(self, bucket: Bucket) -> Handle:
+        return self._collective.start(bucket.flat, bucket.own, self._groups.shard_rank, bucket.label(_KIND))

@@ -1,0 +1,52 @@
+"""What travels between the ranks and in which form, as the config asks for it."""
+
+from dataclasses import dataclass
+
+from ..comm.groups import Groups
+from ..comm.transport import Transport
+from ..config import ZeroConfig
+from ..kernels.quantise import BlockFormat
+from ..layout.slots import SHARD_ALIGN_NUMEL
+from .gathers import ExactGather, Gather, QuantisedGather
+from .reductions import ExactReduction, QuantisedReduction, Reduction, ReplicatedReduction
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How gradients and parameters travel.
+
+    Attributes:
+        reduction: of gradients, where they are sharded.
+        gather: of the parameters that forward and backward compute with.
+        exact: of parameters that are looked at, edited or saved.
+        weight_format: the blocks in which `gather` sends them; None where it sends them as they are.
+        shard_align_numel: that shards must be multiples of, so that none ends inside a block.
+    """
+
+    reduction: Reduction
+    gather: Gather
+    exact: Gather
+    weight_format: BlockFormat | None = None
+    shard_align_numel: int = SHARD_ALIGN_NUMEL
+
+
+def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wire:
+    """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised."""
+    exact = ExactGather(transport)
+    if groups.shard_size == 1:
+        return Wire(reduction=ReplicatedReduction(transport), gather=exact, exact=exact)
+    weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
+    reduction: Reduction = ExactReduction(transport)
+    if gradients is not None:
+        feedback = config.comm.error_feedback
+        reduction = QuantisedReduction(transport, groups, gradients, error_feedback=feedback)
+    gather = exact if weights is None else QuantisedGather(transport, groups, weights)
+    # Both are powers of two.
+    align = SHARD_ALIGN_NUMEL if weights is gradients is None else max(SHARD_ALIGN_NUMEL, config.comm.block_numel)
+    return Wire(reduction=reduction, gather=gather, exact=exact, weight_format=weights, shard_align_numel=align)
+
+
+def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
+    return BlockFormat(bits=_BITS[kind], block_numel=config.comm.block_numel) if kind in _BITS else None
