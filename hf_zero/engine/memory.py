@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from ..device import alias, allocate, reserve, reserve_apart
+from ..device import Reservation, alias, allocate, reserve, reserve_apart
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
 
@@ -90,14 +90,15 @@ class ShardMemory(ParameterMemory):
     should have been preceded by a gather then shows in the loss, and cannot crash the process as freed memory would.
     """
 
-    _reserve = staticmethod(reserve)
-
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         self._shard = shard
         self._reservation = self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop))
         self.flat, self.own = self._reservation.flat, self._reservation.own
         self._absent = torch.full((), float("nan"), dtype=dtype, device=device)
         self._gathered = False
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, kept)
 
     @property
     def lasting_bytes(self) -> int:
@@ -165,4 +166,5 @@ class ShardMemory(ParameterMemory):
 class ApartShardMemory(ShardMemory):
     """A shard beside the buffer that parameters are gathered in: it stays exact where what is gathered is quantised."""
 
-    _reserve = staticmethod(reserve_apart)
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve_apart(numel, dtype, device, kept)

@@ -170,7 +170,6 @@ class QuantisedReduction(Reduction):
                     kind=f"{RESIDUAL}{self._groups.rank}",
                     name=slot.name,
                     interval=Interval(0, slot.interval.numel),
-                    shape=tuple(slot.parameter.shape),
                     own_shape=None,
                     # The next backward writes into it, before the step up to which a save may take its time.
                     tensor=slot.view_of(residual).reshape(-1).to("cpu", copy=True),
