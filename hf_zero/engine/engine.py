@@ -266,9 +266,8 @@ class ZeroEngine:
 
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
-        return own_weights(
-            (bucket for buckets in self._parts.values() for bucket in buckets), self.groups, self._holder
-        )
+        buckets = (bucket for buckets in self._parts.values() for bucket in buckets)
+        return own_weights(buckets, self.groups, self._holder)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every trained parameter."""
