@@ -326,6 +326,35 @@ def test_a_disk_that_fails_in_mid_step_ends_the_run_with_a_reason(tmp_path):
         list(engine.state_rows())
 
 
+def with_a_disk_that_fails_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
+    model, optimizer, engine = built(nvme(Path(path)))
+    one_step(model, optimizer)
+    if rank == 1:
+
+        def fail(_):
+            raise OffloadError(errno.EIO, "hf_zero: the disk of one rank is broken")
+
+        engine.tier.shards[1].write = fail
+    said = []
+    for _ in range(2):
+        with pytest.raises(OffloadError) as caught:
+            one_step(model, optimizer)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_disk_that_fails_on_one_rank_ends_all_with_that_ranks_reason(tmp_path):
+    arguments = {"path": str(tmp_path)}
+    (here, later_here), (there, later_there), (other, _) = run_ranks(
+        with_a_disk_that_fails_on_one_rank, world_size=3, time_limit_s=60, keyword_arguments=arguments
+    )
+    assert "on rank 1: hf_zero: the disk of one rank is broken" in here == other
+    assert "hf_zero: the disk of one rank is broken" in there
+    assert "on rank" not in there
+    assert "an earlier step of this run failed" in later_here
+    assert "an earlier step of this run failed" in later_there
+
+
 def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
     model, optimizer, engine = built(nvme(tmp_path))
     one_step(model, optimizer)

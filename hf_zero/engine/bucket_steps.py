@@ -5,12 +5,15 @@ from contextlib import closing
 
 import torch
 
+from ..comm.transport import Label, Transport
 from ..offload.files import OffloadError
 from ..offload.stored import StoredShard
 from ..offload.window import Window
 from .buckets import Bucket, Row
 from .hooks import WeakHook
 from .state_kinds import own_step
+
+_WORD = Label(kind="agree on state in files", subject="the step")
 
 Move = Callable[[Bucket, StoredShard, torch.Tensor], None]
 """(bucket, its file, the buffer with the file's contents)."""
@@ -28,9 +31,13 @@ class BucketSteps:
 
     The parts run in a hook before that call. It is the last such hook, so that others see, and may change, gradients first.
 
+    A disk may fail under one rank. The others have stepped by then, and would wait for its parameters: each step ends with a
+    word from all.
+
     Args:
         shards: the file of each of the optimizer's buckets.
         bring, put: called before and after a bucket is stepped.
+        transport: of the ranks that step together.
     """
 
     def __init__(
@@ -41,11 +48,13 @@ class BucketSteps:
         *,
         bring: Move,
         put: Move,
+        transport: Transport,
     ):
         self._optimizer = optimizer
         self._shards = shards
         self._window = window
         self._bring, self._put = bring, put
+        self._transport = transport
         self._gradients: dict[Row, torch.Tensor] = {}
         self._broken: OffloadError | None = None
         self._hook = self._register()
@@ -90,10 +99,22 @@ class BucketSteps:
                     self._put(bucket, shard, buffer)
         except OffloadError as error:
             self._broken = error
-            raise
+        self._raise_together()
         for row in (row for rows in rows_of.values() for row in rows):
             self._gradients[row] = row.tensor.grad
             row.tensor.grad = None
+
+    def _raise_together(self) -> None:
+        """Raises on every rank what has ended this step on one of them. Collective."""
+        failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
+        if not self._transport.agree_max(failed, _WORD).item():
+            return
+        mine = self._broken and (self._broken.errno, self._broken.strerror)
+        theirs = self._transport.exchange(mine)
+        if self._broken is None:
+            rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)
+            self._broken = OffloadError(number, f"on rank {rank}: {reason}")
+        raise self._broken
 
     def _step(self, bucket: Bucket, rows: list[Row]) -> None:
         groups = self._optimizer.param_groups

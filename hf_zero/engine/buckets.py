@@ -183,7 +183,8 @@ class Bucket:
     def write_back(self) -> None:
         """The updated master into this rank's shard of the parameters."""
         if self.precision.has_master and not self.is_away:
-            self.own.copy_(self.master)
+            # The host goes on. It writes there next with gradients of a later backward, which come behind this on the device.
+            self.own.copy_(self.master, non_blocking=True)
 
     def bring(self, master: torch.Tensor) -> None:
         """Has the master, (shard_numel,), in memory again."""

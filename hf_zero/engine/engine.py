@@ -92,7 +92,7 @@ class ZeroEngine:
         self._buffers.broadcast()
         self.tier = together(self.transport, lambda: choose_tier(self.config.offload, self.device))
         moved = refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
-        self._holder = choose_holder(self.config.offload, self.tier, optimizers, self.device, state_bytes=moved)
+        self._holder = choose_holder(self.config.offload, self.tier, optimizers, self.transport, state_bytes=moved)
         shards, split = self.groups.shard_size, self.config.split_parameters
         self._wire = choose_wire(self.config, self.groups, self.transport)
         self._parts = self._build(owner, [keeps_intact(optimizer, split, shards=shards) for optimizer in optimizers])

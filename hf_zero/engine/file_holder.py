@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..comm.transport import Transport
 from ..device import Arrival, allocate
 from ..layout.intervals import Interval
 from ..offload.nvme import NvmeTier
@@ -28,10 +29,12 @@ class InFiles(StateHolder):
 
     Args:
         optimizers: that the engine trains with, in its order.
+        transport: of the ranks that step together.
     """
 
-    def __init__(self, tier: NvmeTier, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(self, tier: NvmeTier, optimizers: Sequence[torch.optim.Optimizer], transport: Transport):
         self._tier = tier
+        self._transport = transport
         self._optimizers = optimizers
         self._shards: dict[Bucket, StoredShard] = {}
         self._absent: dict[torch.dtype, torch.Tensor] = {}
@@ -62,7 +65,8 @@ class InFiles(StateHolder):
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         mine = {bucket: self._shards[bucket] for bucket in buckets if bucket in self._shards}
-        self._steps.append(BucketSteps(optimizer, mine, self._tier.window, bring=self._bring, put=self._put_back))
+        moves = {"bring": self._bring, "put": self._put_back}
+        self._steps.append(BucketSteps(optimizer, mine, self._tier.window, **moves, transport=self._transport))
 
     def before_forward(self) -> None:
         for steps in self._steps:

@@ -46,26 +46,25 @@ def choose_holder(
     config: OffloadConfig,
     tier: Tier,
     optimizers: Sequence[torch.optim.Optimizer],
-    device: torch.device,
+    transport: Transport,
     *,
     state_bytes: int,
 ) -> StateHolder:
     """Who holds optimizer state between steps in this tier.
 
     Args:
-        device: that backward runs on.
         state_bytes: that `refuse_unless_it_fits` has found to fit.
     """
     if isinstance(tier, NvmeTier):
-        return InFiles(tier, optimizers)
+        return InFiles(tier, optimizers, transport)
     if config.delay:
         return Delayed(optimizers, config.delay_warmup)
-    most_bytes = speculate_bytes(config, device, state_bytes) if config.moves_state else 0
+    most_bytes = speculate_bytes(config, tier.device, state_bytes) if config.moves_state else 0
     return SteppedEarly(optimizers, most_bytes) if most_bytes else InMemory()
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, state_bytes: int) -> int:
-    """Host memory that copies for early steps may take on this rank."""
+    """Host memory that copies for early steps may take on this rank, whose backward runs on `device`."""
     if config.speculate_bytes != AUTO:
         return config.speculate_bytes
     # On the host, a step during backward would take the cores that backward runs on.

@@ -24,7 +24,7 @@ class HostTier(Tier):
     is_apart = True
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
         self._pinned: list[torch.Tensor] = []
         # The callback keeps the mappings alive until they have been unpinned: pages may not go back before.
         weakref.finalize(self, _unpin_all, self._pinned, device)
@@ -32,13 +32,13 @@ class HostTier(Tier):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Pinned after allocation: the pinned allocator of torch rounds up to a power of two, a quarter too much on average.
         flat = allocate(numel, dtype, _HOST)
-        if self._device.type == "cuda":
-            pin(flat, self._device)
+        if self.device.type == "cuda":
+            pin(flat, self.device)
             self._pinned.append(flat)
         return flat
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=self._device.type == "cuda")
+        return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
 def _unpin_all(tensors: list[torch.Tensor], device: torch.device) -> None:

@@ -13,11 +13,13 @@ class Tier(ABC):
     Attributes:
         is_apart: it is other memory than the parameters': the optimizer steps there, on masters and gradients of its own.
         scratch_name: of the memory in which `scratch` is.
+        device: of the parameters.
     """
 
     name: str
     is_apart: bool
     scratch_name: str
+    device: torch.device
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -35,12 +37,12 @@ class DeviceTier(Tier):
     is_apart = False
 
     def __init__(self, device: torch.device):
-        self._device = device
+        self.device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return allocate(numel, dtype, self._device)
+        return allocate(numel, dtype, self.device)
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # From where activations come: gradients come as those go, and on the host then fill pages that are there already.
         # A mapping of their own would have the system clear as many anew in each step.
-        return torch.empty(numel, dtype=dtype, device=self._device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
