@@ -196,6 +196,12 @@ class CommConfig:
 class CheckpointConfig:
     """How checkpoints are written."""
 
+    layout: str = "hf"
+    """`hf`: all ranks write into the files that `from_pretrained` reads. `sharded`: each rank writes its part of the model to
+    a file of its own, on a disk of its own host if need be; `hf-zero consolidate` makes a model folder of it."""
+    full_every: int = 0
+    """Steps after which a checkpoint of layout `hf` is written and kept, whatever `save_total_limit` says; those between
+    are `sharded`. 0: all have `layout`, and none is kept for good."""
     on_failure: str = "stop"
     """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
     async_save: bool = True
@@ -205,6 +211,9 @@ class CheckpointConfig:
     does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
 
     def __post_init__(self):
+        _one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
+        if isinstance(self.full_every, bool) or not isinstance(self.full_every, int) or self.full_every < 0:
+            raise _refuse("checkpoint.full_every", self.full_every, "a whole number of steps, 0 for none")
         _one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
         _one_of("checkpoint.async_save", self.async_save, (True, False))
         if self.snapshot_bytes != AUTO:

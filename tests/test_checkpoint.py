@@ -4,21 +4,25 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
+from safetensors.torch import save_file
 from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
-from hf_zero.checkpoint import files
+from hf_zero.checkpoint import files, shares
 from hf_zero.checkpoint.commit import seal
-from hf_zero.checkpoint.files import CHUNK_BYTES, chunks_in, share_of
-from hf_zero.checkpoint.manifest import CheckpointError, Manifest
+from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.files import CHUNK_BYTES, FileRecord, chunks_in, share_of, tensors_in
+from hf_zero.checkpoint.manifest import CheckpointError, Manifest, SavedRow
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.settings import plain_settings, restore_settings
+from hf_zero.checkpoint.shares import own_chunks
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
@@ -105,9 +109,9 @@ def test_the_manifest_is_there_last_or_not_at_all(tmp_path, monkeypatch):
     [
         ("{", "is damaged"),
         ('{"format_version": 99}', "has format version 99"),
-        ('{"format_version": 1}', "has format version 1, and this version of hf_zero reads 2 and 3"),
-        ('{"format_version": 2}', "is damaged"),
-        ('{"format_version": 2, "xxh3": "0123456789abcdef"}', "is damaged"),
+        ('{"format_version": 1}', "has format version 1, and this version of hf_zero reads 3"),
+        ('{"format_version": 3}', "is damaged"),
+        ('{"format_version": 3, "xxh3": "0123456789abcdef"}', "is damaged"),
         ("[]", "is damaged"),
     ],
 )
@@ -215,10 +219,11 @@ def test_ranks_share_the_hashing_of_files_by_their_bytes(sizes, world_size):
 
 def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_there(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(shares, "CHUNK_BYTES", 1000)
     manifest = save_alone(tmp_path / "zero", [("exp_avg", "w", Interval(0, 30), torch.randn(30))])
     (tmp_path / "other").write_bytes(bytes(range(256)) * 40)
     (tmp_path / "empty").touch()
-    seal(tmp_path, manifest, folder="zero", within="", rank=0, world_size=1, exchange=lambda value: [value])
+    seal(tmp_path, manifest, folder="zero", within="", disk=Disk.shared(), exchange=lambda value: [value])
     assert len(Manifest.read(tmp_path / "zero").files["other"].xxh3) == 11
     content = bytearray((tmp_path / "other").read_bytes())
     for position in range(0, len(content), 137):
@@ -234,3 +239,54 @@ def test_a_flipped_bit_in_any_chunk_of_a_file_is_found_by_the_rank_that_looks_th
         for rank in range(3)
         for fault in checkpoint_faults(tmp_path, "zero", rank=rank, world_size=3)
     )
+
+
+@given(
+    cut=st.integers(0, 4000),
+    readers=st.integers(1, 5),
+    small=st.lists(st.integers(0, 3000), max_size=3),
+)
+def test_each_chunk_is_looked_at_and_by_the_rank_that_loads_it_where_that_is_known(
+    tmp_path_factory, cut, readers, small
+):
+    folder = tmp_path_factory.mktemp("shares")
+    weights = {"a": torch.zeros(3000), "b": torch.zeros(40, 25)}
+    save_file(weights, folder / "model.safetensors")
+    # Writer 0 had the first `cut` elements of a and b in a row, writer 1 the others.
+    split = {"a": min(cut, 3000), "b": max(0, cut - 3000)}
+    halves = [
+        {name: Interval(0, split[name]) for name in weights},
+        {name: Interval(split[name], weights[name].numel()) for name in weights},
+    ]
+    rows = [
+        SavedRow(kind="exp_avg", name=name, interval=interval, file=f"rank-{writer}.safetensors", key=f"exp_avg/{name}")
+        for writer, half in enumerate(halves)
+        for name, interval in half.items()
+        if interval.numel
+    ]
+    sizes = {"model.safetensors": (folder / "model.safetensors").stat().st_size}
+    for writer, half in enumerate(halves):
+        sizes[f"zero/rank-{writer}.safetensors"] = 4 * sum(interval.numel for interval in half.values())
+    sizes |= {f"small{i}": size for i, size in enumerate(small)}
+    manifest = Manifest(
+        world_size=2,
+        stage=3,
+        shapes={name: tuple(value.shape) for name, value in weights.items()},
+        kinds={name: ("exp_avg",) for name in weights},
+        rows=tuple(rows),
+        scalars={},
+        optimizers=(),
+        files={name: FileRecord(size=size, xxh3=("",) * chunks_in(size)) for name, size in sizes.items()},
+    )
+    with mock.patch.object(files, "CHUNK_BYTES", 512), mock.patch.object(shares, "CHUNK_BYTES", 512):
+        looked_at = [set(own_chunks(folder, manifest, rank=rank, world_size=readers)) for rank in range(readers)]
+        everything = {(name, index) for name, size in sizes.items() for index in range(chunks_in(size))}
+        assert set().union(*looked_at) == everything
+        assert all(("model.safetensors", 0) in chunks for chunks in looked_at)
+        header_bytes = min(begin for begin, _ in tensors_in(folder / "model.safetensors").values())
+        if readers == 2 and len({row.file for row in rows}) == 2:
+            for rank, half in enumerate(halves):
+                loads = sizes[f"zero/rank-{rank}.safetensors"] + 4 * sum(interval.numel for interval in half.values())
+                mine = [(name, index) for name, index in looked_at[rank] if not name.startswith("small")]
+                # Two chunks at each of four edges, and the header's.
+                assert 512 * len(mine) <= loads + 512 * 8 + header_bytes

@@ -32,11 +32,13 @@ from transformers import Trainer, TrainerCallback
 
 from hf_zero.checkpoint import commit as committing
 from hf_zero.checkpoint.commit import begin, clear_leftovers, commit, temporary_of
+from hf_zero.checkpoint.disks import Disk
 from hf_zero.checkpoint.files import FileRecord, files_below
 from hf_zero.checkpoint.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
 from hf_zero.checkpoint.verify import checkpoint_faults, find_good, newest_first
-from hf_zero.integrations.trainer_checkpoints import CheckpointSaver, exchange_between_ranks
+from hf_zero.integrations.resuming import exchange_between_ranks
+from hf_zero.integrations.trainer_checkpoints import CheckpointSaver
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -91,7 +93,7 @@ def train_from(rank: int, world_size: int, output_dir: str, resume: object, door
 # ---- kills ----
 
 
-class Disk:
+class WatchedDisk:
     """Every touch of the disk that a save makes, counted; `at[n]` is called as the n-th begins."""
 
     def __init__(self) -> None:
@@ -101,7 +103,7 @@ class Disk:
     def watch(self) -> None:
         """Stays for the life of the process."""
         for owner, name in (
-            ("hf_zero.checkpoint.commit", "hash_of"),
+            ("hf_zero.checkpoint.commit", "hashes_of"),
             ("os", "posix_fallocate"),
             ("os", "pwrite"),
             ("hf_zero.checkpoint.commit", "sync"),
@@ -155,7 +157,7 @@ def watched_run(rank: int, world_size: int, output_dir: str, notes: str, stage: 
         note[:] = 0, int(final.name.removeprefix("checkpoint-"))
 
     CheckpointSaver.save, CheckpointSaver._complete = noted_save, noted_complete
-    disk, starts = Disk(), Starts()
+    disk, starts = WatchedDisk(), Starts()
     trainer = make_trainer(f"flag {stage}", "bert", output_dir, callbacks=[starts], save_total_limit=2, **SAVING)
     pids = exchange_between_ranks(os.getpid())
     disk.watch()
@@ -523,7 +525,7 @@ def test_what_a_killed_run_left_is_no_obstacle_to_replacing_a_checkpoint(tmp_pat
     for folder in (final, left):
         folder.mkdir()
         (folder / "former").touch()
-    commit(begin(final, needed_bytes=0, rank=0, exchange=alone), final, rank=0, exchange=alone)
+    commit(begin(final, needed_bytes=0, disk=Disk.shared(), exchange=alone), final, disk=Disk.shared(), exchange=alone)
     assert list(tmp_path.iterdir()) == [final] and list(final.iterdir()) == []
 
 
@@ -531,7 +533,7 @@ def test_a_replacement_that_is_refused_leaves_the_former_in_its_place(tmp_path, 
     final = tmp_path / "checkpoint-4"
     final.mkdir()
     (final / "former").touch()
-    temporary = begin(final, needed_bytes=0, rank=0, exchange=alone)
+    temporary = begin(final, needed_bytes=0, disk=Disk.shared(), exchange=alone)
     rename = Path.rename
     monkeypatch.setattr(
         Path,
@@ -539,7 +541,7 @@ def test_a_replacement_that_is_refused_leaves_the_former_in_its_place(tmp_path, 
         lambda path, target: raising(OSError("refused"))() if path == temporary else rename(path, target),
     )
     with pytest.raises(CheckpointError, match=r"rank 0 could not commit .*refused"):
-        commit(temporary, final, rank=0, exchange=alone)
+        commit(temporary, final, disk=Disk.shared(), exchange=alone)
     assert (final / "former").is_file()
 
 
@@ -581,7 +583,7 @@ def test_one_flipped_bit_anywhere_is_found_and_passed_over(checkpoint, undisturb
         flip_a_bit(checkpoint / name, position)
         [fault] = checkpoint_faults(checkpoint, "zero")
         assert name in fault, f"bit {position} of {name}: {fault}"
-        good, [passed] = find_good(checkpoint.parent, "zero", rank=0, world_size=1, exchange=alone)
+        good, [passed] = find_good(checkpoint.parent, "zero", disk=Disk.shared(), exchange=alone)
         assert good == former and passed.path == checkpoint and passed.faults == (fault,)
         flip_a_bit(checkpoint / name, position)
     assert checkpoint_faults(checkpoint, "zero") == []
@@ -638,7 +640,7 @@ def test_damaged_files_are_named(damage, says, checkpoint):
 
 
 def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(checkpoint, monkeypatch):
-    monkeypatch.setattr("hf_zero.checkpoint.files.hash_of", raising(OSError(errno.EIO, "Input/output error")))
+    monkeypatch.setattr("hf_zero.checkpoint.files.hashes_of", raising(OSError(errno.EIO, "Input/output error")))
     faults = checkpoint_faults(checkpoint, "zero")
     assert any(fault.startswith(f"{ROWS} cannot be read ([Errno 5]") for fault in faults)
 

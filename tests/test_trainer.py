@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_zero import ConfigError, ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, gathered
+from hf_zero.engine.loaded import is_loaded
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -135,6 +136,16 @@ def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     # What is saved are the masters, not what is left of them after the wire: few values of a block are equal.
     assert len(weights[0]["bert.embeddings.word_embeddings.weight"].flatten()[256:512].unique()) > 250
+
+
+def test_a_resume_at_stage_3_leaves_the_weights_in_the_checkpoint_until_they_are_sharded(tmp_path):
+    make_trainer("flag 3", "gpt2", tmp_path, **SAVING, max_steps=5).train()
+    trainer = make_trainer("flag 3", "gpt2", tmp_path, seed=77)
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-5"))
+    assert all(is_loaded(parameter) for parameter in trainer.model.parameters())
+    expected = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
+    loaded = trainer.model.state_dict()
+    assert expected and all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -27,12 +27,12 @@ def make_trainer(
 ) -> Trainer:
     """A Trainer behind `door`: "ddp", "flag 2", "callback 1", "both 2" or "seq2seq 2".
 
-    Overrides are training arguments; `callbacks` and `compute_metrics` go to the Trainer.
+    Overrides are training arguments; `callbacks` and `compute_metrics` go to the Trainer, and `adapt` is given the model.
     """
     kind, _, stage = door.partition(" ")
     make_model, make_batch = MODELS[model]
     torch.manual_seed(seed)
-    built = make_model(dropout=dropout)
+    built = overrides.pop("adapt", lambda model: model)(make_model(dropout=dropout))
     generator = torch.Generator().manual_seed(5)
     data = [{key: value[0] for key, value in make_batch(generator, 1).items()} for _ in range(240)]
     passed = {name: overrides.pop(name) for name in ("compute_metrics",) if name in overrides}

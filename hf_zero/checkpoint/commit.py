@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .files import Chunk, FileRecord, files_below, hash_of, is_whole_safetensors, share_of, sync
+from .disks import Disk
+from .files import Chunk, FileRecord, by_file, files_below, hashes_of, is_whole_safetensors, share_of, sync
 from .manifest import MANIFEST_NAME, CheckpointError, Manifest
 from .together import Exchange, together
 
@@ -22,11 +23,11 @@ def temporary_of(final: Path) -> Path:
     return final.parent / f".tmp-{final.name}"
 
 
-def begin(final: Path, *, needed_bytes: int, rank: int, exchange: Exchange) -> Path:
+def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> Path:
     """Makes an empty temporary folder for the checkpoint `final`; returns it. Collective.
 
     Args:
-        needed_bytes: that all ranks together are about to write.
+        needed_bytes: that the ranks of this disk together are about to write.
 
     Raises:
         CheckpointError: on every rank, when the folder cannot be made or the disk has too little room.
@@ -34,7 +35,7 @@ def begin(final: Path, *, needed_bytes: int, rank: int, exchange: Exchange) -> P
     temporary = temporary_of(final)
 
     def make() -> None:
-        if rank != 0:
+        if not disk.leads:
             return
         final.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(final.parent).free
@@ -50,14 +51,12 @@ def begin(final: Path, *, needed_bytes: int, rank: int, exchange: Exchange) -> P
     return temporary
 
 
-def seal(
-    root: Path, manifest: Manifest, *, folder: str, within: str, rank: int, world_size: int, exchange: Exchange
-) -> None:
+def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk, exchange: Exchange) -> None:
     """Puts the files of a checkpoint on the disk and writes, last, the manifest that vouches for them. Collective.
 
     Args:
         root: the checkpoint.
-        manifest: without its files, which are recorded here; the ranks share the hashing.
+        manifest: without its files, which are recorded here; the ranks of a disk share the hashing.
         folder: below the root, in which the manifest lies.
         within: vouch for the files below this folder of the root; "" is all of them.
 
@@ -68,18 +67,25 @@ def seal(
 
     def hash_own_part() -> dict[Chunk, str]:
         names = [name for name in files_below(root) if name.startswith(within) and name != own_name]
-        own = share_of({name: (root / name).stat().st_size for name in names}, rank, world_size)
-        for name in dict.fromkeys(name for name, _ in own):
+        hashes: dict[Chunk, str] = {}
+        own = share_of({name: (root / name).stat().st_size for name in names}, disk.place, len(disk.ranks))
+        for name, indices in by_file(own).items():
             sync(root / name)
             if name.endswith(".safetensors") and not is_whole_safetensors(root / name):
                 raise CheckpointError(f"{name} is shorter than its header says: it was cut off while it was written")
-        return {(name, index): hash_of(root / name, index) for name, index in own}
+            hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
+        return hashes
 
     parts = together(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
 
     def write() -> None:
-        if rank == 0:
-            manifest.with_files(_records(root, parts)).write(root / folder)
+        there = {name for part in parts for name, _ in part}
+        lost = sorted({f"{folder}/{row.file}" for row in manifest.rows} - there)
+        if lost:
+            raise CheckpointError(f"{lost[0]} has been written and is gone")
+        if disk.leads:
+            here = [parts[rank] for rank in disk.ranks]
+            manifest.with_files(_records(root, here)).write(root / folder)
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
@@ -94,7 +100,7 @@ def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, File
     return {n: FileRecord(size=(root / n).stat().st_size, xxh3=tuple(values)) for n, values in found.items()}
 
 
-def commit(temporary: Path, final: Path, *, rank: int, exchange: Exchange) -> None:
+def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> None:
     """Makes a sealed `temporary` the checkpoint `final`, in the place of one of that name. Collective.
 
     Raises:
@@ -102,7 +108,7 @@ def commit(temporary: Path, final: Path, *, rank: int, exchange: Exchange) -> No
     """
 
     def rename() -> None:
-        if rank != 0:
+        if not disk.leads:
             return
         replaced = final.parent / f".old-{final.name}"
         if final.exists():
@@ -123,9 +129,9 @@ def commit(temporary: Path, final: Path, *, rank: int, exchange: Exchange) -> No
     together(exchange, rename, doing=f"commit {final}", then=_THEN)
 
 
-def abandon(temporary: Path, *, rank: int) -> None:
+def abandon(temporary: Path, *, disk: Disk) -> None:
     """Takes away what a failed save has left."""
-    if rank == 0:
+    if disk.leads:
         shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -1,16 +1,21 @@
 """The files of a checkpoint: what is recorded of each when it is written, and what is found wrong when it is read."""
 
 import json
+import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path, PurePosixPath
+from typing import IO
 
 import xxhash
 
-CHUNK_BYTES = 32 * 2**20
-"""What is hashed in one piece: several ranks can share a large file."""
+CHUNK_BYTES = 256 * 2**10
+"""What is hashed in one piece, so that ranks can share a file, and each can look at little more than what it will load."""
+HASH_DIGITS = 16
+_WINDOW_CHUNKS = 64
 _LARGEST_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
 
@@ -21,7 +26,7 @@ Chunk = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """A file's size in bytes, and the XXH3 64-bit hash, in hexadecimal, of each 32 MiB of it in turn."""
+    """A file's size in bytes, and the XXH3 64-bit hash, in hexadecimal, of each 256 KiB of it in turn."""
 
     size: int
     xxh3: tuple[str, ...]
@@ -29,7 +34,7 @@ class FileRecord:
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
         size = path.stat().st_size
-        return cls(size=size, xxh3=tuple(hash_of(path, index) for index in range(chunks_in(size))))
+        return cls(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
 
 
 def chunks_in(size: int) -> int:
@@ -37,11 +42,36 @@ def chunks_in(size: int) -> int:
     return max(1, -(-size // CHUNK_BYTES))
 
 
-def hash_of(path: Path, index: int) -> str:
-    """The XXH3 64-bit hash of one chunk, in hexadecimal."""
-    with path.open("rb") as file:
-        file.seek(index * CHUNK_BYTES)
-        return xxhash.xxh3_64_hexdigest(file.read(CHUNK_BYTES))
+def hashes_of(path: Path, indices: Iterable[int]) -> dict[int, str]:
+    """Index → XXH3 64-bit hash, in hexadecimal, of these chunks of a file, read in order."""
+    hashes = {}
+    # One buffer for all: fresh memory for each chunk costs more than hashing it.
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        for first, last in _windows(sorted(indices)):
+            _fetch(file, first * CHUNK_BYTES, (last - first) * CHUNK_BYTES)
+            file.seek(first * CHUNK_BYTES)
+            for index in range(first, last):
+                filled = 0
+                while read := file.readinto(buffer[filled:]):
+                    filled += read
+                hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])
+    return hashes
+
+
+def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers, none above `_WINDOW_CHUNKS` long, as (first, last + 1)."""
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        for first in range(numbers[0], numbers[-1] + 1, _WINDOW_CHUNKS):
+            yield first, min(first + _WINDOW_CHUNKS, numbers[-1] + 1)
+
+
+def _fetch(file: IO[bytes], begin: int, nbytes: int) -> None:
+    """Has the system begin to read just these bytes, and not, as its own read-ahead, some of the next rank's."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk]:
@@ -54,6 +84,14 @@ def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk
                 own.append((name, index))
             before += nbytes
     return own
+
+
+def by_file(chunks: Iterable[Chunk]) -> dict[str, list[int]]:
+    """A file's name → which of its chunks are meant."""
+    indices: dict[str, list[int]] = {}
+    for name, index in chunks:
+        indices.setdefault(name, []).append(index)
+    return indices
 
 
 def files_below(folder: Path) -> list[str]:
@@ -69,40 +107,67 @@ def is_inside(name: str) -> bool:
 
 def faults_of(folder: Path, records: Mapping[str, FileRecord], chunks: Iterable[Chunk]) -> list[str]:
     """What is wrong with these chunks of recorded files, in words: absent, of another size, of other contents."""
-    faults = []
-    for name, index in chunks:
-        path, record = folder / name, records[name]
-        if not is_inside(name):
-            faults.append(f"the manifest names {name!r}, which is not inside the folder")
-        elif not path.is_file():
-            faults.append(f"{name} is missing")
-        elif path.stat().st_size != record.size:
-            faults.append(f"{name} has {path.stat().st_size} bytes instead of {record.size}")
-        else:
-            try:
-                if hash_of(path, index) != record.xxh3[index]:
-                    faults.append(f"{name} has other contents than were written (checksum {record.xxh3[index]})")
-            except OSError as error:
-                faults.append(f"{name} cannot be read ({error})")
-    return faults
+    return [
+        fault
+        for name, indices in by_file(chunks).items()
+        for fault in _faults_of_file(folder, name, records[name], indices)
+    ]
+
+
+def _faults_of_file(folder: Path, name: str, record: FileRecord, indices: Sequence[int]) -> list[str]:
+    path = folder / name
+    if not is_inside(name):
+        return [f"the manifest names {name!r}, which is not inside the folder"]
+    if not path.is_file():
+        return [f"{name} is missing"]
+    if path.stat().st_size != record.size:
+        return [f"{name} has {path.stat().st_size} bytes instead of {record.size}"]
+    try:
+        bad = [index for index, found in hashes_of(path, indices).items() if found != record.xxh3[index]]
+    except OSError as error:
+        return [f"{name} cannot be read ({error})"]
+    if not bad:
+        return []
+    at = bad[0] * CHUNK_BYTES
+    return [
+        f"{name} has other contents than were written ({len(bad)} damaged pieces of {CHUNK_BYTES} bytes, the first at {at})"
+    ]
 
 
 def is_whole_safetensors(path: Path) -> bool:
     """Whether a file is as long as its header says."""
+    spans = _spans_in(path)
+    return spans is not None and path.stat().st_size == max(end for _, end, _ in spans.values())
+
+
+def tensors_in(path: Path) -> dict[str, tuple[int, int]]:
+    """Each tensor of a safetensors file: the byte at which it begins, and bytes an element. {} for a file that is not whole."""
+    spans = _spans_in(path) if path.is_file() else None
+    return {
+        name: (begin, (end - begin) // numel) for name, (begin, end, numel) in (spans or {}).items() if name and numel
+    }
+
+
+def _spans_in(path: Path) -> dict[str, tuple[int, int, int]] | None:
+    """Tensor → its first byte, the byte after it and its elements; "" is the header. None where that is no header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
-            return False
+            return None
         (header_bytes,) = struct.unpack("<Q", prefix)
         if header_bytes > min(_LARGEST_HEADER_BYTES, size - 8):
-            return False
+            return None
+        start = 8 + header_bytes
+        spans = {"": (0, start, 0)}
         try:
-            header = json.loads(file.read(header_bytes))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            return size == 8 + header_bytes + max(ends, default=0)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return False
+            for name, entry in json.loads(file.read(header_bytes)).items():
+                if name != "__metadata__":
+                    begin, end = entry["data_offsets"]
+                    spans[name] = start + begin, start + end, math.prod(entry["shape"])
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return spans
 
 
 def sync(path: Path) -> None:

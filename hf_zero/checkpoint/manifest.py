@@ -10,12 +10,13 @@ from typing import Any
 import xxhash
 
 from ..layout.intervals import Interval
-from .files import FileRecord, chunks_in, is_inside, sync
+from .files import HASH_DIGITS, FileRecord, chunks_in, is_inside, sync
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
-_READS = (2, FORMAT_VERSION)
-"""Version 2 has no `own_shapes`."""
+
+WEIGHTS = "weights"
+"""The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
 
 
 class CheckpointError(ValueError):
@@ -34,6 +35,14 @@ class SavedRow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedWeight:
+    """A tensor of the model as `save_pretrained` names it: its dtype as safetensors spells it ("F32"), and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a `zero/` folder holds.
 
@@ -44,7 +53,11 @@ class Manifest:
         own_shapes: parameter name → kind → shape, for kinds that have not one value an element of the parameter. Their rows
             count the state tensor's own elements.
         optimizers: for each optimizer its class, and its groups: settings and parameter names.
-        files: every file of the checkpoint but the manifest, by name relative to the folder above the manifest's.
+        files: every file of the checkpoint but the manifest, by name relative to the folder above the manifest's; where hosts
+            have disks of their own, those of this one.
+        weights: the model's tensors where they lie in rows (layout `sharded`); {} where the folder has weights files.
+        is_kept: rotation leaves this checkpoint alone.
+        base: checksum of the frozen parameters that the checkpoint's adapters belong to; None where the model is whole.
     """
 
     world_size: int
@@ -57,6 +70,9 @@ class Manifest:
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
+    weights: dict[str, SavedWeight] = field(default_factory=dict)
+    is_kept: bool = False
+    base: str | None = None
 
     def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
         """The same manifest, vouching for these files."""
@@ -80,7 +96,10 @@ class Manifest:
                 name: {kind: list(shape) for kind, shape in shapes.items()} for name, shapes in self.own_shapes.items()
             },
             "rows": [[r.kind, r.name, *r.interval, r.file, r.key] for r in self.rows],
-            "files": {name: [record.size, *record.xxh3] for name, record in self.files.items()},
+            "weights": {name: [weight.dtype, list(weight.shape)] for name, weight in self.weights.items()},
+            "is_kept": self.is_kept,
+            "base": self.base,
+            "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
         }
         temporary = folder / f".{MANIFEST_NAME}.tmp"
         temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
@@ -102,10 +121,9 @@ class Manifest:
             text = path.read_text(encoding="utf-8")
             content = json.loads(text)
             version = content["format_version"]
-            if version not in _READS:
+            if version != FORMAT_VERSION:
                 raise CheckpointError(
-                    f"hf_zero: {path} has format version {version}, and this version of hf_zero reads "
-                    f"{' and '.join(map(str, _READS))}."
+                    f"hf_zero: {path} has format version {version}, and this version of hf_zero reads {FORMAT_VERSION}."
                 )
             # The text too: `1E-8` is `1e-8` with one bit flipped.
             if text != _text(content) or content.pop("xxh3") != _hash(content):
@@ -122,9 +140,12 @@ class Manifest:
                 optimizers=tuple(content["optimizers"]),
                 own_shapes={
                     name: {kind: tuple(shape) for kind, shape in shapes.items()}
-                    for name, shapes in content.get("own_shapes", {}).items()
+                    for name, shapes in content["own_shapes"].items()
                 },
                 versions=content["versions"],
+                weights={name: SavedWeight(dtype=d, shape=tuple(s)) for name, (d, s) in content["weights"].items()},
+                is_kept=content["is_kept"],
+                base=content["base"],
                 files={name: _record(folder, name, *record) for name, record in content["files"].items()},
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -141,14 +162,14 @@ def _row(folder: Path, kind: str, name: str, start: int, stop: int, file: str, k
     return SavedRow(kind=kind, name=name, interval=Interval(start, stop), file=file, key=key)
 
 
-def _record(folder: Path, name: str, size: int, *xxh3: str) -> FileRecord:
+def _record(folder: Path, name: str, size: int, xxh3: str) -> FileRecord:
     if not is_inside(name):
         raise CheckpointError(f"hf_zero: {folder / MANIFEST_NAME} names {name!r}, which is not inside its checkpoint.")
-    if len(xxh3) != chunks_in(size):
+    if len(xxh3) != HASH_DIGITS * chunks_in(size):
         raise CheckpointError(
-            f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} checksums for {name!r} of {size} bytes."
+            f"hf_zero: {folder / MANIFEST_NAME} has {len(xxh3)} digits of checksums for {name!r} of {size} bytes."
         )
-    return FileRecord(size=size, xxh3=xxh3)
+    return FileRecord(size=size, xxh3=tuple(xxh3[at : at + HASH_DIGITS] for at in range(0, len(xxh3), HASH_DIGITS)))
 
 
 def _text(content: Mapping[str, Any]) -> str:

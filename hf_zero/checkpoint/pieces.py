@@ -19,7 +19,7 @@ import torch
 from ..device import allocate
 from .manifest import CheckpointError
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -36,9 +36,18 @@ _NAMES = {
 }
 """dtypes as the safetensors format spells them."""
 
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
 _ALIGNMENT_BYTES = 8
 _CHUNK_BYTES = 16 * 2**20
 _GLANCE_S = 0.001
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that the safetensors format spells so. Raises `CheckpointError` for one that torch does not have."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"hf_zero: dtype {name} of a safetensors file is none of {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +98,10 @@ def lay_out(
     # Wide ones first, so that each begins at a multiple of its element.
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]
-        if dtype not in _NAMES:
+        if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files do not have")
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     start = len(text) + 8

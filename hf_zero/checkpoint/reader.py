@@ -1,6 +1,7 @@
 """Reading a checkpoint: only the bytes that a rank wants, whatever world size and stage wrote them."""
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ from .manifest import CheckpointError, Manifest, SavedRow
 
 
 class CheckpointReader:
-    """The rows of one `zero/` folder. A context manager; files stay open while it is entered."""
+    """The rows of one `zero/` folder. A context manager; files stay open while it is entered.
 
-    def __init__(self, folder: Path):
+    Args:
+        others: `zero/` folders of the same checkpoint on other hosts' disks, for files that this one has not.
+    """
+
+    def __init__(self, folder: Path, others: Sequence[Path] = ()):
         self._folder = folder
+        self._folders = [folder, *others]
         self.manifest = Manifest.read(folder)
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
@@ -78,7 +84,13 @@ class CheckpointReader:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _slice(self, row: SavedRow, interval: Interval) -> torch.Tensor:
-        path = self._folder / row.file
+        found = [folder / row.file for folder in self._folders if (folder / row.file).is_file()]
+        if not found:
+            raise CheckpointError(
+                f"hf_zero: {self._folder} has no {row.file}: the disks of several hosts have a part of this checkpoint each. "
+                "Resume on the same hosts with as many ranks, or give `hf-zero consolidate` the other parts (--part)."
+            )
+        path = found[0]
         try:
             if row.file not in self._files:
                 self._files[row.file] = self._stack.enter_context(safe_open(path, framework="pt"))

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..layout.intervals import Interval, doubly_covered, uncovered
-from .files import faults_of, files_below, is_whole_safetensors, share_of
+from .disks import Disk
+from .files import faults_of, files_below, is_whole_safetensors
 from .foreign.find import is_foreign, open_foreign
-from .manifest import CheckpointError, Manifest
+from .manifest import WEIGHTS, CheckpointError, Manifest
+from .shares import own_chunks
 from .together import Exchange
 
 _NUMBERED = re.compile(r"^checkpoint-(\d+)$")
@@ -39,7 +41,7 @@ def checkpoint_faults(checkpoint: Path, folder: str, *, rank: int = 0, world_siz
         manifest = Manifest.read(checkpoint / folder)
     except CheckpointError as error:
         return [str(error).removeprefix("hf_zero: ").rstrip(".")]
-    chunks = share_of({name: record.size for name, record in manifest.files.items()}, rank, world_size)
+    chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
     return list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks))) + (
         row_faults(manifest) if rank == 0 else []
     )
@@ -50,29 +52,40 @@ def row_faults(manifest: Manifest) -> list[str]:
     rows: dict[tuple[str, str], list[Interval]] = {}
     for row in manifest.rows:
         rows.setdefault((row.kind, row.name), []).append(row.interval)
+    wanted = [
+        (kind, name, manifest.own_shapes.get(name, {}).get(kind, manifest.shapes[name]))
+        for name, kinds in manifest.kinds.items()
+        for kind in kinds
+    ]
+    wanted += [(WEIGHTS, name, weight.shape) for name, weight in manifest.weights.items()]
     faults = []
-    for name, kinds in manifest.kinds.items():
-        for kind in kinds:
-            numel = math.prod(manifest.own_shapes.get(name, {}).get(kind, manifest.shapes[name]))
-            intervals = rows.get((kind, name), [])
-            if uncovered(Interval(0, numel), intervals) or doubly_covered(intervals):
-                faults.append(f"{kind} of {name} is not there once for each element")
+    for kind, name, shape in wanted:
+        intervals = rows.get((kind, name), [])
+        if uncovered(Interval(0, math.prod(shape)), intervals) or doubly_covered(intervals):
+            faults.append(f"{kind} of {name} is not there once for each element")
     return faults
 
 
 def newest_first(output_dir: Path) -> Iterator[Path]:
     """The folders `checkpoint-N` of a run, the highest N first."""
     found = [path for path in output_dir.glob("checkpoint-*") if path.is_dir() and _NUMBERED.match(path.name)]
-    yield from sorted(found, key=lambda path: int(_NUMBERED.match(path.name).group(1)), reverse=True)
+    yield from sorted(found, key=step_of, reverse=True)
 
 
-def find_good(
-    output_dir: Path, folder: str, *, rank: int, world_size: int, exchange: Exchange
-) -> tuple[Path | None, list[Candidate]]:
-    """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading."""
+def step_of(checkpoint: Path) -> int:
+    """The N of a folder `checkpoint-N`."""
+    return int(_NUMBERED.match(checkpoint.name).group(1))
+
+
+def find_good(output_dir: Path, folder: str, *, disk: Disk, exchange: Exchange) -> tuple[Path | None, list[Candidate]]:
+    """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading.
+
+    Where ranks have disks of their own, it is good on each.
+    """
     passed: list[Candidate] = []
-    for path in exchange(list(newest_first(output_dir)))[0]:
-        reports = exchange(checkpoint_faults(path, folder, rank=rank, world_size=world_size))
+    names = exchange([path.name for path in newest_first(output_dir)])[0]
+    for path in (output_dir / name for name in names):
+        reports = exchange(checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks)))
         faults = tuple(dict.fromkeys(fault for report in reports for fault in report))
         if not faults:
             return path, passed

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 
 from ..layout.intervals import Interval
-from .manifest import MANIFEST_NAME, CheckpointError, Manifest, SavedRow
+from .manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
 from .pieces import LivePieces, Piece, lay_out, write_all
 from .together import Exchange, together
+
+Row = tuple[str, str, Interval, torch.Tensor]
+"""Kind, name, interval of the parameter, and the 1-D tensor of those elements."""
 
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "safetensors")
 
@@ -27,7 +30,7 @@ def plan_rows(
     rank: int,
     world_size: int,
     stage: int,
-    rows: Sequence[tuple[str, str, Interval, torch.Tensor]],
+    rows: Sequence[Row],
     shapes: dict[str, tuple[int, ...]],
     scalars: dict[str, dict[str, Any]],
     optimizers: Sequence[dict[str, Any]],
@@ -37,7 +40,6 @@ def plan_rows(
     """Makes this rank's file; returns the manifest of all ranks' rows and what this rank has to write. Collective.
 
     Args:
-        rows: (kind, name, interval of the state tensor, 1-D tensor of those elements).
         shapes, scalars: of the parameters that this rank has rows of.
         optimizers: the same on every rank; JSON values.
         exchange: how the ranks tell each other that they are done.
@@ -97,7 +99,8 @@ def _manifest(
             for kind, name, interval, file, key in report["rows"]
         )
     for row in rows:
-        kinds.setdefault(row.name, {})[row.kind] = None
+        if row.kind != WEIGHTS:
+            kinds.setdefault(row.name, {})[row.kind] = None
     versions = {library: importlib.metadata.version(library) for library in _LIBRARIES}
     return Manifest(
         world_size=world_size,

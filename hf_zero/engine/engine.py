@@ -39,7 +39,7 @@ from .resize import put_state_back, renew_resized, to_host
 from .room import choose_holder, refuse_unless_it_fits, reshards_after_forward, together
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
-from .weights import OwnWeights, own_weights
+from .weights import OwnWeights, load_weights, own_weights
 from .whole import parameters_in
 from .wire import choose_wire
 
@@ -268,6 +268,17 @@ class ZeroEngine:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
         buckets = (bucket for buckets in self._parts.values() for bucket in buckets)
         return own_weights(buckets, self.groups, self._holder)
+
+    def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+        """Replaces this rank's part of the model; `read` gives runs of parameters. `share_weights` has to follow."""
+        self.finish_parameters()
+        load_weights((bucket for buckets in self._parts.values() for bucket in buckets), self._holder, read)
+
+    def share_weights(self) -> None:
+        """Sends the loaded parts to ranks that hold parameters whole. Collective."""
+        if not self._is_replicated:
+            self._parameters.start(b for b in self.buckets if isinstance(b.memory, WholeMemory))
+            self.finish_parameters()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every trained parameter."""

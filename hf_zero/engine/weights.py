@@ -1,6 +1,7 @@
-"""Which elements of which parameters this rank has to hand out, so that each is handed out once."""
+"""The model's values, a rank its own part: handed out so that each element is handed out once, and taken back."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,3 +50,23 @@ def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) 
                     interval=common.shift(-slot.interval.start),
                     values=bucket.own[in_own.start : in_own.stop],
                 )
+
+
+def load_weights(
+    buckets: Iterable[Bucket], holder: StateHolder, read: Callable[[nn.Parameter, Interval], torch.Tensor]
+) -> None:
+    """Replaces this rank's part of every parameter in a bucket, and its master.
+
+    Args:
+        read: (parameter, run of its elements) → their values, a 1-D host tensor.
+    """
+    for bucket in buckets:
+        with holder.at_hand(bucket) if bucket.trained else nullcontext(), torch.no_grad():
+            for slot in bucket.slots:
+                common = slot.interval.intersect(bucket.own_interval)
+                if common is not None:
+                    in_own = common.shift(-bucket.own_interval.start)
+                    values = read(slot.parameter, common.shift(-slot.interval.start))
+                    bucket.own[in_own.start : in_own.stop].copy_(values)
+                    if bucket.precision.has_master:
+                        bucket.master[in_own.start : in_own.stop].copy_(values)

@@ -29,6 +29,7 @@ from ..engine.optimizer import engine_stepped_by
 from ..engine.parameters import is_compiled
 from ..engine.precision import check_cast_owner
 from ..engine.reference import engine_attached_to
+from .accelerate_states import folder_to_fill, numbered_states
 from .announce import announce
 from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .environment import check_environment
@@ -269,15 +270,18 @@ class ZeroAcceleratorMixin:
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
-        with self._engines_optimizers_aside():
-            location = super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
-        folders = [_zero_folder(location, index) for index in range(len(self.zero_engines))]
-        manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
-        # The first engine's manifest vouches for the whole folder, and so comes last.
-        for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
-            within = "" if folder is folders[0] else f"{folder.name}/"
-            seal_state(engine, Path(location), manifest, folder=folder.name, within=within)
-        return location
+        if not self.zero_engines:
+            return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
+        with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
+            with self._engines_optimizers_aside():
+                super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
+            folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
+            manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
+            # The first engine's manifest vouches for the whole folder, and so comes last.
+            for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
+                within = "" if folder is folders[0] else f"{folder.name}/"
+                seal_state(engine, root, manifest, folder=folder.name, within=within)
+        return str(final)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
         if input_dir is not None and self.zero_engines:
@@ -299,11 +303,12 @@ class ZeroAcceleratorMixin:
 
     def _newest_state(self) -> Path:
         """Where accelerate's automatic checkpoint naming wrote last."""
-        folder = Path(self.project_dir) / "checkpoints"
-        numbered = [p for p in folder.glob("checkpoint_*") if p.name.rpartition("_")[2].isdigit()]
-        if not self.project_configuration.automatic_checkpoint_naming or not numbered:
-            raise ValueError(f"hf_zero: load_state() was called without a folder, and {folder} holds no checkpoint_N.")
-        return max(numbered, key=lambda p: int(p.name.rpartition("_")[2]))
+        numbered = numbered_states(self) if self.project_configuration.automatic_checkpoint_naming else []
+        if not numbered:
+            raise ValueError(
+                f"hf_zero: load_state() was called without a folder, and {self.project_dir}/checkpoints holds no checkpoint_N."
+            )
+        return numbered[-1]
 
     @contextmanager
     def _engines_optimizers_aside(self):

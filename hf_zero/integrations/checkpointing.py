@@ -1,16 +1,18 @@
 """An engine's state into a checkpoint folder and back."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.commit import seal
+from ..checkpoint.disks import Disk
 from ..checkpoint.manifest import CheckpointError, Manifest
 from ..checkpoint.pieces import Piece
 from ..checkpoint.reader import CheckpointReader
 from ..checkpoint.settings import plain_settings, restore_settings, same_groups
 from ..checkpoint.together import Exchange, together
 from ..checkpoint.verify import checkpoint_faults
-from ..checkpoint.writer import plan_rows, write_pieces
+from ..checkpoint.writer import Row, plan_rows, write_pieces
 from ..engine.engine import ZeroEngine
 
 ZERO_FOLDER = "zero"
@@ -23,11 +25,14 @@ def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
     return manifest
 
 
-def plan_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = True) -> tuple[Manifest, list[Piece]]:
+def plan_state(
+    engine: ZeroEngine, folder: str | Path, *, with_state: bool = True, weights: Sequence[Row] = ()
+) -> tuple[Manifest, list[Piece]]:
     """Makes the files of masters and optimizer state; returns the manifest to seal and this rank's part. Collective.
 
     Args:
         with_state: False writes none, for a checkpoint of the model alone.
+        weights: this rank's rows of the model itself.
     """
     groups = engine.groups
     # Ranks of a replicate group hold the same rows; the first of them writes.
@@ -44,7 +49,7 @@ def plan_state(engine: ZeroEngine, folder: str | Path, *, with_state: bool = Tru
         rank=groups.rank,
         world_size=groups.world_size,
         stage=engine.config.stage,
-        rows=[(row.kind, row.name, row.interval, row.tensor) for row in rows],
+        rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in rows)],
         shapes=engine.parameter_shapes(),
         scalars=engine.state_scalars() if writes else {},
         optimizers=[
@@ -69,25 +74,24 @@ def seal_state(
     *,
     folder: str = ZERO_FOLDER,
     within: str = "",
+    disk: Disk | None = None,
     exchange: Exchange | None = None,
 ) -> None:
-    """Writes the manifest, which makes `root` a finished checkpoint. Collective, by `exchange` or the engine's own."""
+    """Writes the manifest, which makes `root` a finished checkpoint. Collective, by `exchange` or the engine's own.
+
+    Args:
+        disk: that `root` is on; by default one that all ranks see.
+    """
     groups = engine.groups
-    seal(
-        root,
-        manifest,
-        folder=folder,
-        within=within,
-        rank=groups.rank,
-        world_size=groups.world_size,
-        exchange=exchange or engine.transport.exchange,
-    )
+    disk = disk or Disk.shared(groups.rank, groups.world_size)
+    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.transport.exchange)
 
 
-def state_bytes(engine: ZeroEngine) -> int:
-    """About what a checkpoint of this engine takes on the disk: whole weights, and every rank's state."""
+def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
+    """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.model.parameters())
-    return weights + sum(engine.transport.exchange(sum(row.tensor.nbytes for row in engine.state_rows())))
+    states = engine.transport.exchange(sum(row.tensor.nbytes for row in engine.state_rows()))
+    return weights + sum(states[rank] for rank in disk.ranks)
 
 
 def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:

@@ -48,7 +48,7 @@ def verify(folder: Folder) -> None:
     if folder.is_dir():
         with _said_plainly():
             faults += weight_faults(folder)
-    for fault in faults:
+    for fault in dict.fromkeys(faults):
         _errors.print(f"{folder}: {fault}", markup=False, highlight=False)
     if faults:
         raise typer.Exit(1)
@@ -81,17 +81,20 @@ def consolidate(
     out: Annotated[Path, typer.Argument(help="The model folder to write; new or empty.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
+    part: Annotated[list[Path] | None, typer.Option(help="The same checkpoint on another host's disk.")] = None,
 ) -> None:
-    """Writes the model of a checkpoint as a folder for from_pretrained, one file at a time."""
+    """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
     with _said_plainly():
-        ours = is_checkpoint_of_ours(checkpoint)
-        faults = checkpoint_faults(checkpoint, ZERO_FOLDER) if ours else weight_faults(checkpoint)
-        if faults:
-            raise CheckpointError(f"hf_zero: {checkpoint} is not good: {'; '.join(faults[:3])}.")
+        for folder in (checkpoint, *(part or ())):
+            ours = is_checkpoint_of_ours(folder)
+            faults = checkpoint_faults(folder, ZERO_FOLDER) if ours else weight_faults(folder)
+            if faults:
+                raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(faults[:3])}.")
         with _progress_bar("Writing weights") as show:
             files = consolidate_weights(
                 checkpoint,
                 out,
+                others=part or (),
                 dtype=None if dtype is None else getattr(torch, dtype.value),
                 max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
                 on_progress=show,
@@ -152,11 +155,20 @@ def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:
     optimizers = ", ".join(optimizer["class"] for optimizer in manifest.optimizers) or "none"
     return [
         ("saved by", f"{manifest.world_size} ranks at stage {manifest.stage}"),
+        ("layout", _layout_of(manifest)),
         ("optimizers", f"{optimizers}; state: {', '.join(kinds) or 'none'}"),
         ("trained parameters", f"{len(manifest.shapes)}"),
         ("files", f"{len(manifest.files)}, {mib(sum(record.size for record in manifest.files.values()))} MiB"),
         ("versions", ", ".join(f"{library} {version}" for library, version in manifest.versions.items())),
     ]
+
+
+def _layout_of(manifest: Manifest) -> str:
+    if manifest.weights:
+        return "sharded: make a model folder of it with `hf-zero consolidate`"
+    return (
+        "hf: from_pretrained reads it" if manifest.base is None else f"adapters of a base with checksum {manifest.base}"
+    )
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from ..checkpoint.commit import abandon, begin, commit, seal
+from ..checkpoint.disks import Disk
 from ..checkpoint.foreign.find import open_foreign
 from ..checkpoint.foreign.states import ForeignCheckpoint
 from ..checkpoint.manifest import CheckpointError
@@ -126,7 +127,8 @@ def convert(source: Path, out: Path, *, config_folder: Path | None, optimizer: s
         for kind in foreign.kinds_of(name)
     ]
     needed_bytes = sum(tensor.nbytes for *_, tensor in rows) * 2
-    temporary = begin(out, needed_bytes=needed_bytes, rank=0, exchange=_alone)
+    disk = Disk.shared()
+    temporary = begin(out, needed_bytes=needed_bytes, disk=disk, exchange=_alone)
     try:
         model.save_pretrained(temporary)
         _copy_the_rest(source, temporary)
@@ -142,10 +144,10 @@ def convert(source: Path, out: Path, *, config_folder: Path | None, optimizer: s
             exchange=_alone,
         )
         write_pieces(pieces, temporary / ZERO_FOLDER, _alone)
-        seal(temporary, manifest, folder=ZERO_FOLDER, within="", rank=0, world_size=1, exchange=_alone)
-        commit(temporary, out, rank=0, exchange=_alone)
+        seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, exchange=_alone)
+        commit(temporary, out, disk=disk, exchange=_alone)
     except BaseException:
-        abandon(temporary, rank=0)
+        abandon(temporary, disk=disk)
         raise
     return foreign.origin
 

@@ -1,38 +1,152 @@
 """Model files that all ranks write at once, laid out by transformers itself.
 
-transformers decides about names, tied weights, files and index: `save_pretrained` runs on rank 0 with tensors of the right
-shapes that nobody ever touches, and where it would write a file, that file is laid out instead. Each rank then writes the
+transformers decides about names, tied weights, files and index: `save_pretrained` runs with tensors of the right shapes that
+nobody ever touches, and where it would write a file, that file is laid out instead, or only noted. Each rank then writes the
 bytes of its own shard. Nothing is gathered, and no rank holds more than it held.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, Trainer, modeling_utils
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 
-from ..checkpoint.pieces import Piece, lay_out
+from ..checkpoint.disks import Disk
+from ..checkpoint.manifest import WEIGHTS, SavedWeight
+from ..checkpoint.pieces import DTYPE_NAMES, Piece, lay_out
 from ..checkpoint.together import Exchange, together
+from ..checkpoint.writer import Row
 from ..engine.engine import ZeroEngine
+from ..layout.intervals import Interval
 
-Places = dict[str, tuple[str, int]]
-"""Tensor's first name in the model → its file, and the byte at which it begins."""
+_THEN = "The former checkpoints are as they were, and training state is unharmed."
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsPlan:
+    """What a rank has to write of the model: pieces of files that are laid out, or rows for its own file in `zero/`.
+
+    Attributes:
+        weights: what all ranks' rows make up, by the names that `save_pretrained` gives; {} where there are none.
+    """
+
+    pieces: Sequence[Piece] = ()
+    rows: Sequence[Row] = ()
+    weights: Mapping[str, SavedWeight] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SavedFile:
+    """A weights file that `save_pretrained` was about to write: saved name → the tensor's first name in the model."""
+
+    path: Path
+    names: dict[str, str]
+    metadata: dict[str, str] | None
+
+
+class Layout(ABC):
+    """Where the model's values go. Chosen for each save."""
+
+    def plan(
+        self, trainer: Trainer, engine: ZeroEngine, folder: Path, disk: Disk, exchange: Exchange
+    ) -> WeightsPlan | None:
+        """Saves everything of the model but its values; returns this rank's part of those. Collective.
+
+        Returns:
+            None on every rank where transformers would put the model's tensors together or take them apart (experts that
+            are one tensor in the model and many in its files): nothing useful is in the folder then.
+
+        Raises:
+            CheckpointError: on every rank, when one could not make the files.
+        """
+        tensors = saved_tensors_of(engine.model)
+
+        def make_files() -> dict[str, Any] | None:
+            files = _save_without_values(trainer, tensors, folder) if disk.leads else None
+            return None if files is None else self._make(files, tensors, folder)
+
+        places = together(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
+        return None if places is None else self._plan(engine, tensors, places, folder)
+
+    @abstractmethod
+    def _make(self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, Any]:
+        """Makes what this layout has of the files; returns where each tensor goes, by its first name in the model."""
+
+    @abstractmethod
+    def _plan(
+        self, engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: dict[str, Any], folder: Path
+    ) -> WeightsPlan: ...
+
+
+class HfLayout(Layout):
+    """Straight into the files that `from_pretrained` reads; needs a disk that all ranks see."""
+
+    def _make(
+        self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
+    ) -> dict[str, tuple[str, int]]:
+        places = {}
+        for file in files:
+            shapes = {name: (tensors[first].dtype, tensors[first].shape) for name, first in file.names.items()}
+            begins = lay_out(file.path, shapes, file.metadata)
+            places.update({first: (file.path.name, begins[name]) for name, first in file.names.items()})
+        return places
+
+    def _plan(
+        self, engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: dict[str, tuple[str, int]], folder: Path
+    ) -> WeightsPlan:
+        pieces = []
+        for name, interval, values in _own_values(engine, tensors, places):
+            file, begin = places[name]
+            pieces.append(Piece(path=folder / file, offset=begin + interval.start * values.itemsize, values=values))
+        return WeightsPlan(pieces=pieces)
+
+
+class ShardedLayout(Layout):
+    """Into each rank's own file, beside its optimizer state."""
+
+    def _make(
+        self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
+    ) -> dict[str, tuple[str, str, list[int]]]:
+        (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
+        return {
+            first: (name, DTYPE_NAMES[tensors[first].dtype], list(tensors[first].shape))
+            for file in files
+            for name, first in file.names.items()
+        }
+
+    def _plan(
+        self,
+        engine: ZeroEngine,
+        tensors: Mapping[str, torch.Tensor],
+        places: dict[str, tuple[str, str, list[int]]],
+        folder: Path,
+    ) -> WeightsPlan:
+        return WeightsPlan(
+            rows=[
+                (WEIGHTS, places[first][0], interval, values)
+                for first, interval, values in _own_values(engine, tensors, places)
+            ],
+            weights={name: SavedWeight(dtype=dtype, shape=tuple(shape)) for name, dtype, shape in places.values()},
+        )
 
 
 def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
-    """Whether the Trainer's model is saved by transformers' own code, tensor by tensor as the model has them.
+    """Whether the Trainer's model is saved by transformers' or peft's own code, tensor by tensor as the model has them.
 
     Args:
         stock_save: the `save_model` that the Trainer has below the engine's.
     """
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     return (
-        isinstance(model, PreTrainedModel)
-        and model is trainer.model
-        and type(model).save_pretrained is PreTrainedModel.save_pretrained
+        model is trainer.model
+        and any(isinstance(model, kind) and type(model).save_pretrained is kind.save_pretrained for kind in _savers())
         and type(model).state_dict is nn.Module.state_dict
         and not getattr(model, "_hf_peft_config_loaded", False)
         and getattr(model, "hf_quantizer", None) is None
@@ -43,24 +157,14 @@ def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
     )
 
 
-def plan_weights(trainer: Trainer, engine: ZeroEngine, folder: Path, exchange: Exchange) -> list[Piece] | None:
-    """Saves everything of the model but its values; returns this rank's part of those. Collective.
+def _savers() -> dict[type, str]:
+    """Classes whose `save_pretrained` is known, and the function by which each writes a file."""
+    known: dict[type, str] = {PreTrainedModel: "transformers.modeling_utils.safe_save_file"}
+    if is_peft_available():
+        from peft import PeftModel
 
-    Returns:
-        None on every rank where transformers would put the model's tensors together or take them apart (experts that are
-        one tensor in the model and many in its files): nothing useful is in the folder then.
-
-    Raises:
-        CheckpointError: on every rank, when rank 0 could not make the files.
-    """
-    tensors = _saved_tensors(engine.model)
-
-    def make_files() -> Places | None:
-        return _lay_out(trainer, tensors, folder) if trainer.args.should_save else None
-
-    then = "The former checkpoints are as they were, and training state is unharmed."
-    places = together(exchange, make_files, doing=f"write the model to {folder}", then=then)[0]
-    return None if places is None else list(_pieces(engine, tensors, places, folder))
+        known[PeftModel] = "peft.peft_model.safe_save_file"
+    return known
 
 
 def _has_plain_state(module: nn.Module) -> bool:
@@ -72,7 +176,7 @@ def _has_plain_state(module: nn.Module) -> bool:
     )
 
 
-def _saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def saved_tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """What `state_dict` has, by name, tied weights under each of theirs; nothing of a sharded model is gathered."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -83,7 +187,10 @@ def _saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _lay_out(trainer: Trainer, tensors: Mapping[str, torch.Tensor], folder: Path) -> Places | None:
+def _save_without_values(
+    trainer: Trainer, tensors: Mapping[str, torch.Tensor], folder: Path
+) -> list[_SavedFile] | None:
+    """Saves the model with its weights files left out, and tells what they would have held; None if other tensors."""
     # Memory that is never touched is never given: these cost addresses, and tied weights stay one tensor.
     empty: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
@@ -91,47 +198,47 @@ def _lay_out(trainer: Trainer, tensors: Mapping[str, torch.Tensor], folder: Path
     first_name: dict[int, str] = {}
     for name, tensor in tensors.items():
         first_name.setdefault(id(empty[id(tensor)]), name)
-    places: Places = {}
+    files: list[_SavedFile] = []
     is_whole = True
 
-    def lay_out_instead(saved: dict[str, torch.Tensor], path: str, metadata: dict | None = None) -> None:
+    def note(saved: dict[str, torch.Tensor], path: str, metadata: dict | None = None) -> None:
         nonlocal is_whole
-        if not all(id(tensor) in first_name for tensor in saved.values()):
-            is_whole = False
-            return
-        begins = lay_out(Path(path), {n: (t.dtype, t.shape) for n, t in saved.items()}, metadata)
-        for name, tensor in saved.items():
-            places[first_name[id(tensor)]] = Path(path).name, begins[name]
+        is_whole = is_whole and all(id(tensor) in first_name for tensor in saved.values())
+        if is_whole:
+            names = {name: first_name[id(tensor)] for name, tensor in saved.items()}
+            files.append(_SavedFile(path=Path(path), names=names, metadata=metadata))
 
-    with _written_by(lay_out_instead):
+    with _written_by(note):
         trainer._save(str(folder), state_dict={name: empty[id(tensor)] for name, tensor in tensors.items()})
-    return places if is_whole else None
+    return files if is_whole else None
 
 
 @contextmanager
-def _written_by(save_file: Any) -> Iterator[None]:
+def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
     """Has `save_pretrained` call this for each weights file."""
-    stock = modeling_utils.safe_save_file
-    modeling_utils.safe_save_file = save_file
-    try:
+    with ExitStack() as stack:
+        for place in _savers().values():
+            module, _, name = place.rpartition(".")
+            owner = importlib.import_module(module)
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, save_file)
         yield
-    finally:
-        modeling_utils.safe_save_file = stock
 
 
-def _pieces(engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: Places, folder: Path) -> Iterator[Piece]:
+def _own_values(
+    engine: ZeroEngine, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Any]
+) -> Iterator[tuple[str, Interval, torch.Tensor]]:
+    """What this rank has to write of the saved tensors: first name in the model, run of elements, and their values, live."""
     name_of: dict[int, str] = {}
     for name, tensor in tensors.items():
         name_of.setdefault(id(tensor), name)
     for own in engine.own_weights():
         name = name_of[id(own.parameter)]
         if name in places:
-            file, begin = places[name]
-            offset = begin + own.interval.start * own.values.itemsize
-            yield Piece(path=folder / file, offset=offset, values=own.values)
+            yield name, own.interval, own.values
     if engine.groups.rank == 0:
         # Buffers, and below stage 3 frozen parameters, are the same on every rank.
         sharded = {id(p) for p in engine.parameters_in_buckets()}
-        for name, (file, begin) in places.items():
+        for name in places:
             if id(tensors[name]) not in sharded:
-                yield Piece(path=folder / file, offset=begin, values=tensors[name].detach().reshape(-1))
+                yield name, Interval(0, tensors[name].numel()), tensors[name].detach().reshape(-1)

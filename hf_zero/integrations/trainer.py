@@ -23,9 +23,12 @@ from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, load_engine
 from .foreign import load_foreign, load_foreign_weights
 from .frames import find_in_callers
+from .frozen_base import refuse_other_base
 from .init import init, leave_in_checkpoint
 from .plain_optimizer import load_plain_optimizer
-from .trainer_checkpoints import CheckpointSaver, checkpoint_to_resume
+from .resuming import checkpoint_to_resume
+from .row_weights import has_row_weights, load_row_weights
+from .trainer_checkpoints import CheckpointSaver
 from .trainer_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .weights import is_checkpoint_of_ours
 
@@ -165,8 +168,16 @@ class ZeroTrainerMixin:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
         self._checkpoint_saver.save(trial)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
+        if not is_checkpoint_of_ours(folder) and is_foreign(folder):
+            self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
+            return
+        if has_row_weights(folder):
+            # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
+            if _only_engine(self) is not None:
+                load_row_weights(_only_engine(self), folder)
+            return
         is_unprepared = model is None and _only_engine(self) is None
         has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
         if is_unprepared and has_weights and self.accelerator.zero_config.stage == 3:
@@ -175,19 +186,15 @@ class ZeroTrainerMixin:
             logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if (folder / ZERO_FOLDER).is_dir() or not is_foreign(folder):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
         if engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
+        if has_row_weights(Path(checkpoint)):
+            load_row_weights(engine, Path(checkpoint))
+        refuse_other_base(engine, Path(checkpoint))
         if folder.is_dir() and Manifest.read(folder).optimizers:
             load_engine(engine, folder)
         elif plain.is_file():
@@ -209,7 +216,11 @@ class ZeroTrainerMixin:
     def _load_best_model(self) -> None:
         for engine in self.accelerator.zero_engines:
             engine.finish_parameters()
-        super()._load_best_model()
+        best = Path(self.state.best_model_checkpoint)
+        if has_row_weights(best):
+            load_row_weights(_only_engine(self), best)
+        else:
+            super()._load_best_model()
 
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:

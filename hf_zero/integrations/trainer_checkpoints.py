@@ -1,26 +1,27 @@
-"""Trainer's checkpoints, each there whole or not at all, and resuming from the newest good one."""
+"""Trainer's checkpoints, each there whole or not at all."""
 
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import Trainer, logging
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.background import Background
-from ..checkpoint.commit import abandon, begin, clear_leftovers, commit, discard
+from ..checkpoint.commit import abandon, begin, commit, discard
+from ..checkpoint.disks import Disk, find_disk
 from ..checkpoint.manifest import CheckpointError, Manifest
-from ..checkpoint.pieces import LivePieces, Piece
+from ..checkpoint.pieces import LivePieces
 from ..checkpoint.together import Exchange, together
-from ..checkpoint.verify import Candidate, checkpoint_faults, find_good, newest_first
+from ..checkpoint.verify import newest_first, step_of
 from ..checkpoint.writer import write_live
 from ..comm.aside import Aside
 from ..comm.transport import CommunicationError
@@ -30,11 +31,11 @@ from ..engine.engine import ZeroEngine
 from ..engine.hooks import WeakHook
 from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, plan_state, seal_state, state_bytes
-from .placed_weights import can_be_placed, plan_weights
+from .frozen_base import FrozenBase
+from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
 
 logger = logging.get_logger(__name__)
 
-LAST_GOOD = "last-good"
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
 
 
@@ -58,6 +59,7 @@ class CheckpointSaver:
         self._trainer = trainer
         self.engine = engine
         self._is_placed = can_be_placed(trainer, stock_save)
+        self._base = FrozenBase(engine)
         self._background = Background()
         # A hub upload begins when Trainer's own save returns, and reads the folder.
         self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
@@ -116,25 +118,31 @@ class CheckpointSaver:
 
     def _save(self, run_folder: Path, final: Path) -> None:
         engine, trainer = self.engine, self._trainer
-        exchange, rank = engine.transport.exchange, engine.groups.rank
-        temporary = begin(final, needed_bytes=state_bytes(engine), rank=rank, exchange=exchange)
+        exchange = engine.transport.exchange
+        disk = find_disk(run_folder, engine.groups.rank, exchange)
+        is_full = self._is_full(run_folder)
+        layout = self._layout(disk, is_full=is_full)
+        temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
         try:
-            pieces = self._plan_model(temporary)
-            manifest, rows = plan_state(engine, temporary / ZERO_FOLDER, with_state=not trainer.args.save_only_model)
-            pieces += rows
+            plan = self._plan_model(layout, temporary, disk)
+            with_state = not trainer.args.save_only_model
+            folder = temporary / ZERO_FOLDER
+            manifest, pieces = plan_state(engine, folder, with_state=with_state, weights=plan.rows)
+            manifest = replace(manifest, weights=dict(plan.weights), is_kept=is_full, base=self._base.checksum())
             _note_best(trainer, run_folder, final)
             together(
                 exchange,
-                lambda: _write_the_rest(trainer, temporary),
+                lambda: _write_the_rest(trainer, temporary, leads=disk.leads),
                 doing=f"write trainer state to {temporary}",
                 then=_THEN,
             )
         except CheckpointError:
-            abandon(temporary, rank=rank)
+            abandon(temporary, disk=disk)
             raise
+        pieces = [*plan.pieces, *pieces]
         best = trainer.state.best_model_checkpoint
         live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
-        complete = partial(self._complete, manifest, live, temporary, final, best=best)
+        complete = partial(self._complete, manifest, live, temporary, final, disk=disk, best=best)
         if self._is_async:
             self._live = live
             self._background.start(partial(complete, exchange=self._aside.exchange))
@@ -150,17 +158,41 @@ class CheckpointSaver:
             self._live = None
             self.stall_s += time.perf_counter() - began_s
 
-    def _plan_model(self, temporary: Path) -> list[Piece]:
-        exchange = self.engine.transport.exchange
-        pieces = plan_weights(self._trainer, self.engine, temporary, exchange) if self._is_placed else None
-        if pieces is None:
-            together(
-                exchange,
-                lambda: self._trainer.save_model(str(temporary), _internal_call=True),
-                doing=f"write the model to {temporary}",
-                then=_THEN,
+    def _is_full(self, run_folder: Path) -> bool:
+        """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""
+        every, step = self.engine.config.checkpoint.full_every, self._trainer.state.global_step
+        if not every:
+            return False
+        numbers = [step_of(path) for path in newest_first(run_folder)]
+        # Rank 0's answer: on disks of their own, hosts may have different leftovers.
+        former = self.engine.transport.exchange(max((number for number in numbers if number < step), default=0))[0]
+        return step // every > former // every
+
+    def _layout(self, disk: Disk, *, is_full: bool) -> Layout:
+        settings = self.engine.config.checkpoint
+        is_hf = is_full or (settings.layout == "hf" and not settings.full_every)
+        if is_hf and not disk.is_of_all and not self._trainer.args.save_on_each_node:
+            raise CheckpointError(
+                f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir "
+                f"{self._trainer.args.output_dir!r} as rank {disk.rank}, and all write into one weights file there. Give all "
+                "hosts one folder, or set `checkpoint.layout: sharded`, which keeps each rank's part on its own host's disk"
+                + (", without `checkpoint.full_every`." if settings.full_every else ".")
             )
-        return pieces or []
+        return HfLayout() if is_hf else ShardedLayout()
+
+    def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
+        exchange = self.engine.transport.exchange
+        if self._is_placed:
+            plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
+            if plan is not None:
+                return plan
+        together(
+            exchange,
+            lambda: self._trainer.save_model(str(temporary), _internal_call=True),
+            doing=f"write the model to {temporary}",
+            then=_THEN,
+        )
+        return WeightsPlan()
 
     def _snapshot_bytes(self) -> int:
         wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload
@@ -176,20 +208,19 @@ class CheckpointSaver:
         temporary: Path,
         final: Path,
         *,
+        disk: Disk,
         best: str | None,
         exchange: Exchange,
     ) -> None:
-        engine, args = self.engine, self._trainer.args
-        rank = engine.groups.rank
         try:
             write_live(live, temporary, exchange)
-            seal_state(engine, temporary, manifest, exchange=exchange)
-            commit(temporary, final, rank=rank, exchange=exchange)
+            seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
+            commit(temporary, final, disk=disk, exchange=exchange)
         except CheckpointError:
-            abandon(temporary, rank=rank)
+            abandon(temporary, disk=disk)
             raise
-        if args.should_save:
-            _rotate(final.parent, final, limit=args.save_total_limit, best=best)
+        if disk.leads:
+            _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
 
 
 def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
@@ -206,11 +237,14 @@ def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
 
 
 def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | None) -> None:
-    """Trainer's `save_total_limit`: the oldest go. `latest` stays, whatever stands beside it, and so does the best."""
+    """Trainer's `save_total_limit`: the oldest go. `latest` stays, whatever stands beside it, and so does the best.
+
+    Those that are kept for good (`checkpoint.full_every`) count for nothing.
+    """
     if not limit or limit < 0:
         return
     kept = {latest} if best is None else {latest, Path(best)}
-    found = list(newest_first(run_folder))
+    found = [path for path in newest_first(run_folder) if path in kept or not _is_kept(path)]
     # By age, since one of a higher number may be what a resume has passed over; numbers where the times are equal.
     others = sorted((path for path in reversed(found) if path not in kept), key=lambda path: path.stat().st_mtime_ns)
     surplus = len(found) - max(limit, len(kept))
@@ -221,6 +255,14 @@ def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | No
             logger.warning(f"hf_zero: {path} is above save_total_limit and could not be taken away: {error}")
 
 
+def _is_kept(checkpoint: Path) -> bool:
+    try:
+        return Manifest.read(checkpoint / ZERO_FOLDER).is_kept
+    except CheckpointError:
+        # Of plain Trainer, or damaged: it goes as others do.
+        return False
+
+
 def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
     if trainer.state.best_global_step:
         best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
@@ -228,14 +270,14 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = str(best)
 
 
-def _write_the_rest(trainer: Trainer, folder: Path) -> None:
+def _write_the_rest(trainer: Trainer, folder: Path, *, leads: bool) -> None:
     """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
     if not trainer.args.save_only_model:
-        if trainer.args.should_save:
+        if leads:
             torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
         trainer._save_scaler(str(folder))
         trainer._save_rng_state(str(folder))
-    if trainer.args.should_save:
+    if leads:
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
                 held = trainer.state.stateful_callbacks
@@ -246,56 +288,3 @@ def _write_the_rest(trainer: Trainer, folder: Path) -> None:
                     held[name] = callback.state()
         trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
         write_run(trainer, folder)
-
-
-def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | None:
-    """The folder to resume from: the one asked for, or for True and "last-good" the newest good one. Collective.
-
-    Raises:
-        ValueError: the folder asked for has faults; or for True, there is no good one. Lists each with its faults.
-    """
-    if asked is None or asked is False:
-        return None
-    output_dir = Path(trainer.args.output_dir)
-    rank, world_size = trainer.args.process_index, trainer.args.world_size
-    if asked is not True and asked != LAST_GOOD:
-        mine = checkpoint_faults(Path(asked), ZERO_FOLDER, rank=rank, world_size=world_size)
-        faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
-        if faults:
-            there = sorted(path.name for path in output_dir.glob("checkpoint-*"))
-            raise ValueError(
-                f"hf_zero: cannot resume from {str(asked)!r}: {'; '.join(faults)}. Checkpoints in {str(output_dir)!r}: "
-                f"{', '.join(there) or 'none'}. Pass one of those, or resume_from_checkpoint={LAST_GOOD!r} for the newest good "
-                "one."
-            )
-        return str(asked)
-    together(
-        exchange_between_ranks,
-        lambda: clear_leftovers(output_dir) if rank == 0 else None,
-        doing=f"clear {output_dir} of what killed runs left",
-        then="Nothing was trained; make the folder writable.",
-    )
-    found, passed = find_good(
-        output_dir, ZERO_FOLDER, rank=rank, world_size=world_size, exchange=exchange_between_ranks
-    )
-    said = _in_words(passed)
-    if found is None and asked is True:
-        raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
-    if rank == 0 and found is None:
-        logger.warning(f"hf_zero: no good checkpoint in {output_dir} ({said or 'it holds none'}); starting afresh.")
-    elif rank == 0 and passed:
-        logger.warning(f"hf_zero: resuming from {found}. Passed over: {said}")
-    return None if found is None else str(found)
-
-
-def _in_words(passed: list[Candidate]) -> str:
-    return "; ".join(f"{candidate.path.name}: {', '.join(candidate.faults[:3])}" for candidate in passed)
-
-
-def exchange_between_ranks(value: object) -> list:
-    """Every rank's picklable value in rank order, before there is an engine."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -17,6 +17,8 @@ from .card import CARD_NAME, write_card
 from .card_facts import card_facts
 from .hub import EVERYTHING, WEIGHTS, Destination, HubError, make_repo, push_folder
 from .push import stage_checkpoint, stage_model
+from .row_weights import has_row_weights
+from .weights import consolidate
 
 logger = logging.get_logger(__name__)
 
@@ -137,7 +139,10 @@ def _model_staged(trainer: Trainer, checkpoint: Path) -> tempfile.TemporaryDirec
     own_card = Path(trainer.args.output_dir, CARD_NAME)
 
     def fill(out: Path) -> None:
-        stage_model(checkpoint, out)
+        if has_row_weights(checkpoint):
+            consolidate(checkpoint, out)
+        else:
+            stage_model(checkpoint, out)
         if own_card.is_file():
             (out / CARD_NAME).write_bytes(own_card.read_bytes())
         write_trainer_card(trainer, out, facts_of=checkpoint)

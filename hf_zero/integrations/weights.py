@@ -1,24 +1,39 @@
 """The weights of a Hugging Face folder: which tensor lies in which file, what is wrong with them, and writing them anew."""
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
-from ..checkpoint.manifest import CheckpointError
+from ..checkpoint.manifest import WEIGHTS, CheckpointError
+from ..checkpoint.pieces import Piece, dtype_named, lay_out
+from ..checkpoint.reader import CheckpointReader
+from ..layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
+from .row_weights import has_row_weights
 
 RUN_NAME = "training_run.json"
 """Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of one weights file, where nothing else is said."""
 
 _OF_THE_RUN = (
     "optimizer.pt",
@@ -59,32 +74,103 @@ def weight_files(folder: Path) -> list[str]:
         if bad:
             raise CheckpointError(f"hf_zero: {index} names {bad[0]!r}, which is not a file of {folder}.")
         return names
-    if (folder / SAFE_WEIGHTS_NAME).is_file():
-        return [SAFE_WEIGHTS_NAME]
+    for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
+        if (folder / name).is_file():
+            return [name]
     raise CheckpointError(f"hf_zero: {folder} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}.")
 
 
 def saved_tensors(folder: Path) -> list[SavedTensor]:
-    """Everything in a folder's weights files, by their headers alone."""
-    found = []
-    for file in weight_files(folder):
-        try:
-            with safe_open(folder / file, framework="pt") as opened:
+    """Everything that a folder holds of a model, by headers and manifest alone."""
+    with open_weights(folder) as weights:
+        return weights.tensors
+
+
+class Weights(ABC):
+    """A folder's model, a tensor at a time. A context manager.
+
+    Attributes:
+        tensors: all that it has.
+    """
+
+    tensors: list[SavedTensor]
+
+    @abstractmethod
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        """Its values, in its shape, in host memory or mapped from a file."""
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None: ...
+
+
+class FileWeights(Weights):
+    """In files that `from_pretrained` reads."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.tensors = []
+        for file in weight_files(folder):
+            try:
+                opened = self._files[file] = self._stack.enter_context(safe_open(folder / file, framework="pt"))
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
                     view = opened.get_slice(name)
                     shape = tuple(view.get_shape())
-                    tensor = opened.get_tensor(name)
-                    found.append(
-                        SavedTensor(name=name, file=file, shape=shape, dtype=view.get_dtype(), nbytes=tensor.nbytes)
+                    nbytes = opened.get_tensor(name).nbytes
+                    self.tensors.append(
+                        SavedTensor(name=name, file=file, shape=shape, dtype=view.get_dtype(), nbytes=nbytes)
                     )
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"hf_zero: {folder / file} cannot be read ({error}).") from error
-    return found
+            except (OSError, SafetensorError) as error:
+                self._stack.close()
+                raise CheckpointError(f"hf_zero: {folder / file} cannot be read ({error}).") from error
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._files[tensor.file].get_tensor(tensor.name)
+
+    def __exit__(self, *error: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
+class RowWeights(Weights):
+    """In the ranks' rows of a checkpoint of layout `sharded`.
+
+    Args:
+        others: the checkpoint's folders on other hosts' disks.
+    """
+
+    def __init__(self, checkpoint: Path, others: Sequence[Path] = ()):
+        self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
+        self.tensors = [
+            SavedTensor(
+                name=name,
+                file=ZERO_FOLDER,
+                shape=weight.shape,
+                dtype=weight.dtype,
+                nbytes=math.prod(weight.shape) * dtype_named(weight.dtype).itemsize,
+            )
+            for name, weight in self._reader.manifest.weights.items()
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._reader.read(WEIGHTS, tensor.name, Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+
+def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
+    """A folder's model, wherever it lies."""
+    return RowWeights(folder, others) if has_row_weights(folder) else FileWeights(folder)
 
 
 def weight_faults(folder: Path) -> list[str]:
     """What the weights have wrong against the model of the folder's config, in words."""
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
     try:
         saved = saved_tensors(folder)
@@ -141,40 +227,50 @@ def consolidate(
     checkpoint: Path,
     out: Path,
     *,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-    on_progress: Callable[[int, int], None],
+    others: Sequence[Path] = (),
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:
     """Writes the model of a checkpoint as an ordinary Hugging Face folder; returns the weights files' names.
 
-    One output file is held in memory at a time, and nothing of it where the dtype stays.
+    A tensor is in memory at a time.
 
     Args:
+        others: the checkpoint's folders on other hosts' disks.
         out: made if it is not there; must hold nothing.
         dtype: of the floating-point weights; None keeps the saved ones.
         on_progress: called with bytes written and bytes in all.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
-    tensors = saved_tensors(checkpoint)
-    out.mkdir(parents=True, exist_ok=True)
-    written_bytes = {tensor.name: _written_bytes(tensor, dtype) for tensor in tensors}
-    shards = list(_shards(tensors, written_bytes, max_shard_bytes))
-    total = sum(written_bytes.values())
-    done = 0
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(_read(checkpoint, shard, dtype), out / file, metadata={"format": "pt"})
-        weight_map.update({tensor.name: file for tensor in shard})
-        done += sum(written_bytes[tensor.name] for tensor in shard)
-        on_progress(done, total)
+    if (checkpoint / ADAPTER_CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"hf_zero: {checkpoint} holds adapters, which PeftModel.from_pretrained reads as they are; there is no whole model "
+            "to write. Merge them into their base (merge_and_unload) for one."
+        )
+    with open_weights(checkpoint, others) as weights:
+        out.mkdir(parents=True, exist_ok=True)
+        shards = list(_shards(weights.tensors, dtype, max_shard_bytes))
+        total = sum(_written_bytes(tensor, dtype) for tensor in weights.tensors)
+        done = 0
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            places = {tensor.name: (_written_dtype(tensor, dtype), tensor.shape) for tensor in shard}
+            begins = lay_out(out / file, places, {"format": "pt"})
+            for tensor in shard:
+                values = weights.read(tensor).to(_written_dtype(tensor, dtype)).reshape(-1)
+                Piece(path=out / file, offset=begins[tensor.name], values=values).write()
+                done += values.nbytes
+                on_progress(done, total)
+            weight_map.update({tensor.name: file for tensor in shard})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    weights = {*weight_files(checkpoint), SAFE_WEIGHTS_INDEX_NAME}
+    of_weights = {SAFE_WEIGHTS_INDEX_NAME, *(tensor.file for tensor in weights.tensors)}
     for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in weights and not is_of_the_run(path.name):
+        if path.is_file() and path.name not in of_weights and not is_of_the_run(path.name):
             shutil.copy2(path, out / path.name)
     if dtype is not None and (out / "config.json").is_file():
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
@@ -183,35 +279,24 @@ def consolidate(
     return sorted(set(weight_map.values()))
 
 
+def _written_dtype(tensor: SavedTensor, dtype: torch.dtype | None) -> torch.dtype:
+    saved = dtype_named(tensor.dtype)
+    return saved if dtype is None or not saved.is_floating_point else dtype
+
+
 def _written_bytes(tensor: SavedTensor, dtype: torch.dtype | None) -> int:
-    if dtype is None or not tensor.dtype.startswith(("F", "BF")):
-        return tensor.nbytes
-    return torch.Size(tensor.shape).numel() * dtype.itemsize
+    return math.prod(tensor.shape) * _written_dtype(tensor, dtype).itemsize
 
 
-def _shards(
-    tensors: list[SavedTensor], written_bytes: dict[str, int], max_shard_bytes: int
-) -> Iterator[list[SavedTensor]]:
+def _shards(tensors: list[SavedTensor], dtype: torch.dtype | None, max_shard_bytes: int) -> Iterator[list[SavedTensor]]:
     shard: list[SavedTensor] = []
     for tensor in tensors:
-        if shard and sum(written_bytes[t.name] for t in [*shard, tensor]) > max_shard_bytes:
+        if shard and sum(_written_bytes(t, dtype) for t in [*shard, tensor]) > max_shard_bytes:
             yield shard
             shard = []
         shard.append(tensor)
     if shard:
         yield shard
-
-
-def _read(folder: Path, shard: list[SavedTensor], dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    read: dict[str, torch.Tensor] = {}
-    for file in dict.fromkeys(tensor.file for tensor in shard):
-        with safe_open(folder / file, framework="pt") as opened:
-            for tensor in shard:
-                if tensor.file == file:
-                    values = opened.get_tensor(tensor.name)
-                    cast = dtype is not None and values.is_floating_point()
-                    read[tensor.name] = values.to(dtype) if cast else values
-    return read
 
 
 def is_of_the_run(name: str) -> bool:

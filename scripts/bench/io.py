@@ -3,7 +3,8 @@
     python scripts/bench/io.py                 # GPT-2's 124 M parameters, two ranks: some minutes and 8 GB of disk
     python scripts/bench/io.py --quick         # a tiny model: does the harness run?
 
-Resumes are cold: the system is told to forget the checkpoint's pages before each.
+Resumes are cold: the system is told to forget the checkpoint's pages before each. Seconds are of ranks that share a disk; bytes
+are counted where each rank has a copy of its own, as on hosts of their own, so that none is served by what another has read.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from memory import status_bytes
 from peers import make_fsdp2
 from ranks import run_ranks
 from rich.console import Console
@@ -44,7 +46,9 @@ class StopsWhenLoaded(TrainerCallback):
         raise _LoadedError
 
 
-def make_trainer(rank: int, world_size: int, *, model: str, stage: int | None, folder: str, callbacks=()) -> Trainer:
+def make_trainer(
+    rank: int, world_size: int, *, model: str, stage: int | str | None, folder: str, callbacks=()
+) -> Trainer:
     """A Trainer of plain DDP (`stage` of None) or of the engine; one training step long."""
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
@@ -155,6 +159,28 @@ def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repea
     return seconds
 
 
+def saves_for_merging(rank: int, world_size: int, *, model: str, folder: str) -> None:
+    """The model as FSDP2 and torch's DCP save it, for accelerate's merge."""
+    engine = make_fsdp2(WORKLOADS[model].make_model, adamw_arguments(True))
+    dcp.save({"model": get_state_dict(engine.model, ())[0]}, checkpoint_id=folder)
+    engine.close()
+
+
+def merges(rank: int, world_size: int, *, source: str, out: str, way: str) -> dict[str, float]:
+    """Seconds, and bytes by which this process grew at most, of one way to a model folder from the ranks' parts."""
+    from accelerate.utils import merge_fsdp_weights
+
+    from hf_zero.integrations.weights import consolidate
+
+    ways = {
+        "hf-zero consolidate": lambda: consolidate(Path(source), Path(out)),
+        "accelerate merge-weights": lambda: merge_fsdp_weights(source, out),
+    }
+    before_bytes, began_s = status_bytes("VmRSS"), time.perf_counter()
+    ways[way]()
+    return {"seconds": time.perf_counter() - began_s, "peak_bytes": status_bytes("VmHWM") - before_bytes}
+
+
 def _to_disk(*paths: Path) -> None:
     for path in paths:
         handle = os.open(path, os.O_RDONLY)
@@ -162,7 +188,7 @@ def _to_disk(*paths: Path) -> None:
         os.close(handle)
 
 
-def makes_a_checkpoint(rank: int, world_size: int, *, model: str, stage: int | None, folder: str) -> None:
+def makes_a_checkpoint(rank: int, world_size: int, *, model: str, stage: int | str | None, folder: str) -> None:
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
     trainer.train()
     if stage is not None:
@@ -170,19 +196,26 @@ def makes_a_checkpoint(rank: int, world_size: int, *, model: str, stage: int | N
         trainer._checkpoint_saver.finish()
 
 
-def resumes(rank: int, world_size: int, *, model: str, stage: int | None, folder: str) -> dict[str, float]:
+def resumes(
+    rank: int, world_size: int, *, model: str, stage: int | None, folder: str, is_shared: bool
+) -> dict[str, float]:
     """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
+    if not is_shared:
+        shutil.copytree(folder, f"{folder}-of-rank-{rank}")
+        folder = f"{folder}-of-rank-{rank}"
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder, callbacks=[StopsWhenLoaded()])
     gc.collect()
-    if rank == 0:
-        _forget(Path(folder))
+    _forget(Path(folder))
     dist.barrier()
     before, began_s = _read_bytes(), time.perf_counter()
     try:
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     except _LoadedError:
         seconds = time.perf_counter() - began_s
-    return {"seconds": seconds, "read_bytes": _read_bytes() - before}
+    figures = {"seconds": seconds, "read_bytes": _read_bytes() - before}
+    if not is_shared:
+        shutil.rmtree(folder)
+    return figures
 
 
 def _forget(folder: Path) -> None:
@@ -216,27 +249,26 @@ def main() -> None:
     machine = describe_run(options)
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:
         saves, loads = measure(options, Path(folder))
+        merged = measure_merges(options, Path(folder))
     numel = sum(parameter.numel() for parameter in WORKLOADS[options.model].make_model().parameters())
     console = Console(width=120)
     console.print(
         table_of_saves(saves, f"saving {options.model} from {options.ranks} ranks, commit {machine['commit']}")
     )
     console.print(table_of_loads(loads, 4 * numel, options.ranks))
+    console.print(table_of_merges(merged, 4 * numel))
     path = options.json or BENCH_FOLDER / "results" / f"io-{machine['commit']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {"machine": machine, "model": options.model, "saves": saves, "resumes": loads}, indent=1, default=str
-        )
-    )
+    figures = {"machine": machine, "model": options.model, "saves": saves, "resumes": loads, "merges": merged}
+    path.write_text(json.dumps(figures, indent=1, default=str))
     console.print(f"written to {path}")
 
 
 def measure(options: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
-    """Seconds of saves by way of saving, and figures of a resume by engine, the slowest rank's."""
+    """Seconds of saves by way of saving, and figures of resumes by engine."""
     common = {"model": options.model}
     saves: dict[str, list[float]] = {}
-    loads: dict[str, dict[str, float]] = {}
+    loads: dict[str, dict[str, list[float]]] = {}
 
     def on_ranks(target: Callable, **arguments: object) -> list:
         return run_ranks(target, world_size=options.ranks, time_limit_s=900, keyword_arguments=common | arguments)
@@ -253,11 +285,39 @@ def measure(options: argparse.Namespace, folder: Path) -> tuple[dict, dict]:
     for name, stage in [("DDP", None), *((f"stage {stage}", stage) for stage in options.stages)]:
         place = folder / name.replace(" ", "")
         on_ranks(makes_a_checkpoint, stage=stage, folder=str(place))
-        by_rank = on_ranks(resumes, stage=stage, folder=str(place))
-        loads[name] = {what: max(figures[what] for figures in by_rank) for what in ("seconds", "read_bytes")}
-        loads[name]["read_bytes_of_all"] = sum(figures["read_bytes"] for figures in by_rank)
+        shared = []
+        for _ in range(options.repeats):
+            by_rank = on_ranks(resumes, stage=stage, folder=str(place), is_shared=True)
+            shared.append(max(figures["seconds"] for figures in by_rank))
+        by_rank = on_ranks(resumes, stage=stage, folder=str(place), is_shared=False)
+        loads[name] = {"seconds": shared, "read_bytes": [figures["read_bytes"] for figures in by_rank]}
         shutil.rmtree(place)
     return saves, loads
+
+
+def measure_merges(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, float]]:
+    """Way → seconds and peak of making a model folder of what the ranks have saved."""
+
+    def on_ranks(target: Callable, ranks: int, **arguments: object) -> list:
+        return run_ranks(target, world_size=ranks, time_limit_s=900, keyword_arguments=arguments)
+
+    ours, theirs = folder / "ours", folder / "dcp"
+    settings = "stage=3,checkpoint.layout=sharded"
+    on_ranks(makes_a_checkpoint, options.ranks, model=options.model, stage=settings, folder=str(ours))
+    on_ranks(saves_for_merging, options.ranks, model=options.model, folder=str(theirs))
+    sources = {"hf-zero consolidate": ours / "checkpoint-1", "accelerate merge-weights": theirs}
+    return {
+        way: on_ranks(merges, 1, source=str(source), out=str(folder / f"{way} out"), way=way)[0]
+        for way, source in sources.items()
+    }
+
+
+def table_of_merges(merges: dict[str, dict[str, float]], parameter_bytes: int) -> Table:
+    table = Table("way", "seconds", "peak MiB", "bound", title="from the ranks' files to one for from_pretrained")
+    for way, figures in merges.items():
+        bound = f"{(parameter_bytes + 200e6) / 2**20:.0f}" if way.startswith("hf-zero") else ""
+        table.add_row(way, f"{figures['seconds']:.2f}", f"{figures['peak_bytes'] / 2**20:.0f}", bound)
+    return table
 
 
 def table_of_saves(saves: dict[str, list[float]], title: str) -> Table:
@@ -270,17 +330,16 @@ def table_of_saves(saves: dict[str, list[float]], title: str) -> Table:
     return table
 
 
-def table_of_loads(loads: dict[str, dict[str, float]], parameter_bytes: int, ranks: int) -> Table:
-    table = Table("engine", "seconds", "read MB of the disk, most on a rank", "all ranks", "bound a rank")
+def table_of_loads(loads: dict[str, dict[str, list[float]]], parameter_bytes: int, ranks: int) -> Table:
+    table = Table("engine", "seconds", "MB that a rank read from a disk of its own, at most", "bound")
     table.title = "resume, cold"
     bounds = {"stage 3": 3 * parameter_bytes / ranks}
     for name, load in loads.items():
         bound = bounds.get(name, parameter_bytes + 2 * parameter_bytes / ranks) if name != "DDP" else None
         table.add_row(
             name,
-            f"{load['seconds']:.2f}",
-            f"{load['read_bytes'] / 1e6:.0f}",
-            f"{load['read_bytes_of_all'] / 1e6:.0f}",
+            f"{median(load['seconds']):.2f} ({min(load['seconds']):.2f}-{max(load['seconds']):.2f})",
+            f"{max(load['read_bytes']) / 1e6:.0f}",
             "" if bound is None else f"{1.05 * bound / 1e6:.0f}",
         )
     return table

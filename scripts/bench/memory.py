@@ -42,17 +42,17 @@ def measure_peaks(
 def peak_of_rank(rank: int, world_size: int, *, engine_name: str, workload_name: str, fused: bool) -> int:
     """Peak bytes of one engine on this rank, above what the process held before there was a model."""
     workload = WORKLOADS[workload_name]
-    before_bytes = _status_bytes("VmRSS")
+    before_bytes = status_bytes("VmRSS")
     engine = ENGINES[engine_name](workload.make_model, adamw_arguments(fused))
     for step in range(STEPS):
         engine.step(workload.make_batch(rank, step))
     engine.finish()
-    peak_bytes = _status_bytes("VmHWM") - before_bytes
+    peak_bytes = status_bytes("VmHWM") - before_bytes
     engine.close()
     return peak_bytes
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

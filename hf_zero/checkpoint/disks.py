@@ -1,0 +1,75 @@
+"""Which ranks write to the same disk: one that all hosts share, or one of each host's own."""
+
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from .together import Exchange, together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The ranks that see a folder as this rank does. The first of them does what is done once on a disk.
+
+    Attributes:
+        ranks: in order; this one is among them.
+        rank: this one.
+        world_size: ranks of all disks.
+    """
+
+    ranks: tuple[int, ...]
+    rank: int
+    world_size: int
+
+    @classmethod
+    def shared(cls, rank: int = 0, world_size: int = 1) -> "Disk":
+        """One that all ranks see."""
+        return cls(ranks=tuple(range(world_size)), rank=rank, world_size=world_size)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank makes folders, manifests and renames here."""
+        return self.rank == self.ranks[0]
+
+    @property
+    def place(self) -> int:
+        """This rank's number among those of the disk."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether all ranks see the folder."""
+        return len(self.ranks) == self.world_size
+
+
+def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
+    """Looks which ranks find the same file or folder at `path`, which nobody changes meanwhile. Collective; writes nothing."""
+
+    def identity() -> tuple[int, int] | None:
+        # A copy has another inode, or one of another time; no tool can set the time of an inode's change.
+        return (path.stat().st_ino, path.stat().st_ctime_ns) if path.exists() else None
+
+    found = exchange(identity())
+    ranks = tuple(number for number, theirs in enumerate(found) if theirs == found[rank])
+    return Disk(ranks=ranks, rank=rank, world_size=len(found))
+
+
+def find_disk(folder: Path, rank: int, exchange: Exchange) -> Disk:
+    """Looks which ranks see in `folder` what this rank puts there; makes the folder. Collective.
+
+    Raises:
+        CheckpointError: on every rank, where one cannot write there.
+    """
+    mark = folder / f".hf_zero-{uuid.uuid4().hex}"
+
+    def put() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+        return mark.name
+
+    then = "Nothing was written; make the folder writable."
+    names = together(exchange, put, doing=f"write to {folder}", then=then)
+    seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
+    exchange(None)
+    mark.unlink()
+    return Disk(ranks=seen, rank=rank, world_size=len(names))
