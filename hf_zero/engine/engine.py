@@ -35,7 +35,7 @@ from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reach import keeps_intact
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
-from .resize import put_state_back, renew_resized, to_host
+from .resize import resize_whole, to_host
 from .room import choose_holder, refuse_unless_it_fits, reshards_after_forward, together
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
@@ -96,7 +96,8 @@ class ZeroEngine:
         shards, split = self.groups.shard_size, self.config.split_parameters
         self._wire = choose_wire(self.config, self.groups, self.transport)
         self._parts = self._build(owner, [keeps_intact(optimizer, split, shards=shards) for optimizer in optimizers])
-        self.buckets = [bucket for buckets in self._parts.values() for bucket in buckets if bucket.trained]
+        self._all_buckets = [bucket for buckets in self._parts.values() for bucket in buckets]
+        self.buckets = [bucket for bucket in self._all_buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
         self._store = self._make_store()
@@ -117,7 +118,7 @@ class ZeroEngine:
         self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.gather_timeout_s)
         self._exact.put_back()
         self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
-        self._homes = Homes(model, [bucket for buckets in self._parts.values() for bucket in buckets])
+        self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         check = self.config.check_nonfinite
         self._nonfinite = NonFiniteCheck(self.transport, wanted=check, replicated=self._is_replicated)
@@ -262,17 +263,16 @@ class ZeroEngine:
 
     def parameters_in_buckets(self) -> list[nn.Parameter]:
         """All that `own_weights` hands out parts of, on some rank."""
-        return [slot.parameter for buckets in self._parts.values() for bucket in buckets for slot in bucket.slots]
+        return [slot.parameter for bucket in self._all_buckets for slot in bucket.slots]
 
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
-        buckets = (bucket for buckets in self._parts.values() for bucket in buckets)
-        return own_weights(buckets, self.groups, self._holder)
+        return own_weights(self._all_buckets, self.groups, self._holder)
 
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
         """Replaces this rank's part of the model; `read` gives runs of parameters. `share_weights` has to follow."""
         self.finish_parameters()
-        load_weights((bucket for buckets in self._parts.values() for bucket in buckets), self._holder, read)
+        load_weights(self._all_buckets, self._holder, read)
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""
@@ -313,17 +313,11 @@ class ZeroEngine:
         """
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
-        states = {name: self.full_state(slot.parameter) for name, slot in self._slots_by_name()}
-        states = {name: {kind: to_host(value) for kind, value in state.items()} for name, state in states.items()}
-        optimizers = [sharded.optimizer for sharded in self.optimizers]
-        device = self.device
+        states = {slot.name: self.full_state(slot.parameter) for slot in self._slot_of.values()}
+        on_host = {name: {kind: to_host(value) for kind, value in state.items()} for name, state in states.items()}
+        optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
         self.close()
-        before = dict(self.model.named_parameters())
-        shapes = {name: parameter.shape for name, parameter in before.items()}
-        self.model.resize_token_embeddings(num_tokens, **kwargs)
-        renew_resized(self.model, shapes)
-        after = dict(self.model.named_parameters())
-        put_state_back(optimizers, states, shapes, before, after)
+        resize_whole(self.model, optimizers, on_host, num_tokens, **kwargs)
         self._assemble(optimizers, device)
 
     def close(self, *, rank0_only: bool = False) -> None:
@@ -498,9 +492,6 @@ class ZeroEngine:
     def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
         rows = [self._row_of[p] for p in parameters if p in self._row_of]
         return [row for row in rows if self._has_gradient(row)]
-
-    def _slots_by_name(self) -> list[tuple[str, ParameterSlot]]:
-        return [(slot.name, slot) for slot in self._slot_of.values()]
 
     def _slot(self, parameter: nn.Parameter) -> ParameterSlot:
         if parameter not in self._slot_of:

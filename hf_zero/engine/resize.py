@@ -12,7 +12,27 @@ def to_host(value: Any) -> Any:
     return value.cpu() if torch.is_tensor(value) else value
 
 
-def renew_resized(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
+def resize_whole(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    states: Mapping[str, Mapping[str, Any]],
+    num_tokens: int,
+    **kwargs: Any,
+) -> None:
+    """`model.resize_token_embeddings` of a model that no engine holds, with its optimizers' state.
+
+    Args:
+        states: parameter name → its whole state, which the optimizers get.
+        kwargs: passed on to `resize_token_embeddings`.
+    """
+    before = dict(model.named_parameters())
+    shapes = {name: parameter.shape for name, parameter in before.items()}
+    model.resize_token_embeddings(num_tokens, **kwargs)
+    _renew_resized(model, shapes)
+    put_state_back(optimizers, states, shapes, before, dict(model.named_parameters()))
+
+
+def _renew_resized(model: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
     """Hangs new Parameter objects in the place of those that were given data of another shape than in `shapes`.
 
     A graph that is still alive (the last step's loss) expects gradients of the old shape for the old object.
