@@ -83,7 +83,7 @@ class OffloadConfig:
     """A folder on a local disk, on every host; it is looked for when the engine is built."""
     speculate_bytes: int | str = AUTO
     """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
-    of them in `optimizer.step()`. `auto` is half of what is free beside an accelerator, and 0 where training is on the CPU."""
+    of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on the CPU."""
     delay: int = 0
     """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
     delay_warmup: int = 40

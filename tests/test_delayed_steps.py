@@ -119,7 +119,7 @@ def same(ours: list, theirs: list) -> bool:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     stage=st.integers(0, 3),

@@ -103,11 +103,11 @@ def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
     jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
     host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}
     files = {"offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.4}}
-    stages = (1, 3) if world_size == 3 else (0, 1, 2, 3)
+    stages = {1: (0, 2, 3), 2: (1, 2, 3), 3: (3,)}[world_size]
     cases = [{"jobs": jobs, "offload": offload, "stages": stages} for offload in (host, files)]
-    cases.append({"jobs": jobs, "offload": host, "stages": stages[-2:], "param_dtype": "bfloat16"})
+    cases.append({"jobs": jobs, "offload": host, "stages": stages[-1:], "param_dtype": "bfloat16"})
     for found in run_ranks(in_turn, world_size=world_size, time_limit_s=120, keyword_arguments={"cases": cases}):
-        assert len(found) == 2 * len(stages) + 2
+        assert len(found) == 2 * len(stages) + 1
         assert_equal(found)
 
 
