@@ -237,6 +237,8 @@ class ZeroConfig:
             and 3.
         param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
             through an fp32 master copy held by the shard; float16 needs loss scaling too, which accelerate and Trainer then do.
+        rounding: how a bfloat16 parameter is made of the optimizer's float32 update: `nearest`, from a master that the shard
+            keeps; `stochastic`, by chance in proportion to the distance, from the parameter itself, so that no master is kept.
         reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
         split_parameters: whether a parameter may be cut, so that ranks have parts of it. `auto` cuts for element-wise
             optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
@@ -258,6 +260,7 @@ class ZeroConfig:
     grad_buffers: int = 3
     grad_accumulation: str = AUTO
     param_dtype: str = AUTO
+    rounding: str = "nearest"
     reduce_dtype: str = AUTO
     split_parameters: bool | str = AUTO
     overlap_param_gather: bool = True
@@ -289,6 +292,17 @@ class ZeroConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise _refuse(name, value, "a whole number from 0")
+        _one_of("rounding", self.rounding, ("nearest", "stochastic"))
+        if self.rounding == "stochastic" and self.offload.moves_state:
+            raise ConfigError(
+                "hf_zero config: `rounding: stochastic` keeps no master that `offload.optimizer: "
+                f"{self.offload.optimizer}` could move. Leave `rounding` at nearest, or `offload.optimizer` at none."
+            )
+        if self.rounding == "stochastic" and self.comm.weights != "none":
+            raise ConfigError(
+                f"hf_zero config: `comm.weights: {self.comm.weights}` rounds what masters hold, and `rounding: stochastic` keeps "
+                "none. Leave one of the two out."
+            )
         _one_of("split_parameters", self.split_parameters, (True, False, AUTO))
         _one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if self.unit_modules != AUTO:
@@ -318,6 +332,11 @@ class ZeroConfig:
                     f"hf_zero config: `comm.{name}: {value}` is of stages 1 to 3, where {name} travel by shards (stage is "
                     "0, which all-reduces whole gradients and sends no weights). Set `stage: 1`, or leave it at none."
                 )
+
+    @property
+    def steps_by_bucket(self) -> bool:
+        """True when an optimizer never has all of a rank's parameters before it."""
+        return self.offload.optimizer == "nvme" or self.rounding == "stochastic"
 
     @property
     def accumulates_locally(self) -> bool:

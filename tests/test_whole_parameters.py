@@ -12,7 +12,7 @@ from training import Job, Outcome, gpt2, gpt2_batch, train
 from transformers.optimization import Adafactor
 
 from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.config import ConfigError
+from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.reach import Reach, keeps_intact, reach_of
 from hf_zero.integrations.announce import announce
@@ -269,14 +269,16 @@ def test_an_optimizer_derived_from_adamw_is_tried_and_not_believed():
 def test_what_no_layout_suits_is_refused_by_name():
     parameters = [nn.Parameter(torch.ones(3, 2))]
     with pytest.raises(ValueError, match=r"LBFGS calls backward in the middle of its step.*Use AdamW"):
-        keeps_intact(torch.optim.LBFGS(parameters), "auto", shards=1)
+        keeps_intact(torch.optim.LBFGS(parameters), ZeroConfig(), shards=1)
     with pytest.raises(ValueError, match=r"Prodigious updates a parameter by what other parameters are.*`stage: 0`"):
-        keeps_intact(Prodigious(parameters), "auto", shards=2)
-    assert keeps_intact(Prodigious(parameters), "auto", shards=1)
+        keeps_intact(Prodigious(parameters), ZeroConfig(), shards=2)
+    assert keeps_intact(Prodigious(parameters), ZeroConfig(), shards=1)
+    with pytest.raises(ValueError, match=r"without `offload\.optimizer: nvme` and `rounding: stochastic`"):
+        keeps_intact(Prodigious(parameters), ZeroConfig(rounding="stochastic"), shards=1)
     with pytest.raises(ConfigError, match=r"`split_parameters: true`, and the optimizer Muon updates an element by"):
-        keeps_intact(torch.optim.Muon(parameters), True, shards=2)
-    assert keeps_intact(torch.optim.AdamW(parameters), False, shards=2)
-    assert not keeps_intact(torch.optim.AdamW(parameters), "auto", shards=2)
+        keeps_intact(torch.optim.Muon(parameters), ZeroConfig(split_parameters=True), shards=2)
+    assert keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(split_parameters=False), shards=2)
+    assert not keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(), shards=2)
 
 
 def test_rows_are_whole_matrices_and_the_plan_states_the_padding(capsys):

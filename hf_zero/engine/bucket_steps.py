@@ -1,22 +1,27 @@
 """One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from typing import Any, Protocol
 
 import torch
 
 from ..comm.transport import Label, Transport
 from ..offload.files import OffloadError
-from ..offload.stored import StoredShard
-from ..offload.window import Window
 from .buckets import Bucket, Row
 from .hooks import WeakHook
 from .state_kinds import own_step
 
 _WORD = Label(kind="agree on state in files", subject="the step")
 
-Move = Callable[[Bucket, StoredShard, torch.Tensor], None]
-"""(bucket, its file, the buffer with the file's contents)."""
+Move = Callable[[Bucket, Any, Any], None]
+"""(bucket, what holds its state, what the walk gives beside it: a buffer with a file's contents)."""
+
+
+class Walk(Protocol):
+    """How the buckets' state comes and goes, one after the other."""
+
+    def walk(self, shards: Sequence[Any], spared: int) -> Generator[tuple[Any, Any], None, None]: ...
 
 
 class BucketSteps:
@@ -35,7 +40,7 @@ class BucketSteps:
     word from all.
 
     Args:
-        shards: the file of each of the optimizer's buckets.
+        shards: what holds the state of each of the optimizer's buckets, such as its file.
         bring, put: called before and after a bucket is stepped.
         transport: of the ranks that step together.
     """
@@ -43,8 +48,8 @@ class BucketSteps:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        shards: Mapping[Bucket, StoredShard],
-        window: Window,
+        shards: Mapping[Bucket, Any],
+        window: Walk,
         *,
         bring: Move,
         put: Move,

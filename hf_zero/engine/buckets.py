@@ -84,7 +84,7 @@ class Bucket:
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
         whole: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
-        is_away: the master is in a file; `master` and the rows then have its shape and no memory.
+        is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
     """
 
     def __init__(
@@ -173,6 +173,9 @@ class Bucket:
 
     def follow_values(self) -> None:
         """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""
+        # One that is away follows by `follow_edits` when it is back.
+        if self.is_away:
+            return
         for row in self.rows if self.precision.has_master else ():
             master = row.of(self.master)
             own = row.of(self.own).to(master.device)

@@ -20,6 +20,7 @@ from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
 from .build import bucket_numel_for, build_buckets, check_parameters, owners, parts_of
 from .clip import clamp_values, scale_to_norm, total_norm
+from .dtypes import DtypeReport, report_dtypes
 from .exact_weights import ExactWeights
 from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
@@ -92,10 +93,10 @@ class ZeroEngine:
         self._buffers.broadcast()
         self.tier = together(self.transport, lambda: choose_tier(self.config.offload, self.device))
         moved = refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
-        self._holder = choose_holder(self.config.offload, self.tier, optimizers, self.transport, state_bytes=moved)
-        shards, split = self.groups.shard_size, self.config.split_parameters
+        self._holder = choose_holder(self.config, self.tier, optimizers, self.transport, state_bytes=moved)
         self._wire = choose_wire(self.config, self.groups, self.transport)
-        self._parts = self._build(owner, [keeps_intact(optimizer, split, shards=shards) for optimizer in optimizers])
+        intact = [keeps_intact(optimizer, self.config, shards=self.groups.shard_size) for optimizer in optimizers]
+        self._parts = self._build(owner, intact)
         self._all_buckets = [bucket for buckets in self._parts.values() for bucket in buckets]
         self.buckets = [bucket for bucket in self._all_buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
@@ -230,6 +231,10 @@ class ZeroEngine:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
         held = self._store.held_bytes() | {"residuals": self._wire.reduction.held_bytes}
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, self._holder, self.device)
+
+    def dtype_report(self) -> DtypeReport:
+        """What parameters, gradients on their way, masters and moments are held in."""
+        return report_dtypes(self.buckets, self.config, [sharded.optimizer for sharded in self.optimizers])
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""

@@ -175,11 +175,17 @@ class ReplicatedGradients(GradientStore):
         super().__init__(world_size, landing)
         self._transport = transport
         self._flat: dict[Bucket, torch.Tensor] = {}
+        # Of the parameters' dtype, where gradients travel in another.
+        self._reduced: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        return {"gradients": sum(flat.nbytes for flat in self._flat.values()), "gradient buffers": 0}
+        held = (*self._flat.values(), *self._reduced.values())
+        return {"gradients": sum(flat.nbytes for flat in held), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if gradient.dtype != slot.bucket.precision.reduce:
+            # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
+            return
         view = slot.view_of(self._home(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -221,7 +227,12 @@ class ReplicatedGradients(GradientStore):
         return self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
 
     def _deliver(self, bucket: Bucket) -> Arrival:
-        return _add_or_set(bucket, self._flat[bucket], self._flat[bucket], Downlink())
+        flat, precision = self._flat[bucket], bucket.precision
+        if precision.reduce == precision.master:
+            return _add_or_set(bucket, flat, flat, Downlink())
+        if bucket not in self._reduced:
+            self._reduced[bucket] = allocate(bucket.layout.numel, precision.master, bucket.device)
+        return _add_or_set(bucket, flat, self._reduced[bucket], Downlink())
 
 
 class ShardedStore(GradientStore):
@@ -305,7 +316,7 @@ class WholeGradients(ShardedStore):
         return {"gradients": whole + sum(self._shard_bytes.values()), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        if isinstance(gradient, ShardedGradient):
+        if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
             return
         view = slot.view_of(self._home(slot.bucket))
         if gradient.data_ptr() != view.data_ptr():

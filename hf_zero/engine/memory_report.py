@@ -42,7 +42,7 @@ def report_memory(
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
     frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + sharded.own_bytes(trained=False)
     state_in = _by_tier(buckets, lambda bucket: _state_bytes(bucket, optimizers))
-    masters_in = _by_tier(buckets, lambda bucket: bucket.master.nbytes if bucket.precision.has_master else 0)
+    masters_in = _by_tier(buckets, lambda bucket: bucket.master.nbytes if bucket.precision.keeps_master else 0)
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
     residuals = gradient_bytes["residuals"]
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.

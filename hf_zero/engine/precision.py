@@ -20,6 +20,7 @@ class Precision:
         weights: the blocks in which parameters come to every rank, and which leave them fewer digits than the master; None
             where they come as they are, and for parameters of which a rank keeps an exact shard (stage 3).
         apart: masters live in other memory than the parameters, so that there is one even where the dtypes are equal.
+        stochastic: parameters are their master rounded by chance, so that it is there for the step only.
     """
 
     param: torch.dtype
@@ -27,25 +28,42 @@ class Precision:
     master: torch.dtype
     weights: BlockFormat | None = None
     apart: bool = False
+    stochastic: bool = False
 
     @property
     def has_master(self) -> bool:
-        return self.apart or self.rounds or self.weights is not None
+        """Whether the optimizer steps on other tensors than the parameters."""
+        return self.apart or self.master != self.param or self.weights is not None
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether these last from step to step."""
+        return self.has_master and not self.stochastic
 
     @property
     def rounds(self) -> bool:
         """Whether the master has digits that the parameter has not, so that a checkpoint needs both."""
-        return self.master != self.param
+        return self.keeps_master and self.master != self.param
 
 
 def resolve_precision(
     config: ZeroConfig, model_dtype: torch.dtype, *, apart: bool = False, weights: BlockFormat | None = None
 ) -> Precision:
-    """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master."""
+    """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master.
+
+    Raises:
+        ConfigError: `rounding: stochastic` for other dtypes than bfloat16.
+    """
     param = model_dtype if config.param_dtype == AUTO else getattr(torch, config.param_dtype)
+    stochastic = config.rounding == "stochastic"
+    if stochastic and param != torch.bfloat16:
+        raise ConfigError(
+            f"hf_zero config: `rounding: stochastic` is for bfloat16 parameters, and some are trained in {param}. Set "
+            "`param_dtype: bfloat16`, or leave `rounding` at nearest."
+        )
     master = torch.float32 if param.itemsize < 4 else param
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
-    return Precision(param=param, reduce=reduce, master=master, weights=weights, apart=apart)
+    return Precision(param=param, reduce=reduce, master=master, weights=weights, apart=apart, stochastic=stochastic)
 
 
 def untrained_precision(dtype: torch.dtype) -> Precision:

@@ -5,7 +5,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from ..config import AUTO, ConfigError
+from ..config import AUTO, ConfigError, ZeroConfig
 from .state_kinds import double_of, own_step, settings_of
 
 
@@ -37,12 +37,12 @@ _SHAPE = (4, 6)
 _CUT = 10
 
 
-def keeps_intact(optimizer: torch.optim.Optimizer, split_parameters: bool | str, *, shards: int) -> bool:
+def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
     """Whether parameters must not be cut for this optimizer, each being one rank's whole.
 
     Args:
-        split_parameters: the config's: "auto" judges the optimizer, True and False are the user's word for one that cannot
-            be tried.
+        config: `split_parameters` of auto judges the optimizer, True and False are the user's word for one that cannot be
+            tried.
         shards: ranks over which its parameters are dealt.
 
     Raises:
@@ -56,17 +56,19 @@ def keeps_intact(optimizer: torch.optim.Optimizer, split_parameters: bool | str,
             "Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Lion, Muon, Adafactor, ..., or train without hf_zero."
         )
     reach = reach_of(optimizer)
-    if reach is Reach.MODEL and shards > 1:
+    if reach is Reach.MODEL and (shards > 1 or config.steps_by_bucket):
         raise ValueError(
-            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here a rank has only some of "
-            "them. Set `stage: 0`, where each rank has all, or use another optimizer."
+            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some of them are "
+            "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
+            "stochastic`, which step a bucket at a time; or use another optimizer."
         )
-    if split_parameters is True and reach in (Reach.PARAMETER, Reach.MODEL):
+    split = config.split_parameters
+    if split is True and reach in (Reach.PARAMETER, Reach.MODEL):
         raise ConfigError(
             f"hf_zero config: `split_parameters: true`, and the optimizer {name} updates an element by what the rest of its "
             "parameter is, so that parts of it would be trained otherwise than the whole. Leave `split_parameters` at auto."
         )
-    return reach is not Reach.ELEMENT if split_parameters == AUTO else not split_parameters
+    return reach is not Reach.ELEMENT if split == AUTO else not split
 
 
 def reach_of(optimizer: torch.optim.Optimizer) -> Reach:

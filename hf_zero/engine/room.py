@@ -22,6 +22,7 @@ from .holder import InMemory, StateHolder
 from .loaded import wanted_dtype
 from .precision import resolve_precision
 from .state_kinds import tier_bytes_needed
+from .stochastic_holder import RoundedStochastically
 
 _Made = TypeVar("_Made")
 
@@ -43,7 +44,7 @@ def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
 
 
 def choose_holder(
-    config: OffloadConfig,
+    config: ZeroConfig,
     tier: Tier,
     optimizers: Sequence[torch.optim.Optimizer],
     transport: Transport,
@@ -57,9 +58,12 @@ def choose_holder(
     """
     if isinstance(tier, NvmeTier):
         return InFiles(tier, optimizers, transport)
-    if config.delay:
-        return Delayed(optimizers, config.delay_warmup)
-    most_bytes = speculate_bytes(config, tier.device, state_bytes) if config.moves_state else 0
+    if config.rounding == "stochastic":
+        return RoundedStochastically(optimizers)
+    offload = config.offload
+    if offload.delay:
+        return Delayed(optimizers, offload.delay_warmup)
+    most_bytes = speculate_bytes(offload, tier.device, state_bytes) if offload.moves_state else 0
     return SteppedEarly(optimizers, most_bytes) if most_bytes else InMemory()
 
 

@@ -158,6 +158,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
         reduce_bytes=precision.reduce.itemsize,
         master_bytes=precision.master.itemsize,
         has_master=precision.has_master,
+        keeps_master=precision.keeps_master,
         state_bytes=None if values is None else values * precision.master.itemsize,
         sharded=isinstance(bucket.memory, ShardMemory),
         trained=bucket.trained,

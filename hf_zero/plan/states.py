@@ -31,6 +31,7 @@ class BucketCost:
 
     `state_bytes` is None for an optimizer whose state is not known beforehand. `sharded` parameters are kept as a shard
     (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced gradients are in other memory.
+    `keeps_master`: the master is there between steps, too.
     """
 
     layout: BucketLayout
@@ -38,6 +39,7 @@ class BucketCost:
     reduce_bytes: int
     master_bytes: int
     has_master: bool
+    keeps_master: bool
     state_bytes: int | None
     sharded: bool = False
     trained: bool = True
@@ -110,7 +112,7 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
     return StatePlan(
         parameters=sum(cost.parameter_bytes for cost in costs),
         frozen=frozen,
-        masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.has_master),
+        masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
         gradients=gradients,
         residuals=_RESIDUAL_BYTES * whole[False] if keeps_residuals(config.comm) else 0,
         gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
