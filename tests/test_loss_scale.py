@@ -230,7 +230,7 @@ class Rows:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.engine = ZeroEngine(model, [optimizer], {"stage": 2})
         self.elsewhere = False
-        self.engine._nonfinite = NonFiniteCheck(self, wanted=True, replicated=False)
+        self.engine.nonfinite = NonFiniteCheck(self.engine.config, self, replicated=False)
 
     def agree_sum(self, values: torch.Tensor, _label) -> torch.Tensor:
         return values + float(self.elsewhere)

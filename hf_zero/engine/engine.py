@@ -121,8 +121,7 @@ class ZeroEngine:
         self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
-        check = self.config.check_nonfinite
-        self._nonfinite = NonFiniteCheck(self.transport, wanted=check, replicated=self._is_replicated)
+        self.nonfinite = NonFiniteCheck(self.config, self.transport, replicated=self._is_replicated)
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(self._entry)
@@ -156,17 +155,13 @@ class ZeroEngine:
             rows, norm_type=norm_type, transport=self.transport, replicated=self._is_replicated, device=self.device
         )
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
-        self._nonfinite.look(norm, rows, at_all=len(set(wanted)) == len(self._slot_of))
+        self.nonfinite.look(norm, rows, at_all=len(set(wanted)) == len(self._slot_of))
         scale_to_norm(rows, norm, max_norm)
         return norm
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
         clamp_values(self._rows_of(self._slot_of if parameters is None else parameters), clip_value)
-
-    def agree_on_overflow(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
-        """For loss scalers: `NonFiniteCheck.agree`. Collective."""
-        return self._nonfinite.agree(optimizer, found_inf)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in this engine's buckets."""
@@ -459,10 +454,10 @@ class ZeroEngine:
             for row in bucket.rows:
                 if not self._has_gradient(row):
                     row.tensor.grad = None
-        self._nonfinite.refuse_unscaled(optimizer, buckets)
-        if self._nonfinite.is_due(optimizer):
+        self.nonfinite.refuse_unscaled(optimizer, buckets)
+        if self.nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
-        self._nonfinite.end(optimizer)
+        self.nonfinite.end(optimizer)
 
     def _follow_edits(self) -> None:
         for bucket in self.buckets:

@@ -65,7 +65,7 @@ class _OverShards:
         increment_version(gradients)
         # Rows may be in other memory than the scale, and a rank may have none.
         mine = sum((part.to(found_inf.device) for part in found.values()), start=found_inf)
-        return {found_inf.device: engine.agree_on_overflow(optimizer, mine)}
+        return {found_inf.device: engine.nonfinite.agree(optimizer, mine)}
 
 
 class GradScaler(_OverShards, torch.amp.GradScaler):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.transport import Label, Transport
+from ..config import ZeroConfig
 from ..device import HostValue
 from .buckets import Bucket, Row
 
@@ -24,13 +25,13 @@ class NonFiniteCheck:
     scaler has unscaled are its own affair: it skips the step, and the run goes on.
 
     Args:
-        wanted: the config's `check_nonfinite`.
+        config: with `check_nonfinite`.
         replicated: every rank holds the whole gradient, so that all see the same.
     """
 
-    def __init__(self, transport: Transport, *, wanted: bool, replicated: bool):
+    def __init__(self, config: ZeroConfig, transport: Transport, *, replicated: bool):
         self._transport = transport
-        self._wanted = wanted
+        self._wanted = config.check_nonfinite
         self._replicated = replicated
         self._last: HostValue | None = None
         self._has_looked = False
