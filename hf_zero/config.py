@@ -160,7 +160,9 @@ class CommConfig:
     """How bytes travel between ranks."""
 
     shard_group_size: int | str = AUTO
-    """Ranks that share one copy of the state; `auto` is the whole world."""
+    """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node."""
+    node_size: int | str = AUTO
+    """Neighbouring ranks that are on one node; `auto` is what the launcher says."""
     weights: str = "none"
     """Parameters travel as they are (`none`), or as `int8` in blocks, at stages 1 to 3."""
     gradients: str = "none"
@@ -175,12 +177,19 @@ class CommConfig:
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
     def __post_init__(self):
-        if self.shard_group_size != AUTO:
-            raise _not_built("comm.shard_group_size", self.shard_group_size, "leave it at auto: the whole world")
+        for name, least in (("shard_group_size", 2), ("node_size", 1)):
+            value = getattr(self, name)
+            if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise _refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
         _one_of("comm.weights", self.weights, ("none", "int8"))
         _one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
         _one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         _one_of("comm.error_feedback", self.error_feedback, (True, False))
+        if self.shard_group_size != AUTO and self.gradients != "none":
+            raise ConfigError(
+                f"hf_zero config: `comm.gradients: {self.gradients}` with `comm.shard_group_size: {self.shard_group_size}`: the "
+                "all-reduce between shard groups is not quantised. Leave one of them out; `comm.weights: int8` goes with both."
+            )
         for name in ("timeout_s", "gather_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
@@ -314,7 +323,7 @@ class ZeroConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise _refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
-        self._refuse_quantised_all_reduce()
+        self._refuse_settings_of_shards()
 
     def _refuse_settings_of_stage_3(self) -> None:
         for field_ in dataclasses.fields(self):
@@ -324,7 +333,12 @@ class ZeroConfig:
                     "`stage: 3` or leave it out."
                 )
 
-    def _refuse_quantised_all_reduce(self) -> None:
+    def _refuse_settings_of_shards(self) -> None:
+        if self.stage == 0 and self.comm.shard_group_size != AUTO:
+            raise ConfigError(
+                f"hf_zero config: `comm.shard_group_size: {self.comm.shard_group_size}` is of stages 1 to 3: stage 0 "
+                "shards nothing. Set `stage: 1`, or leave it at auto."
+            )
         for name in ("weights", "gradients"):
             value = getattr(self.comm, name)
             if self.stage == 0 and value != "none":

@@ -16,6 +16,7 @@ from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.groups import Groups
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import CommunicationError, Label
+from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.kernels.reduce import sum_in_rank_order
 from hf_zero.kernels.statistics import sum_of_squares
@@ -54,7 +55,7 @@ def test_sum_of_squares_to_the_seventh_digit(numel):
 
 
 def both_transports(rank: int, world_size: int, dtype: torch.dtype) -> None:
-    groups = Groups.create(stage=2, device_type="cpu", timeout_s=30)
+    groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     numel = 640 * world_size
     mine = torch.arange(numel, dtype=torch.float32).to(dtype) * (rank + 1)
     for transport in (PointToPointTransport(groups, 30), CollectiveTransport(groups)):

@@ -71,7 +71,7 @@ def test_frozen_and_keyword_only():
         ({"offload": {"optimizer": "cpu", "delay": 1, "speculate_bytes": "1GiB"}}, "Leave one of the two out"),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
-        ({"comm": {"shard_group_size": 4}}, "`comm.shard_group_size: 4` is not built yet"),
+        ({"comm": {"shard_group_size": 4.5}}, "`comm.shard_group_size` is 4.5; allowed: auto, a whole number from 2"),
         ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: a number of seconds above 0"),
         ({"param_dtype": "bf16"}, "`param_dtype` is 'bf16'; allowed: auto, float32, bfloat16, float16"),
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),

@@ -18,7 +18,7 @@ from hf_zero.comm.groups import Groups
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.quantised import QuantisedAllGather, QuantisedReduceScatter
 from hf_zero.comm.transport import Label
-from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import state_plan
 from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
@@ -46,7 +46,7 @@ def of_rank(rank: int, numel: int) -> torch.Tensor:
 
 
 def both_collectives(rank: int, world_size: int) -> None:
-    groups = Groups.create(stage=2, device_type="cpu", timeout_s=30)
+    groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     for transport, format, dtype in itertools.product(
         (PointToPointTransport(groups, 30), CollectiveTransport(groups)),
         (BlockFormat(bits=8), BlockFormat(bits=4, block_numel=64)),

@@ -5,7 +5,7 @@ import uuid
 import torch
 import torch.distributed as dist
 
-from .groups import Groups
+from .groups import Groups, RankGroup
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
 from .transport import CommunicationError, Handle, Label, Transport
@@ -17,12 +17,13 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups):
         super().__init__()
         self._groups = groups
+        self._world = RankGroup(ranks=tuple(range(groups.world_size)), place=groups.rank)
         self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
 
     def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        self._count(label, self._groups.shard, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=self._groups.data, async_op=True)
+        work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=self._groups.shard.handle, async_op=True)
 
         def complete() -> None:
             work.wait()
@@ -32,30 +33,31 @@ class CollectiveTransport(Transport):
         return Handle(label, self.ledger, complete)
 
     def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
-        work = all_gather_flat(flat, own, group=self._groups.gather, async_op=True)
+        self._count(label, self._groups.shard, flat.nbytes)
+        work = all_gather_flat(flat, own, group=self._groups.gather.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
-        work = dist.all_to_all_single(out, flat, group=self._groups.data, async_op=True)
+        self._count(label, self._groups.shard, flat.nbytes)
+        work = dist.all_to_all_single(out, flat, group=self._groups.shard.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, 2 * self._peers_bytes(flat, self._groups.world_size))
-        work = dist.all_reduce(flat, group=self._groups.data, async_op=True)
+        self._count(label, self._groups.replicate, 2 * flat.nbytes)
+        work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
-        self.ledger.count(label.kind, tensor.nbytes if self._groups.rank == 0 else 0)
+        sent = tensor.nbytes if self._groups.rank == 0 else 0
+        self.ledger.count(label.kind, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
         with self.ledger.waiting(label.kind):
-            dist.broadcast(tensor, src=0, group=self._groups.data)
+            dist.broadcast(tensor, src=0)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._agree(values, label, dist.ReduceOp.SUM, self._groups.data)
+        return self._agree(values, label, dist.ReduceOp.SUM, self._groups.shard, self._groups.shard.handle)
 
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._agree(values, label, dist.ReduceOp.MAX, self._groups.control)
+        return self._agree(values, label, dist.ReduceOp.MAX, self._world, self._groups.control)
 
     def meet(self, purpose: str, timeout_s: float) -> None:
         if self._groups.backend != "fake":
@@ -71,13 +73,20 @@ class CollectiveTransport(Transport):
         dist.all_gather_object(values, value, group=self._groups.control)
         return values
 
-    def _agree(self, values: torch.Tensor, label: Label, op, group) -> torch.Tensor:
-        self.ledger.count(label.kind, 2 * self._peers_bytes(values, self._groups.world_size))
+    def _agree(
+        self, values: torch.Tensor, label: Label, op: dist.ReduceOp, ranks: RankGroup, handle: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        self._count(label, ranks, 2 * values.nbytes)
         result = values.clone()
-        work = dist.all_reduce(result, op=op, group=group, async_op=True)
+        work = dist.all_reduce(result, op=op, group=handle, async_op=True)
         Handle(label, self.ledger, lambda: work.wait()).finish()
         return result
 
-    @staticmethod
-    def _peers_bytes(flat: torch.Tensor, size: int) -> int:
-        return flat.nbytes * (size - 1) // size
+    def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
+        """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.
+
+        A backend may pass parts on from rank to rank; which link they take is then its own affair, and their number the same.
+        """
+        sent = nbytes * (group.size - 1) // group.size
+        between = sent * self._groups.peers_elsewhere(group) // max(group.size - 1, 1)
+        self.ledger.count(label.kind, sent, between)

@@ -1,9 +1,38 @@
-"""Which ranks share one copy of the state, and which hold the same part of it."""
+"""Which ranks share one copy of the state, which hold the same part of it, and which of them are on one node."""
 
+import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from ..config import AUTO, CommConfig, ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """Ranks that take part in the same collectives.
+
+    Attributes:
+        ranks: in the order of their parts.
+        place: of this rank among them.
+        handle: their process group; None is the default group.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def peers(self) -> list[int]:
+        """Places of the others."""
+        return [place for place in range(self.size) if place != self.place]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,51 +40,115 @@ class Groups:
     """The ranks of one engine.
 
     The shard group holds one copy of the sharded state between its ranks; the replicate group holds the ranks that own
-    the same shard. Stage 0 is a shard group of one rank in a replicate group of all.
+    the same shard. Stage 0 is a shard group of one rank in a replicate group of all; stages 1 to 3 are a shard group of all,
+    unless `comm.shard_group_size` makes several, of neighbouring ranks.
 
     Attributes:
         world_size, rank: of all ranks that train the model.
-        shard_size, shard_rank: of the shard group.
         backend: name of the data backend; "local" for one rank without a process group.
-        data: process group of the bulk data; None is the default group.
-        gather: process group of the parameter all-gathers. At stage 3 on an accelerator it is a communicator of its own:
+        shard, replicate: this rank's groups.
+        gather: the shard group for the parameter all-gathers. At stage 3 on an accelerator it has a communicator of its own:
             gathers follow the order of forward and backward and reductions the order of buckets, and one communicator
             would ask all ranks for one common order of both.
         control: process group of the host's small agreements. On an accelerator it is a gloo group, so that agreeing
             does not stop the device's queue.
+        nodes: the node of each rank.
     """
 
     world_size: int
     rank: int
-    shard_size: int
-    shard_rank: int
     backend: str
-    data: dist.ProcessGroup | None = None
-    gather: dist.ProcessGroup | None = None
+    shard: RankGroup
+    replicate: RankGroup
+    gather: RankGroup
     control: dist.ProcessGroup | None = None
+    nodes: tuple[int, ...] = (0,)
 
     @classmethod
-    def create(cls, *, stage: int, device_type: str, timeout_s: float) -> "Groups":
-        """The groups of this process. Collective: every rank calls it. Needs no process group at world size 1."""
+    def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
+        """The groups of this process. Collective: every rank calls it. Needs no process group at world size 1.
+
+        Raises:
+            ConfigError: `comm.shard_group_size` does not divide the ranks.
+        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return cls(world_size=1, rank=0, shard_size=1, shard_rank=0, backend="local")
+            alone = RankGroup(ranks=(0,), place=0)
+            return cls(world_size=1, rank=0, backend="local", shard=alone, replicate=alone, gather=alone)
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        backend = _backend_for(device_type)
-        sharded = stage > 0
-        control = gather = None
+        size = _shard_size(stage, comm, world_size)
+        timeout = timedelta(seconds=comm.timeout_s)
+        shards = [range(start, start + size) for start in range(0, world_size, size)]
+        shard = _make(shards, rank, timeout)
+        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout)
+        backend, control, gather = _backend_for(device_type), None, shard
         if backend not in ("gloo", "fake"):
             if stage == 3:
-                gather = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s))
-            control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+                gather = _make(shards, rank, timeout, backend=backend)
+            control = dist.new_group(backend="gloo", timeout=timeout)
         return cls(
             world_size=world_size,
             rank=rank,
-            shard_size=world_size if sharded else 1,
-            shard_rank=rank if sharded else 0,
             backend=backend,
+            shard=shard,
+            replicate=replicate,
             gather=gather,
             control=control,
+            nodes=_nodes(comm, world_size, control),
         )
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard.size
+
+    @property
+    def shard_rank(self) -> int:
+        return self.shard.place
+
+    def peers_elsewhere(self, group: RankGroup) -> int:
+        """How many of a group's other ranks are on other nodes."""
+        return sum(self.nodes[rank] != self.nodes[self.rank] for rank in group.ranks)
+
+
+def _shard_size(stage: int, comm: CommConfig, world_size: int) -> int:
+    if stage == 0:
+        return 1
+    size = world_size if comm.shard_group_size == AUTO else comm.shard_group_size
+    if world_size % size:
+        fitting = ", ".join(str(n) for n in range(2, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"hf_zero config: `comm.shard_group_size` is {size}, which does not divide the {world_size} ranks of this run; "
+            f"allowed: {fitting}, auto."
+        )
+    return size
+
+
+def _make(groups: Sequence[range], rank: int, timeout: timedelta, backend: str | None = None) -> RankGroup:
+    """This rank's of some groups that together hold all ranks. Every rank makes every group.
+
+    Args:
+        backend: makes new communicators; without it, a group of the whole world is the default group.
+    """
+    own = None
+    for members in groups:
+        ranks = list(members)
+        needs_own = backend is not None or len(groups) > 1
+        # A group of one rank never talks.
+        handle = dist.new_group(ranks, timeout, backend) if len(ranks) > 1 and needs_own else None
+        if rank in ranks:
+            own = RankGroup(ranks=tuple(ranks), place=ranks.index(rank), handle=handle)
+    return own
+
+
+def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The node of each rank: by the config, else by what the launcher says of each, else by their hosts' names."""
+    if comm.node_size != AUTO:
+        return tuple(each // comm.node_size for each in range(world_size))
+    if dist.get_backend() == "fake":
+        return tuple(each // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) for each in range(world_size))
+    names: list[str] = [""] * world_size
+    dist.all_gather_object(names, os.environ.get("GROUP_RANK") or socket.gethostname(), group=control)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
 
 
 def _backend_for(device_type: str) -> str:

@@ -26,7 +26,7 @@ class PointToPointTransport(CollectiveTransport):
         self._timeout = timedelta(seconds=timeout_s)
 
     def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        self._count(label, self._groups.shard, flat.nbytes)
         own_rank, size = self._groups.shard_rank, self._groups.shard_size
         parts = list(flat.chunk(size))
         received = {peer: torch.empty_like(parts[peer]) for peer in self._peers[1:]}
@@ -45,7 +45,7 @@ class PointToPointTransport(CollectiveTransport):
         return Handle(label, self.ledger, complete)
 
     def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        self._count(label, self._groups.shard, flat.nbytes)
         parts = flat.chunk(self._groups.shard_size)
         tag = _GATHER_TAG + label.channel
         works = [self._receive(parts[peer], peer, tag) for peer in self._peers]
@@ -55,7 +55,7 @@ class PointToPointTransport(CollectiveTransport):
         return Handle(label, self.ledger, lambda: self._wait(works))
 
     def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self.ledger.count(label.kind, self._peers_bytes(flat, self._groups.shard_size))
+        self._count(label, self._groups.shard, flat.nbytes)
         parts, places = flat.chunk(self._groups.shard_size), out.chunk(self._groups.shard_size)
         tag = _EXCHANGE_TAG + label.channel
         works = [self._receive(places[peer], peer, tag) for peer in self._peers]
@@ -65,7 +65,7 @@ class PointToPointTransport(CollectiveTransport):
 
     @property
     def _peers(self) -> list[int]:
-        return [peer for peer in range(self._groups.shard_size) if peer != self._groups.shard_rank]
+        return self._groups.shard.peers
 
     @staticmethod
     def _is_scratch(out: torch.Tensor, flat: torch.Tensor) -> bool:
@@ -73,10 +73,10 @@ class PointToPointTransport(CollectiveTransport):
         return out.dtype == flat.dtype and not begin <= out.data_ptr() < end
 
     def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return dist.irecv(tensor, src=peer, group=self._groups.data, tag=tag)
+        return dist.irecv(tensor, src=self._groups.shard.ranks[peer], tag=tag)
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return dist.isend(tensor, dst=peer, group=self._groups.data, tag=tag)
+        return dist.isend(tensor, dst=self._groups.shard.ranks[peer], tag=tag)
 
     def _wait(self, works: list[dist.Work]) -> None:
         for work in works:

@@ -39,6 +39,7 @@ class Handle:
         self._label = label
         self._ledger = ledger
         self._complete: Callable[[], None] | None = complete
+        ledger.began(label.kind)
 
     def finish(self) -> None:
         """Raises `CommunicationError` when a peer failed or did not come within the group's time limit."""
@@ -53,6 +54,8 @@ class Handle:
                     f"hf_zero: the {self._label} failed: {error}\nA peer ended, or did not reach this collective in "
                     "time. Look at the first rank that stopped: its own error is the reason."
                 ) from error
+            finally:
+                self._ledger.ended(self._label.kind)
 
 
 class Transport(ABC):
@@ -87,7 +90,7 @@ class Transport(ABC):
 
     @abstractmethod
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
-        """Sums `flat` over all ranks in place."""
+        """Sums `flat` over the replicate group in place."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
@@ -95,7 +98,7 @@ class Transport(ABC):
 
     @abstractmethod
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Elementwise sum over the ranks of a small tensor, on its own device."""
+        """Elementwise sum over the shard group of a small tensor, on its own device."""
 
     @abstractmethod
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:

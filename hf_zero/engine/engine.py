@@ -85,7 +85,7 @@ class ZeroEngine:
         owner = owners(model, optimizers)
         self.device = device or next(model.parameters()).device
         comm = self.config.comm
-        self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, timeout_s=comm.timeout_s)
+        self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         alone = self.groups.world_size == 1
@@ -232,7 +232,7 @@ class ZeroEngine:
         return report_dtypes(self.buckets, self.config, [sharded.optimizer for sharded in self.optimizers])
 
     def comm_report(self) -> CommReport:
-        """Calls, bytes sent and seconds waited, by kind of collective, since the engine was built."""
+        """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built."""
         return CommReport(rows=self.transport.ledger.rows(), gradient_error=self._wire.reduction.error)
 
     # ---- moving in and out ----

@@ -198,3 +198,51 @@ class QuantisedReduction(Reduction):
         if bucket not in self._residuals:
             self._residuals[bucket] = allocate(bucket.layout.numel, torch.bfloat16, bucket.device).zero_()
         return self._residuals[bucket]
+
+
+class HybridReduction(_Lossless):
+    """A sum inside the shard group, and then of each shard over its replicate group.
+
+    Hybrid sharding: Zhang et al. 2022, "MiCS", arXiv 2205.00119. Of a bucket with n elements in shard groups of S ranks, of
+    which there are R, 2(R-1)/R x n/S elements go between the groups.
+
+    [Note: the order of all-reduces]
+    A bucket's all-reduce can start when its sum inside the shard group has ended. Nobody watches for that moment: it is
+    looked at when the next bucket starts, or when the bucket is needed. So all ranks start all-reduces in the buckets'
+    order, and all but the last run behind backward.
+    """
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+        self._within = ExactReduction(transport)
+        self._latest: _InTwoSteps | None = None
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        if self._latest is not None:
+            self._latest.advance()
+        within = self._within.start(bucket, flat, out)
+        label = bucket.label("all-reduce shards of gradients")
+        self._latest = steps = _InTwoSteps(within, lambda: self._transport.start_all_reduce(out, label))
+        return Handle(label, self._transport.ledger, steps.finish)
+
+    def end_pass(self) -> None:
+        self._latest = None
+
+
+class _InTwoSteps:
+    """A collective, and another that needs its result."""
+
+    def __init__(self, first: Handle, start_second: Callable[[], Handle]):
+        self._first = first
+        self._start_second = start_second
+        self._second: Handle | None = None
+
+    def advance(self) -> None:
+        """Waits for the first and starts the second, once."""
+        if self._second is None:
+            self._first.finish()
+            self._second = self._start_second()
+
+    def finish(self) -> None:
+        self.advance()
+        self._second.finish()

@@ -86,7 +86,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class CommReport:
-    """What this rank has sent and waited for since the engine was built.
+    """What this rank has sent, over which links, and waited for since the engine was built.
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
     backward passes another.
@@ -108,13 +108,32 @@ class CommReport:
         return sums
 
     @property
+    def bytes_between(self) -> int:
+        """Bytes sent to ranks on other nodes."""
+        return sum(row.bytes_between for row in self.rows)
+
+    @property
     def wait_seconds(self) -> float:
+        """Exposed communication: how long the host stood still. A GPU's own waits are in its profile, not here."""
         return sum(row.wait_seconds for row in self.rows)
 
     def table(self) -> str:
-        rows = [(r.kind, str(r.calls), mib(r.bytes_sent), f"{r.wait_seconds:.2f}") for r in self.rows]
-        rows.append(("total", "", mib(self.bytes_sent), f"{self.wait_seconds:.2f}"))
-        return render("Sent by this rank", ("kind", "calls", "MiB", "waited s"), rows)
+        rows = [
+            (
+                row.kind,
+                str(row.calls),
+                mib(row.bytes_sent - row.bytes_between),
+                mib(row.bytes_between),
+                f"{1e3 * row.wait_seconds:,.0f}",
+                f"{row.gb_per_second:.3f}",
+            )
+            for row in self.rows
+        ]
+        inside = mib(self.bytes_sent - self.bytes_between)
+        rows.append(("total", "", inside, mib(self.bytes_between), f"{1e3 * self.wait_seconds:,.0f}", ""))
+        return render(
+            "Sent by this rank", ("kind", "calls", "MiB in node", "between nodes", "exposed ms", "GB/s"), rows
+        )
 
 
 def mib(nbytes: int) -> str:

@@ -8,7 +8,7 @@ from ..config import ZeroConfig
 from ..kernels.quantise import BlockFormat
 from ..layout.slots import SHARD_ALIGN_NUMEL
 from .gathers import ExactGather, Gather, QuantisedGather
-from .reductions import ExactReduction, QuantisedReduction, Reduction, ReplicatedReduction
+from .reductions import ExactReduction, HybridReduction, QuantisedReduction, Reduction, ReplicatedReduction
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -38,7 +38,9 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(transport), gather=exact, exact=exact)
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
-    reduction: Reduction = ExactReduction(transport)
+    # What several shard groups have summed is summed between them; the config refuses to quantise that.
+    several = groups.replicate.size > 1
+    reduction: Reduction = HybridReduction(transport) if several else ExactReduction(transport)
     if gradients is not None:
         feedback = config.comm.error_feedback
         reduction = QuantisedReduction(transport, groups, gradients, error_feedback=feedback)

@@ -35,8 +35,7 @@ def plan_state(
         weights: this rank's rows of the model itself.
     """
     groups = engine.groups
-    # Ranks of a replicate group hold the same rows; the first of them writes.
-    writes = with_state and groups.rank == groups.shard_rank
+    writes = with_state and _writes_state(engine)
     rows = list(engine.state_rows()) if writes else []
     # Each rank has residuals of its own, of a replicate group too.
     rows += engine.residual_rows() if with_state else []
@@ -67,6 +66,11 @@ def plan_state(
     )
 
 
+def _writes_state(engine: ZeroEngine) -> bool:
+    """Ranks of a replicate group hold the same rows; the first of them writes."""
+    return engine.groups.rank == engine.groups.shard_rank
+
+
 def seal_state(
     engine: ZeroEngine,
     root: Path,
@@ -90,7 +94,8 @@ def seal_state(
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
     """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.model.parameters())
-    states = engine.transport.exchange(sum(row.tensor.nbytes for row in engine.state_rows()))
+    rows = [engine.residual_rows(), engine.state_rows() if _writes_state(engine) else ()]
+    states = engine.transport.exchange(sum(row.tensor.nbytes for each in rows for row in each))
     return weights + sum(states[rank] for rank in disk.ranks)
 
 

@@ -96,6 +96,7 @@ class ZeroTrainerMixin:
             report = engine.comm_report()
             for verb, sent in report.bytes_by_verb().items():
                 logs[f"zero/{verb.replace('-', '_')}_mib"] = round(sent / 2**20, 3)
+            logs["zero/between_nodes_mib"] = round(report.bytes_between / 2**20, 3)
             if report.gradient_error is not None:
                 logs["zero/gradient_error"] = round(report.gradient_error, 6)
             logs["zero/wait_s"] = round(report.wait_seconds, 3)

@@ -1,0 +1,147 @@
+"""Several shard groups: the losses of one, bytes between nodes as the formula says, checkpoints by the first group alone."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from safetensors import safe_open
+from test_quantised_wire import go_on, resume, save, start
+from training import Job, train
+
+from hf_zero.comm.groups import Groups
+from hf_zero.config import CommConfig, ConfigError, ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
+
+pytestmark = pytest.mark.timeout(180)
+
+SMALL_BUCKETS = "20KiB"
+
+
+def setting(stage: int, comm: dict, **more) -> dict:
+    return {"stage": stage, "bucket_bytes": SMALL_BUCKETS, "comm": comm, **more}
+
+
+def hybrid(size: int, **more) -> dict:
+    return {"shard_group_size": size, "node_size": size, **more}
+
+
+def with_one_group_and_several(rank: int, world_size: int, size: int) -> list[tuple[dict, float, float, str]]:
+    found = []
+    variants = [setting(stage, hybrid(size)) for stage in (1, 2, 3)]
+    variants += [
+        setting(2, hybrid(size), grad_accumulation="local"),
+        setting(3, hybrid(size), offload={"optimizer": "cpu"}),
+    ]
+    job = {"steps": 4, "accumulation": 2, "max_norm": 0.5}
+    plain = train(rank, world_size, Job(settings=setting(3, {}), **job))
+    for settings in variants:
+        outcome = train(rank, world_size, Job(settings=settings, **job))
+        values = b"".join(outcome.tensors[name].tobytes() for name in outcome.parameter_names)
+        found.append(
+            (settings, outcome.loss_error(plain), outcome.norm_error(plain), hashlib.sha256(values).hexdigest())
+        )
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "size"), [(4, 2), (6, 3)], ids=["2x2", "2x3"])
+def test_several_shard_groups_have_the_losses_of_one(world_size, size):
+    by_rank = run_ranks(
+        with_one_group_and_several, world_size=world_size, time_limit_s=150, keyword_arguments={"size": size}
+    )
+    for outcomes in zip(*by_rank):
+        assert len({digest for *_, digest in outcomes}) == 1, outcomes[0][0]
+        for settings, loss_error, norm_error, _ in outcomes:
+            assert loss_error <= 1e-5 and norm_error <= 1e-5, settings
+
+
+def counts(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict[str, tuple[int, int]], int]:
+    """Kind → bytes sent and bytes between nodes of one step; elements of all buckets."""
+    model, optimizer, engine, _ = start(setting(stage, comm), steps=1)
+    engine.finish_parameters()
+    before = {row.kind: row for row in engine.comm_report().rows}
+    go_on(model, optimizer, [1])
+    engine.finish_parameters()
+    sent = {
+        row.kind: (row.bytes_sent - before[row.kind].bytes_sent, row.bytes_between - before[row.kind].bytes_between)
+        for row in engine.comm_report().rows
+    }
+    assert all(
+        row.gb_per_second > 0 for row in engine.comm_report().rows if row.bytes_sent and "broadcast" not in row.kind
+    )
+    assert "between nodes" in engine.comm_report().table()
+    return sent, sum(bucket.layout.numel for bucket in engine.buckets)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_bytes_between_nodes_are_what_the_formula_says(stage):
+    arguments = {"stage": stage, "comm": hybrid(2)}
+    for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):
+        # Two groups of two: a rank sends 2 (R-1)/R of its shard, half of the elements, to the other group.
+        assert sent["all-reduce shards of gradients"] == (4 * numel // 2, 4 * numel // 2)
+        assert sent["reduce-scatter gradients"] == (4 * numel // 2, 0)
+        assert sent["all-gather parameters"][0] >= 4 * numel // 2 and sent["all-gather parameters"][1] == 0
+        assert sum(between for _, between in sent.values()) <= 4 * numel // 2 + 1000
+    arguments = {"stage": stage, "comm": {"node_size": 2}}
+    for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):
+        # One group of four: of three peers two are elsewhere.
+        assert sent["reduce-scatter gradients"] == (4 * numel * 3 // 4, 4 * numel * 2 // 4)
+        assert sent["all-gather parameters"][1] * 3 == sent["all-gather parameters"][0] * 2
+
+
+def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
+    for stage in (2, 3):
+        settings = setting(stage, hybrid(2, weights="int8"))
+        folder = Path(root) / str(stage)
+        model, optimizer, engine, _ = start(settings)
+        save(engine, model, folder)
+        expected = go_on(model, optimizer, range(3, 6))
+        if rank == 0:
+            kept = []
+            for path in sorted((folder / "zero").glob("*.safetensors")):
+                with safe_open(path, framework="pt") as opened:
+                    kept.append(len(list(opened.keys())))
+            assert len(kept) == 4 and kept[0] and kept[1] and kept[2:] == [0, 0]
+        model, optimizer, engine = resume(settings, folder)
+        assert go_on(model, optimizer, range(3, 6)) == expected
+        model, optimizer, engine = resume(setting(5 - stage, {}), folder)
+        assert go_on(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=3e-3)
+        gradientless = next(engine.model.parameters())
+        assert engine.full_state(gradientless)["exp_avg"].shape == gradientless.shape
+        dist.barrier()
+
+
+def test_checkpoints_of_several_shard_groups(tmp_path):
+    run_ranks(saves_and_resumes, world_size=4, time_limit_s=150, keyword_arguments={"root": str(tmp_path)})
+
+
+def finds_its_place(rank: int, world_size: int) -> None:
+
+    os.environ["GROUP_RANK"] = str(rank // 2)
+    told = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
+    assert told.nodes == (0, 0, 1, 1) and told.shard.ranks == (0, 1, 2, 3) and told.peers_elsewhere(told.shard) == 2
+    said = Groups.create(stage=2, device_type="cpu", comm=CommConfig(node_size=3, shard_group_size=2))
+    assert said.nodes == (0, 0, 0, 1)
+    assert said.shard.ranks == ((0, 1), (2, 3))[rank // 2] and said.replicate.ranks == ((0, 2), (1, 3))[rank % 2]
+    whole = Groups.create(stage=0, device_type="cpu", comm=CommConfig())
+    assert whole.shard.ranks == (rank,) and whole.replicate.ranks == (0, 1, 2, 3)
+    with pytest.raises(
+        ConfigError, match=r"`comm.shard_group_size` is 3, which does not divide the 4 ranks.*allowed: 2, 4, auto"
+    ):
+        model = torch.nn.Linear(4, 4)
+        ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], "stage=2,comm.shard_group_size=3")
+
+
+def test_groups_and_nodes():
+    run_ranks(finds_its_place, world_size=4, time_limit_s=60)
+    with pytest.raises(ConfigError, match=r"`comm.shard_group_size: 2` is of stages 1 to 3"):
+        ZeroConfig.of("stage=0,comm.shard_group_size=2")
+    with pytest.raises(ConfigError, match=r"`comm.shard_group_size` is 1; allowed: auto, a whole number from 2"):
+        ZeroConfig.of("comm.shard_group_size=1")
+    with pytest.raises(ConfigError, match=r"`comm.node_size` is 0; allowed: auto, a whole number from 1"):
+        ZeroConfig.of("comm.node_size=0")
+    with pytest.raises(ConfigError, match=r"the all-reduce between shard groups is not quantised"):
+        ZeroConfig.of("comm.shard_group_size=2,comm.gradients=int8")
