@@ -117,7 +117,6 @@ class ZeroEngine:
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
         self._parameters = ParameterGather(model, whole, self._wire.gather)
         self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.gather_timeout_s)
-        self._exact.put_back()
         self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
@@ -255,8 +254,7 @@ class ZeroEngine:
         kinds_of: Callable[[str], Sequence[str]],
         scalars_of: Callable[[str], dict[str, object]],
     ) -> None:
-        """Replaces all that `state_rows` and `residual_rows` give; the arguments are `fill_rows`'s. The parameters are loaded
-        beforehand."""
+        """Replaces what `state_rows` and `residual_rows` give, after parameters are loaded; arguments: see `fill_rows`."""
         self._follow_edits()
         self._wire.reduction.fill(self.buckets, read, kinds_of)
         fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of, self._holder)

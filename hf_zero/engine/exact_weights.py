@@ -32,6 +32,8 @@ class ExactWeights:
         self._transport = transport
         self._timeout_s = timeout_s
         self._depth = 0
+        # All ranks have started with the same exact values.
+        self.put_back()
 
     @property
     def is_empty(self) -> bool:
