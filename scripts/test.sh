@@ -12,4 +12,5 @@ fi
 ruff check .
 ruff format --check .
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-exec python -m pytest ${selection[@]+"${selection[@]}"} "$@"
+# A file's tests stay in one process, for what they share; ranks and time limits are made for a machine that does other work too.
+exec python -m pytest -n 2 --dist loadfile ${selection[@]+"${selection[@]}"} "$@"
