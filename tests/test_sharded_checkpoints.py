@@ -90,6 +90,16 @@ def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_becomes_a_model_folder(set
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", dtype="auto")
     assert_same(in_numpy(model.state_dict()), whole[0]["state"])
 
+    with_masters = load_consolidated(last, tmp_path / "masters", "--masters")
+    dtypes = {value.dtype for value in load_file(tmp_path / "masters" / "model.safetensors").values()}
+    assert torch.float32 in dtypes and torch.bfloat16 not in dtypes
+    if "bfloat16" in settings:
+        rounded = {name: torch.tensor(value).bfloat16() for name, value in with_masters.items()}
+        assert_same(in_numpy(rounded), whole[0]["state"])
+        assert any((with_masters[name] != whole[0]["state"][name]).any() for name in with_masters)
+    else:
+        assert_same(with_masters, whole[0]["state"])
+
     same = {"output_dir": str(tmp_path / "again"), "settings": f"{settings},{SHARDED}", "resume": str(checkpoint)}
     for outcome in on_ranks(trains, seed=77, **same):
         assert outcome["error"] == "" and outcome["losses"] == whole[0]["losses"]

@@ -82,6 +82,7 @@ def consolidate(
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one file, such as 5GB.")] = "5GB",
     part: Annotated[list[Path] | None, typer.Option(help="The same checkpoint on another host's disk.")] = None,
+    masters: Annotated[bool, typer.Option("--masters", help="The fp32 masters of a run in 16 bits.")] = False,
 ) -> None:
     """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
     with _said_plainly():
@@ -95,6 +96,7 @@ def consolidate(
                 checkpoint,
                 out,
                 others=part or (),
+                masters=masters,
                 dtype=None if dtype is None else getattr(torch, dtype.value),
                 max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
                 on_progress=show,

@@ -6,7 +6,7 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.utils import (
 from ..checkpoint.manifest import WEIGHTS, CheckpointError
 from ..checkpoint.pieces import Piece, dtype_named, lay_out
 from ..checkpoint.reader import CheckpointReader
+from ..engine.state_rows import MASTER
 from ..layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
 from .row_weights import has_row_weights
@@ -163,6 +164,40 @@ class RowWeights(Weights):
         self._reader.__exit__(*error)
 
 
+class MasterWeights(Weights):
+    """The fp32 masters of a run in 16 bits, and the weights of what has none.
+
+    Args:
+        weights: of the same checkpoint; closed with this.
+    """
+
+    def __init__(self, weights: Weights, checkpoint: Path, others: Sequence[Path] = ()):
+        self._weights = weights
+        self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
+        manifest = self._reader.manifest
+        self._mastered = {name for name, kinds in manifest.kinds.items() if MASTER in kinds}
+        nameless = sorted(self._mastered - {tensor.name for tensor in weights.tensors})
+        if nameless:
+            raise CheckpointError(
+                f"hf_zero: {checkpoint} has a master of {nameless[0]!r}, which is no name of its weights."
+            )
+        self.tensors = [
+            replace(tensor, dtype="F32", nbytes=4 * math.prod(tensor.shape))
+            if tensor.name in self._mastered
+            else tensor
+            for tensor in weights.tensors
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        if tensor.name not in self._mastered:
+            return self._weights.read(tensor)
+        return self._reader.read(MASTER, tensor.name, Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+        self._weights.__exit__(*error)
+
+
 def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
     """A folder's model, wherever it lies."""
     return RowWeights(folder, others) if has_row_weights(folder) else FileWeights(folder)
@@ -228,6 +263,7 @@ def consolidate(
     out: Path,
     *,
     others: Sequence[Path] = (),
+    masters: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -238,6 +274,7 @@ def consolidate(
 
     Args:
         others: the checkpoint's folders on other hosts' disks.
+        masters: the fp32 masters in the place of 16-bit weights.
         out: made if it is not there; must hold nothing.
         dtype: of the floating-point weights; None keeps the saved ones.
         on_progress: called with bytes written and bytes in all.
@@ -249,7 +286,10 @@ def consolidate(
             f"hf_zero: {checkpoint} holds adapters, which PeftModel.from_pretrained reads as they are; there is no whole model "
             "to write. Merge them into their base (merge_and_unload) for one."
         )
-    with open_weights(checkpoint, others) as weights:
+    if masters and not is_checkpoint_of_ours(checkpoint):
+        raise CheckpointError(f"hf_zero: {checkpoint} is no checkpoint of ours, so it has no masters.")
+    opened = open_weights(checkpoint, others)
+    with MasterWeights(opened, checkpoint, others) if masters else opened as weights:
         out.mkdir(parents=True, exist_ok=True)
         shards = list(_shards(weights.tensors, dtype, max_shard_bytes))
         total = sum(_written_bytes(tensor, dtype) for tensor in weights.tensors)
@@ -272,9 +312,9 @@ def consolidate(
     for path in checkpoint.iterdir():
         if path.is_file() and path.name not in of_weights and not is_of_the_run(path.name):
             shutil.copy2(path, out / path.name)
-    if dtype is not None and (out / "config.json").is_file():
+    if (dtype is not None or masters) and (out / "config.json").is_file():
         config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-        config["dtype"] = str(dtype).removeprefix("torch.")
+        config["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(set(weight_map.values()))
 
