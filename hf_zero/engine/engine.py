@@ -36,7 +36,7 @@ from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reach import keeps_intact
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
-from .resize import resize_whole, to_host
+from .resize import on_host, resize_whole
 from .room import choose_holder, refuse_unless_it_fits, reshards_after_forward, together
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
@@ -311,11 +311,10 @@ class ZeroEngine:
         """
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
-        states = {slot.name: self.full_state(slot.parameter) for slot in self._slot_of.values()}
-        on_host = {name: {kind: to_host(value) for kind, value in state.items()} for name, state in states.items()}
+        states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._slot_of.values()}
         optimizers, device = [sharded.optimizer for sharded in self.optimizers], self.device
         self.close()
-        resize_whole(self.model, optimizers, on_host, num_tokens, **kwargs)
+        resize_whole(self.model, optimizers, states, num_tokens, **kwargs)
         self._assemble(optimizers, device)
 
     def close(self, *, rank0_only: bool = False) -> None:
@@ -338,8 +337,7 @@ class ZeroEngine:
         self._holder.close(self.buckets)
         for optimizer in self.optimizers:
             optimizer.release()
-        wanted = self.groups.rank == 0 or not rank0_only
-        self.sharded.hand_back(wanted=wanted)
+        self.sharded.hand_back(wanted=self.groups.rank == 0 or not rank0_only)
         detach((self.model, self._entry, *self.model.parameters()))
 
     # ---- how it is put together ----

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 
-def to_host(value: Any) -> Any:
-    """A state tensor in host memory; anything else as it is."""
-    return value.cpu() if torch.is_tensor(value) else value
+def on_host(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's state with its tensors in host memory."""
+    return {name: value.cpu() if torch.is_tensor(value) else value for name, value in state.items()}
 
 
 def resize_whole(
