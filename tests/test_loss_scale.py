@@ -89,7 +89,7 @@ def train(
     return run
 
 
-def muon_and_fused_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
     held = set(matrices)
     others = [p for p in model.parameters() if p not in held]
@@ -97,11 +97,15 @@ def muon_and_fused_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def follow_ddp(rank: int, world_size: int) -> list[float]:
-    for change in ({}, {"max_norm": 1e3}, {"make_optimizer": muon_and_fused_adamw}):
+    early = {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}}
+    for change, configs in (
+        ({}, (*STAGES, early)),
+        ({"max_norm": 1e3}, (STAGES[3], early)),
+        ({"make_optimizer": muon_and_adamw}, (STAGES[2],)),
+    ):
         plain = train(rank, None, **change)
         assert plain.skipped == [step in OVERFLOWS for step in range(12)]
-        early = {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}}
-        for config in (*STAGES, early):
+        for config in configs:
             run = train(rank, config, **change)
             assert run.equals(plain), f"{config}, {change}: {run.losses} for {plain.losses}, {run.scales}"
     return run.scales
@@ -286,6 +290,25 @@ def test_the_scale_waits_for_all_optimizers_of_a_model():
             optimizer.zero_grad()
     scaler.scale(torch.ones(()))
     assert scaler.get_scale() == 32.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_torchs_own_scaler_is_refused_and_works_again_without_the_engine(fused):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2})
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"comes from torch\.amp\.GradScaler.*Use hf_zero\.GradScaler"):
+        scaler.step(optimizer)
+    engine.close()
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
+    scaler = torch.amp.GradScaler("cpu")
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.ones(2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model.weight, before)
 
 
 def test_float16_parameters_are_not_stepped_without_a_scaler():

@@ -13,7 +13,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
-from .optimizer import engine_stepped_by
+from .optimizer import SCALES_ITSELF, engine_stepped_by
 
 
 class _OverShards:
@@ -91,13 +91,9 @@ def _over_shards(kind: type[torch.amp.GradScaler]) -> type[torch.amp.GradScaler]
 
 @contextmanager
 def _unscaled_here(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """A fused optimizer offers to unscale and to skip by itself; then `step` is called all the same, and nobody is told."""
-    offers = getattr(optimizer, "_step_supports_amp_scaling", None)
-    optimizer._step_supports_amp_scaling = False
+    """The optimizer's offer to unscale and to skip by itself is left: its step would be called then, and nobody be told."""
+    setattr(optimizer, SCALES_ITSELF, False)
     try:
         yield
     finally:
-        if offers is None:
-            del optimizer._step_supports_amp_scaling
-        else:
-            optimizer._step_supports_amp_scaling = offers
+        setattr(optimizer, SCALES_ITSELF, True)

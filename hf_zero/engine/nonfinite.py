@@ -82,7 +82,14 @@ class NonFiniteCheck:
         )
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Raises `RuntimeError` for a step over float16 parameters whose loss nobody has scaled."""
+        """Raises `RuntimeError` for a step by way of torch's own scaler, and over float16 parameters without any."""
+        if optimizer.__dict__.pop("found_inf", None) is not None:
+            # torch takes them away behind the step.
+            optimizer.__dict__.pop("grad_scale", None)
+            raise RuntimeError(
+                "hf_zero: this step comes from torch.amp.GradScaler, which looks at this rank's rows alone: an overflow would "
+                "skip the step on one rank and not on the others. Use hf_zero.GradScaler in its place; the calls are the same."
+            )
         if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
             return
         raise RuntimeError(

@@ -13,6 +13,9 @@ from .hooks import WeakHook
 from .reference import engine_attached_to
 from .sharded_gradient import ShardedGradient
 
+SCALES_ITSELF = "_step_supports_amp_scaling"
+"""What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
+
 _MARK = "hf_zero_shard"
 
 
@@ -65,6 +68,9 @@ class ShardedOptimizer:
             optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
         ]
+        # torch's own GradScaler, which would skip on one rank alone, then tells a step what it found; see NonFiniteCheck.
+        self._scales_itself = optimizer.__dict__.get(SCALES_ITSELF)
+        optimizer.__dict__[SCALES_ITSELF] = True
         self._stock_zero_grad = optimizer.zero_grad
         optimizer.zero_grad = self._make_zero_grad()
         # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
@@ -82,6 +88,9 @@ class ShardedOptimizer:
             group["params"] = whole
         if not self._is_whole:
             self.optimizer.state.clear()
+        del self.optimizer.__dict__[SCALES_ITSELF]
+        if self._scales_itself is not None:
+            self.optimizer.__dict__[SCALES_ITSELF] = self._scales_itself
         del self.optimizer.zero_grad
         del self.optimizer._hf_zero_keeps
 
