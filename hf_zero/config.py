@@ -84,6 +84,9 @@ class OffloadConfig:
     speculate_bytes: int | str = AUTO
     """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
     of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on the CPU."""
+    threads: int | str = AUTO
+    """`cpu`: CPU threads of the steps that run beside training. `auto`: a rank's part of the host's cores beside an
+    accelerator, and torch's own number where training is on the CPU."""
     delay: int = 0
     """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
     delay_warmup: int = 40
@@ -112,6 +115,14 @@ class OffloadConfig:
                 raise ConfigError(
                     f"hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): "
                     "copies of state in host memory. Set that, or leave it out."
+                )
+        if self.threads != AUTO:
+            if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
+                raise _refuse("offload.threads", self.threads, "auto, or a whole number from 1")
+            if self.optimizer != "cpu":
+                raise ConfigError(
+                    f"hf_zero config: `offload.threads` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): of steps "
+                    "beside training. Set that, or leave it out."
                 )
         self._check_delay()
         for name, stays in (("params", "parameters stay"), ("activations", "activations stay")):

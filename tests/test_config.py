@@ -69,6 +69,8 @@ def test_frozen_and_keyword_only():
         ({"offload": {"delay": 1}}, "`offload.delay: 1` needs all of the state in host memory (optimizer is none"),
         ({"offload": {"optimizer": "cpu", "delay": 1, "ratio": 0.5}}, "needs all of the state in host memory"),
         ({"offload": {"optimizer": "cpu", "delay": 1, "speculate_bytes": "1GiB"}}, "Leave one of the two out"),
+        ({"offload": {"optimizer": "cpu", "threads": 0}}, "`offload.threads` is 0; allowed: auto, or a whole number"),
+        ({"offload": {"threads": 2}}, "`offload.threads` is of `offload.optimizer: cpu`"),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4.5}}, "`comm.shard_group_size` is 4.5; allowed: auto, a whole number from 2"),

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 
@@ -217,6 +218,20 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     assert threads
     engine.close()
     assert not any(thread.is_alive() for thread in engine._holder._thread._threads)
+
+
+def test_early_steps_have_their_own_number_of_threads(monkeypatch):
+    own = torch.get_num_threads()
+    seen = set()
+    stock = shadow.Shadow.step
+    monkeypatch.setattr(shadow.Shadow, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
+    model, optimizer, _ = built({**EARLY, "threads": own + 2}, OPTIMIZERS["adamw"])
+    for _ in range(3):
+        one_step(model, optimizer)
+    assert seen == {own + 2}
+    assert torch.get_num_threads() == own
+    with ThreadPoolExecutor(1) as later:
+        assert later.submit(torch.get_num_threads).result() == own
 
 
 def test_buckets_beyond_the_memory_for_copies_wait_for_the_step():

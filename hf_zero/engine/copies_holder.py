@@ -21,12 +21,15 @@ class SteppedOnCopies(InMemory):
 
     See [Note: two copies of the state].
 
+    Args:
+        threads: of the host that a step runs on.
+
     Attributes:
         shadows: of the buckets that are stepped so.
         hindrance: why another bucket is not; None where all are that may be.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], threads: int):
         self._optimizers = optimizers
         self.shadows: dict[Bucket, Shadow] = {}
         self.hindrance: str | None = None
@@ -34,6 +37,10 @@ class SteppedOnCopies(InMemory):
         self._hooks: dict[torch.optim.Optimizer, torch.utils.hooks.RemovableHandle] = {}
         # One thread: steps of a bucket follow each other, also those that are forgotten.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step")
+        before = torch.get_num_threads()
+        self._thread.submit(_run_on, threads).result()
+        # What a thread sets for itself is what threads that start later have too, until another sets it.
+        torch.set_num_threads(before)
 
     @abstractmethod
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -89,6 +96,13 @@ class SteppedOnCopies(InMemory):
 
     def _on_step(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
         self._before_step(optimizer)
+
+
+def _run_on(threads: int) -> None:
+    """Has this thread's operations run on so many."""
+    # torch takes the process's number into each thread at its first question, and would do so after this.
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
 
 
 def _hindrance(optimizer: torch.optim.Optimizer, bucket: Bucket, trial: Trial | None) -> str | None:

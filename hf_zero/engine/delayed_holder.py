@@ -31,8 +31,8 @@ class Delayed(SteppedOnCopies):
         warmup: of each optimizer, the steps at the start that are taken in their time.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], warmup: int):
-        super().__init__(optimizers)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], threads: int, *, warmup: int):
+        super().__init__(optimizers, threads)
         self._in_time = {optimizer: warmup for optimizer in optimizers}
         self._due: dict[Bucket, tuple[Seen, Future[Stepped]]] = {}
         self._restored: dict[Bucket, dict[Row, tuple[torch.Tensor, dict[str, Any]]]] = {}

@@ -28,8 +28,8 @@ class SteppedEarly(SteppedOnCopies):
 
     steps_early = True
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], most_bytes: int):
-        super().__init__(optimizers)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], threads: int, *, most_bytes: int):
+        super().__init__(optimizers, threads)
         self._left_bytes = most_bytes
         self._begun: dict[Bucket, tuple[Seen, Future[Stepped] | None]] = {}
         self._bucket_count = self._kept = self._forgotten = 0

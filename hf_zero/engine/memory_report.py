@@ -30,75 +30,92 @@ def report_memory(
         gradient_bytes: of the gradient store, by kind.
         holder: of the optimizer state.
     """
-    traffic, copy_bytes = holder.report(), holder.copy_bytes()
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
-    trained_bytes = sum(parameter.nbytes for parameter in trained)
-    trained_numel = sum(parameter.numel() for parameter in trained)
-    parameter_bytes = sum(bucket.memory.lasting_bytes for bucket in buckets)
-    # Below stage 3 all are whole, and none is kept so beside others that are not.
-    small = [slot.parameter for b in buckets for slot in b.slots if slot.parameter not in sharded.unit_of]
-    kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
-    frozen = set(model.parameters()) - set(trained)
-    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + sharded.own_bytes(trained=False)
-    state_in = _by_tier(buckets, lambda bucket: _state_bytes(bucket, optimizers))
-    masters_in = _by_tier(buckets, lambda bucket: bucket.master.nbytes if bucket.precision.keeps_master else 0)
-    own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
-    residuals = gradient_bytes["residuals"]
-    # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
-    gradients_in = dict.fromkeys([] if gradient_bytes["gradient buffers"] else ["device"])
-    gradients_in |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
     return MemoryReport(
         rows=(
-            MemoryRow(kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole),
-            MemoryRow(kind="parameters kept whole", bytes=kept_whole, ddp_bytes=kept_whole),
-            MemoryRow(
-                kind="frozen parameters and buffers",
-                bytes=frozen_here + buffer_bytes,
-                ddp_bytes=sum(p.nbytes for p in frozen) + buffer_bytes,
-            ),
-            *(
-                MemoryRow(kind="fp32 master", bytes=nbytes, ddp_bytes=0, where=where)
-                for where, nbytes in masters_in.items()
-            ),
-            MemoryRow(
-                kind="gradients",
-                bytes=gradient_bytes["gradients"],
-                ddp_bytes=trained_bytes,
-                where=", ".join(gradients_in) or "device",
-            ),
-            *([MemoryRow(kind="gradient residuals", bytes=residuals, ddp_bytes=0)] if residuals else []),
-            MemoryRow(kind="gradient buffers", bytes=gradient_bytes["gradient buffers"], ddp_bytes=trained_bytes),
-            *(
-                MemoryRow(
-                    kind="optimizer state",
-                    bytes=nbytes,
-                    ddp_bytes=nbytes * trained_numel // own_numel if own_numel else 0,
-                    where=where,
-                )
-                for where, nbytes in state_in.items()
-            ),
-            *([MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0)] if traffic else []),
-            *(
-                [MemoryRow(kind="copies of the state", bytes=copy_bytes, ddp_bytes=0, where="host memory")]
-                if copy_bytes
-                else []
-            ),
+            *_parameter_rows(model, buckets, trained, sharded),
+            *_gradient_rows(buckets, trained, gradient_bytes),
+            *_state_rows(buckets, trained, optimizers, holder),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),
         peak_bytes=peak_bytes(device),
-        traffic=traffic,
+        traffic=holder.report(),
         early=holder.early_report(),
     )
 
 
-def _by_tier(buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> dict[str, int]:
-    """Name of the tier → bytes of its buckets; at least one tier, and others only where they hold something."""
+def _parameter_rows(
+    model: nn.Module, buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], sharded: ShardedModel
+) -> list[MemoryRow]:
+    trained_bytes = sum(parameter.nbytes for parameter in trained)
+    parameter_bytes = sum(bucket.memory.lasting_bytes for bucket in buckets)
+    # Below stage 3 all are whole, and none is kept so beside others that are not.
+    small = [parameter for parameter in trained if parameter not in sharded.unit_of]
+    kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
+    frozen = set(model.parameters()) - set(trained)
+    buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
+    frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + sharded.own_bytes(trained=False)
+    return [
+        MemoryRow(kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole),
+        MemoryRow(kind="parameters kept whole", bytes=kept_whole, ddp_bytes=kept_whole),
+        MemoryRow(
+            kind="frozen parameters and buffers",
+            bytes=frozen_here + buffer_bytes,
+            ddp_bytes=sum(p.nbytes for p in frozen) + buffer_bytes,
+        ),
+        *_in_tiers("fp32 master", buckets, lambda b: b.master.nbytes if b.precision.keeps_master else 0),
+    ]
+
+
+def _gradient_rows(
+    buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], held_bytes: Mapping[str, int]
+) -> list[MemoryRow]:
+    trained_bytes, residuals = sum(parameter.nbytes for parameter in trained), held_bytes["residuals"]
+    # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
+    where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
+    where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
+    return [
+        MemoryRow(
+            kind="gradients",
+            bytes=held_bytes["gradients"],
+            ddp_bytes=trained_bytes,
+            where=", ".join(where) or "device",
+        ),
+        *([MemoryRow(kind="gradient residuals", bytes=residuals, ddp_bytes=0)] if residuals else []),
+        MemoryRow(kind="gradient buffers", bytes=held_bytes["gradient buffers"], ddp_bytes=trained_bytes),
+    ]
+
+
+def _state_rows(
+    buckets: Sequence[Bucket],
+    trained: Sequence[nn.Parameter],
+    optimizers: Sequence[ShardedOptimizer],
+    holder: StateHolder,
+) -> list[MemoryRow]:
+    traffic, copies = holder.report(), holder.copy_bytes()
+    own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
+    ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
+    rows = _in_tiers("optimizer state", buckets, lambda bucket: _state_bytes(bucket, optimizers), ddp_share)
+    if traffic is not None:
+        rows.append(MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0))
+    if copies:
+        rows.append(MemoryRow(kind="copies of the state", bytes=copies, ddp_bytes=0, where="host memory"))
+    return rows
+
+
+def _in_tiers(
+    kind: str, buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int], ddp_share: float = 0.0
+) -> list[MemoryRow]:
+    """A row for each tier that holds something, and at least one. `ddp_share`: what DDP holds, as a multiple."""
     found: dict[str, int] = {}
     for bucket in buckets:
         found[bucket.tier.name] = found.get(bucket.tier.name, 0) + nbytes_of(bucket)
     first = next(iter(found), "device")
-    return {name: nbytes for name, nbytes in found.items() if nbytes} or {first: 0}
+    held = {name: nbytes for name, nbytes in found.items() if nbytes} or {first: 0}
+    return [
+        MemoryRow(kind=kind, bytes=nbytes, ddp_bytes=round(nbytes * ddp_share), where=name)
+        for name, nbytes in held.items()
+    ]
 
 
 def _state_bytes(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> int:

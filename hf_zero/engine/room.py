@@ -1,5 +1,6 @@
 """The tier's side of building an engine: whether it has room, who holds state in it, and ranks that fail together."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -61,10 +62,20 @@ def choose_holder(
     if config.rounding == "stochastic":
         return RoundedStochastically(optimizers)
     offload = config.offload
+    threads = step_threads(offload, tier.device)
     if offload.delay:
-        return Delayed(optimizers, offload.delay_warmup)
+        return Delayed(optimizers, threads, warmup=offload.delay_warmup)
     most_bytes = speculate_bytes(offload, tier.device, state_bytes) if offload.moves_state else 0
-    return SteppedEarly(optimizers, most_bytes) if most_bytes else InMemory()
+    return SteppedEarly(optimizers, threads, most_bytes=most_bytes) if most_bytes else InMemory()
+
+
+def step_threads(config: OffloadConfig, device: torch.device) -> int:
+    """CPU threads of a step beside training on `device`: the ranks of a host share its cores."""
+    if config.threads != AUTO:
+        return config.threads
+    # Launchers give a rank one thread unless they are told otherwise: beside an accelerator, the step needs its part of them.
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return torch.get_num_threads() if device.type == "cpu" else max(1, mine // ranks_on_this_host())
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, state_bytes: int) -> int:

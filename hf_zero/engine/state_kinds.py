@@ -38,10 +38,13 @@ def double_of(
 ) -> torch.optim.Optimizer:
     """An optimizer like this one, with one group and with state of its own, whose step leaves this one alone.
 
-    By its attributes: `copy.copy` would leave those out that a class sets beside its groups.
+    By its attributes: `copy.copy` would leave those out that a class sets beside its groups. Methods are the class's own: what
+    a scheduler or an engine has put in their place is for this one.
     """
-    double = object.__new__(type(optimizer))
-    double.__dict__.update(optimizer.__dict__)
+    kind = type(optimizer)
+    double = object.__new__(kind)
+    attributes = optimizer.__dict__.items()
+    double.__dict__.update({name: value for name, value in attributes if not callable(getattr(kind, name, None))})
     double.param_groups, double.state = [group], defaultdict(dict, state)
     return double
 
