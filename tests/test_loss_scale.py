@@ -311,6 +311,19 @@ def test_torchs_own_scaler_is_refused_and_works_again_without_the_engine(fused):
     assert not torch.equal(model.weight, before)
 
 
+def test_a_scaler_that_is_not_enabled_does_nothing():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2})
+    scaler, before = GradScaler("cpu", enabled=False), model.bias.detach().clone()
+    scaler.scale(model(torch.ones(2)).sum()).backward()
+    assert scaler.has_unscaled(optimizer)
+    engine.clip_grad_norm_(100.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.bias, before - 0.5)
+
+
 def test_float16_parameters_are_not_stepped_without_a_scaler():
     model = gpt2()
     optimizer = adamw_in_two_groups(model)

@@ -44,14 +44,15 @@ class _OverShards:
             return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        stages = [state["stage"] for state in self._per_optimizer_states.values()]
+        # torch makes the register of a scaler that is enabled only.
+        stages = [state["stage"] for state in self._per_optimizer_states.values()] if self.is_enabled() else []
         self._is_update_due = new_scale is None and OptState.UNSCALED in stages
         if not self._is_update_due:
             super().update(new_scale)
 
     def has_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether the optimizer's gradients have been unscaled since the last update."""
-        return self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+        """Whether the optimizer's gradients have been unscaled since the last update, or need not be."""
+        return not self.is_enabled() or self._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

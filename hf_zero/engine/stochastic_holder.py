@@ -65,9 +65,9 @@ class RoundedStochastically(InMemory):
             yield
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:
+        # What the masters of a former run were rounded to has been loaded as the parameters.
         if not row.slot.bucket.is_away:
             super().put_master(row, values)
-        # Of a run that kept masters, the parameters are these rounded, and have been loaded.
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         for steps in self._steps:
