@@ -174,6 +174,9 @@ class CommConfig:
     """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node."""
     node_size: int | str = AUTO
     """Neighbouring ranks that are on one node; `auto` is what the launcher says."""
+    secondary_shard: str = "none"
+    """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
+    gathers stay inside the node."""
     weights: str = "none"
     """Parameters travel as they are (`none`), or as `int8` in blocks, at stages 1 to 3."""
     gradients: str = "none"
@@ -192,6 +195,7 @@ class CommConfig:
             value = getattr(self, name)
             if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise _refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
+        _one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         _one_of("comm.weights", self.weights, ("none", "int8"))
         _one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
         _one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
@@ -349,6 +353,11 @@ class ZeroConfig:
             raise ConfigError(
                 f"hf_zero config: `comm.shard_group_size: {self.comm.shard_group_size}` is of stages 1 to 3: stage 0 "
                 "shards nothing. Set `stage: 1`, or leave it at auto."
+            )
+        if self.comm.secondary_shard != "none" and (self.stage < 3 or self.reshard_after_forward is False):
+            raise ConfigError(
+                f"hf_zero config: `comm.secondary_shard: {self.comm.secondary_shard}` is for the backward's gathers of stage 3, "
+                f"and there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). Leave it at none."
             )
         for name in ("weights", "gradients"):
             value = getattr(self.comm, name)

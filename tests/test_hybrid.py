@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from safetensors import safe_open
 from test_quantised_wire import go_on, resume, save, start
-from training import Job, train
+from training import Job, gpt2, gpt2_batch, train
 
 from hf_zero.comm.groups import Groups
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
@@ -145,3 +146,54 @@ def test_groups_and_nodes():
         ZeroConfig.of("comm.node_size=0")
     with pytest.raises(ConfigError, match=r"the all-reduce between shard groups is not quantised"):
         ZeroConfig.of("comm.shard_group_size=2,comm.gradients=int8")
+
+
+def steps_with_secondary_shards(rank: int, world_size: int) -> None:
+    job = Job(steps=5, accumulation=2, max_norm=100.0)
+    exact, near = ({"node_size": 2, **more} for more in ({}, {"secondary_shard": "node"}))
+    for more in ({}, {"weights": "int8"}):
+        plain, kept = (
+            train(rank, world_size, replace(job, settings=setting(3, {**each, **more}))) for each in (exact, near)
+        )
+        assert kept.equals(plain), more
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = ZeroEngine(model, [optimizer], setting(3, near))
+    layers = [bucket for unit in engine.sharded.schedule.units[1:] for bucket in unit.buckets]
+    for step in range(3):
+        loss = model(**gpt2_batch(torch.Generator().manual_seed(step), 2)).loss
+        forward = {row.kind: row for row in engine.comm_report().rows}
+        loss.backward()
+        backward = {row.kind: row for row in engine.comm_report().rows}
+        held = {row.kind: row.bytes for row in engine.memory_report().rows}
+        optimizer.step()
+        optimizer.zero_grad()
+        # In backward no parameter travels between the nodes; in forward half of what peers get does.
+        kind, inside = "all-gather parameters", "all-gather parameters in the node"
+        assert backward[kind].bytes_sent == forward[kind].bytes_sent and forward[kind].bytes_between > 0
+        if step:
+            before = forward[inside].bytes_sent if inside in forward else 0
+            # All layers but the two that stay from forward to backward, half of each from the other rank of the node.
+            again = sum(bucket.layout.numel for bucket in layers) * 4 // 2 // 3
+            assert backward[inside].bytes_sent - before == again and backward[inside].bytes_between == 0
+            assert (
+                held["secondary shards"]
+                == sum(b.layout.numel * 4 for u in engine.sharded.schedule.units for b in u.buckets) // 2
+            )
+    assert "secondary shards" not in {row.kind for row in engine.memory_report().rows}
+
+
+def test_secondary_shards_keep_the_backwards_gathers_inside_the_node():
+    run_ranks(steps_with_secondary_shards, world_size=4, time_limit_s=100)
+    with pytest.raises(ConfigError, match=r"`comm.secondary_shard: node` is for the backward's gathers of stage 3"):
+        ZeroConfig.of("stage=2,comm.secondary_shard=node")
+    run_ranks(refuses_one_node, world_size=2, time_limit_s=60)
+
+
+def refuses_one_node(rank: int, world_size: int) -> None:
+    for size in (1, 2):
+        with pytest.raises(ConfigError, match=r"needs shard groups that span nodes of two or more ranks each"):
+            model = torch.nn.Linear(4, 4)
+            comm = {"secondary_shard": "node", "node_size": size}
+            ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {"stage": 3, "comm": comm})

@@ -32,9 +32,12 @@ class CollectiveTransport(Transport):
 
         return Handle(label, self.ledger, complete)
 
-    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.shard, flat.nbytes)
-        work = all_gather_flat(flat, own, group=self._groups.gather.handle, async_op=True)
+    def start_all_gather(
+        self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        group = among or self._groups.gather
+        self._count(label, group, flat.nbytes)
+        work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:

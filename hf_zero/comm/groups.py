@@ -53,6 +53,7 @@ class Groups:
         control: process group of the host's small agreements. On an accelerator it is a gloo group, so that agreeing
             does not stop the device's queue.
         nodes: the node of each rank.
+        node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
     """
 
     world_size: int
@@ -63,6 +64,7 @@ class Groups:
     gather: RankGroup
     control: dist.ProcessGroup | None = None
     nodes: tuple[int, ...] = (0,)
+    node: RankGroup | None = None
 
     @classmethod
     def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
@@ -85,6 +87,10 @@ class Groups:
             if stage == 3:
                 gather = _make(shards, rank, timeout, backend=backend)
             control = dist.new_group(backend="gloo", timeout=timeout)
+        nodes = _nodes(comm, world_size, control)
+        node = None
+        if comm.secondary_shard == "node":
+            node = _make(_within_nodes(shards, nodes), rank, timeout, backend=backend)
         return cls(
             world_size=world_size,
             rank=rank,
@@ -93,7 +99,8 @@ class Groups:
             replicate=replicate,
             gather=gather,
             control=control,
-            nodes=_nodes(comm, world_size, control),
+            nodes=nodes,
+            node=node,
         )
 
     @property
@@ -122,7 +129,28 @@ def _shard_size(stage: int, comm: CommConfig, world_size: int) -> int:
     return size
 
 
-def _make(groups: Sequence[range], rank: int, timeout: timedelta, backend: str | None = None) -> RankGroup:
+def _within_nodes(shards: Sequence[range], nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each shard group on each of its nodes.
+
+    Raises:
+        ConfigError: there is one node or one rank on each, or there are more ranks on one node than on another.
+    """
+    found = [
+        [rank for rank in shard if nodes[rank] == node]
+        for shard in shards
+        for node in dict.fromkeys(nodes[rank] for rank in shard)
+    ]
+    sizes = {len(ranks) for ranks in found}
+    if len(sizes) > 1 or 1 in sizes or len(found) == len(shards):
+        raise ConfigError(
+            "hf_zero config: `comm.secondary_shard: node` needs shard groups that span nodes of two or more ranks each, as many "
+            f"on each; here the nodes of a shard group hold {', '.join(str(len(ranks)) for ranks in found)}. Say which ranks are "
+            "on one node with `comm.node_size`, or leave it at none."
+        )
+    return found
+
+
+def _make(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta, backend: str | None = None) -> RankGroup:
     """This rank's of some groups that together hold all ranks. Every rank makes every group.
 
     Args:

@@ -2,6 +2,7 @@
 
 import torch
 
+from .groups import RankGroup
 from .transport import Handle, Label, Transport
 
 
@@ -13,7 +14,9 @@ class LocalTransport(Transport):
             out.copy_(flat)
         return self._nothing(label)
 
-    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
+    def start_all_gather(
+        self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
         if own.data_ptr() != flat.data_ptr():
             flat.copy_(own)
         return self._nothing(label)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
-from .groups import Groups
+from .groups import Groups, RankGroup
 from .transport import Handle, Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
@@ -44,14 +44,17 @@ class PointToPointTransport(CollectiveTransport):
 
         return Handle(label, self.ledger, complete)
 
-    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.shard, flat.nbytes)
-        parts = flat.chunk(self._groups.shard_size)
+    def start_all_gather(
+        self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        group = among or self._groups.shard
+        self._count(label, group, flat.nbytes)
+        parts = flat.chunk(group.size)
         tag = _GATHER_TAG + label.channel
-        works = [self._receive(parts[peer], peer, tag) for peer in self._peers]
-        works += [self._send(own, peer, tag) for peer in self._peers]
-        if own.data_ptr() != parts[self._groups.shard_rank].data_ptr():
-            parts[self._groups.shard_rank].copy_(own)
+        works = [dist.irecv(parts[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
+        works += [dist.isend(own, dst=group.ranks[peer], tag=tag) for peer in group.peers]
+        if own.data_ptr() != parts[group.place].data_ptr():
+            parts[group.place].copy_(own)
         return Handle(label, self.ledger, lambda: self._wait(works))
 
     def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:

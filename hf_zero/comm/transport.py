@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .groups import RankGroup
 from .ledger import Ledger
 
 
@@ -75,10 +76,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start_all_gather(self, flat: torch.Tensor, own: torch.Tensor, label: Label) -> Handle:
-        """Fills `flat` (shard_size x n elements) with each rank's `own` n elements, in rank order.
+    def start_all_gather(
+        self, flat: torch.Tensor, own: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        """Fills `flat` (ranks x n elements) with each rank's `own` n elements, in rank order.
 
-        `own` may be this rank's part of `flat`.
+        `own` may be this rank's part of `flat`. The ranks are those of `among`, by default of the shard group.
         """
 
     @abstractmethod

@@ -223,7 +223,7 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        held = self._store.held_bytes() | {"residuals": self._wire.reduction.held_bytes}
+        held = self._store.held_bytes() | self._wire.held_bytes()
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, self._holder, self.device)
 
     def dtype_report(self) -> DtypeReport:

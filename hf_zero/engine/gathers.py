@@ -16,10 +16,28 @@ class Gather(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Handle:
-        """Starts filling `bucket.flat`, which has memory, from `bucket.own` of each rank."""
+        """Starts filling `bucket.flat`, which has memory, with what the ranks have of the bucket's parameters."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes kept from one gather for others."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Called when the parameters are about to change."""
 
 
-class ExactGather(Gather):
+class _Forgetful(Gather):
+    """Nothing is kept."""
+
+    held_bytes = 0
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
+class ExactGather(_Forgetful):
     """Parameters as the ranks have them."""
 
     def __init__(self, transport: Transport):
@@ -29,7 +47,7 @@ class ExactGather(Gather):
         return self._transport.start_all_gather(bucket.flat, bucket.own, bucket.label(_KIND))
 
 
-class QuantisedGather(Gather):
+class QuantisedGather(_Forgetful):
     """What blocks of integers leave of the parameters, on every rank the same, this rank's own part too.
 
     Where `bucket.own` lies in `bucket.flat` it is overwritten, so what it was made from must be elsewhere.

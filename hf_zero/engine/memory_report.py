@@ -27,7 +27,7 @@ def report_memory(
 
     Args:
         buckets: of trained parameters.
-        gradient_bytes: of the gradient store, by kind.
+        gradient_bytes: of the gradient store and of what travels, by kind.
         holder: of the optimizer state.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
@@ -70,7 +70,8 @@ def _parameter_rows(
 def _gradient_rows(
     buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], held_bytes: Mapping[str, int]
 ) -> list[MemoryRow]:
-    trained_bytes, residuals = sum(parameter.nbytes for parameter in trained), held_bytes["residuals"]
+    trained_bytes = sum(parameter.nbytes for parameter in trained)
+    kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
     where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
     where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)
@@ -81,7 +82,7 @@ def _gradient_rows(
             ddp_bytes=trained_bytes,
             where=", ".join(where) or "device",
         ),
-        *([MemoryRow(kind="gradient residuals", bytes=residuals, ddp_bytes=0)] if residuals else []),
+        *(MemoryRow(kind=kind, bytes=nbytes, ddp_bytes=0) for kind, nbytes in kept.items() if nbytes),
         MemoryRow(kind="gradient buffers", bytes=held_bytes["gradient buffers"], ddp_bytes=trained_bytes),
     ]
 

@@ -53,8 +53,7 @@ class ShardedModel:
         self.schedule = Unsharding(
             self.root,
             list(layers.values()),
-            gather=wire.gather,
-            exact=wire.exact,
+            wire=wire,
             prefetch=config.prefetch_units,
             reshard_after_forward=reshard_after_forward,
         )

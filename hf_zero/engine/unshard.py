@@ -15,6 +15,7 @@ import torch
 from .backward import differentiable_tensors, has_tensors
 from .gathers import Gather
 from .units import Unit, UnitState, is_in_backward
+from .wire import Wire
 
 
 class VisitOrder:
@@ -66,8 +67,7 @@ class Unsharding:
     Args:
         root: parameters that no layer has, whole from the model's forward to the end of its backward.
         layers: the other units.
-        gather: of the parameters that forward and backward compute with.
-        exact: of parameters that are looked at outside of them.
+        wire: how they are gathered.
         prefetch: units gathered ahead of the one in use.
         reshard_after_forward: False keeps what has been gathered until the optimizer's step.
 
@@ -81,13 +81,12 @@ class Unsharding:
         root: Unit,
         layers: Sequence[Unit],
         *,
-        gather: Gather,
-        exact: Gather,
+        wire: Wire,
         prefetch: int,
         reshard_after_forward: bool,
     ):
         self._root = root
-        self._gather, self._exact = gather, exact
+        self._wire = wire
         self._lasting = [root]
         self.units = [root, *layers]
         self._prefetch = prefetch
@@ -157,7 +156,7 @@ class Unsharding:
         """
         if unit not in self._lasting:
             self._lasting.append(unit)
-        self._start(unit, self._gather)
+        self._start(unit, self._wire.forward)
         self._finish(unit)
 
     def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
@@ -196,10 +195,10 @@ class Unsharding:
         """Makes units whole and exact, all gathers at once."""
         units = list(units)
         for unit in units:
-            if not unit.is_sharded and unit.gather is not self._exact:
+            if not unit.is_sharded and unit.gather is not self._wire.exact:
                 self._finish(unit)
                 unit.reshard()
-            self._start(unit, self._exact)
+            self._start(unit, self._wire.exact)
         for unit in units:
             self._finish(unit)
 
@@ -213,6 +212,7 @@ class Unsharding:
             )
         self._keeps_all = False
         self._drop(self.units)
+        self._wire.forward.forget()
 
     def release(self, units: Iterable[Unit]) -> None:
         """Drops units that were made whole for a look, unless a pass is using them."""
@@ -228,11 +228,12 @@ class Unsharding:
             turning = self._turning if order is self._forward else []
             wanted = {unit, *self._lasting, *ahead, *self._running, *turning}
             self._drop([other for other in self.units if other not in wanted])
+        gather = self._wire.forward if order is self._forward else self._wire.backward
         for each in used:
-            self._start(each, self._gather)
+            self._start(each, gather)
         for each in ahead:
             if self._has_room():
-                self._start(each, self._gather)
+                self._start(each, gather)
         for each in used:
             self._finish(each)
 

@@ -9,6 +9,7 @@ from ..kernels.quantise import BlockFormat
 from ..layout.slots import SHARD_ALIGN_NUMEL
 from .gathers import ExactGather, Gather, QuantisedGather
 from .reductions import ExactReduction, HybridReduction, QuantisedReduction, Reduction, ReplicatedReduction
+from .secondary import BackwardGather, ForwardGather
 
 _BITS = {"int8": 8, "int4": 4}
 
@@ -20,6 +21,7 @@ class Wire:
     Attributes:
         reduction: of gradients, where they are sharded.
         gather: of the parameters that forward and backward compute with.
+        forward, backward: the same for parameters that are dropped in between.
         exact: of parameters that are looked at, edited or saved.
         weight_format: the blocks in which `gather` sends them; None where it sends them as they are.
         shard_align_numel: that shards must be multiples of, so that none ends inside a block.
@@ -27,16 +29,22 @@ class Wire:
 
     reduction: Reduction
     gather: Gather
+    forward: Gather
+    backward: Gather
     exact: Gather
     weight_format: BlockFormat | None = None
     shard_align_numel: int = SHARD_ALIGN_NUMEL
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of lasting memory by kind."""
+        return {"gradient residuals": self.reduction.held_bytes, "secondary shards": self.forward.held_bytes}
 
 
 def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wire:
     """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised."""
     exact = ExactGather(transport)
     if groups.shard_size == 1:
-        return Wire(reduction=ReplicatedReduction(transport), gather=exact, exact=exact)
+        return Wire(reduction=ReplicatedReduction(transport), gather=exact, forward=exact, backward=exact, exact=exact)
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
     # What several shard groups have summed is summed between them; the config refuses to quantise that.
     several = groups.replicate.size > 1
@@ -45,9 +53,21 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
         feedback = config.comm.error_feedback
         reduction = QuantisedReduction(transport, groups, gradients, error_feedback=feedback)
     gather = exact if weights is None else QuantisedGather(transport, groups, weights)
+    forward = backward = gather
+    if groups.node is not None:
+        forward = ForwardGather(gather, transport, groups.node)
+        backward = BackwardGather(forward, transport)
     # Both are powers of two.
     align = SHARD_ALIGN_NUMEL if weights is gradients is None else max(SHARD_ALIGN_NUMEL, config.comm.block_numel)
-    return Wire(reduction=reduction, gather=gather, exact=exact, weight_format=weights, shard_align_numel=align)
+    return Wire(
+        reduction=reduction,
+        gather=gather,
+        forward=forward,
+        backward=backward,
+        exact=exact,
+        weight_format=weights,
+        shard_align_numel=align,
+    )
 
 
 def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
