@@ -357,7 +357,7 @@ class ZeroConfig:
         if self.comm.secondary_shard != "none" and (self.stage < 3 or self.reshard_after_forward is False):
             raise ConfigError(
                 f"hf_zero config: `comm.secondary_shard: {self.comm.secondary_shard}` is for the backward's gathers of stage 3, "
-                f"and there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). Leave it at none."
+                f"and there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). Leave it out."
             )
         for name in ("weights", "gradients"):
             value = getattr(self.comm, name)
