@@ -76,11 +76,13 @@ class OffloadConfig:
     """Optimizer state, masters and the reduced gradient: `cpu` is host memory, where the step then runs, too; `nvme` keeps
     state and masters in files below `nvme_path`, and steps a bucket at a time."""
     params: str = "none"
+    """Stage 3: this rank's shard of the parameters, frozen ones too: `cpu` is host memory, `nvme` files below `nvme_path`. A
+    layer is fetched from there for its forward and for its backward."""
     activations: str = "none"
     ratio: float = 1.0
     """The part of the state that `optimizer` moves away: the buckets whose gradients arrive first, until they hold it."""
     nvme_path: str | None = None
-    """A folder on a local disk, on every host; it is looked for when the engine is built."""
+    """`nvme`: a folder on a local disk, on every host; it is looked for when the engine is built."""
     speculate_bytes: int | str = AUTO
     """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
     of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on the CPU."""
@@ -92,20 +94,22 @@ class OffloadConfig:
     delay_warmup: int = 40
     """Steps at the start that are taken in their time all the same."""
     window: int = 2
-    """`nvme`: buckets whose state is on its way from or to the disk while another is stepped."""
+    """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
 
     def __post_init__(self):
-        _one_of("offload.optimizer", self.optimizer, ("none", "cpu", "nvme"))
+        for name in ("optimizer", "params", "activations"):
+            _one_of(f"offload.{name}", getattr(self, name), ("none", "cpu", "nvme"))
         if self.nvme_path is not None and (not isinstance(self.nvme_path, str) or not self.nvme_path):
             raise _refuse("offload.nvme_path", self.nvme_path, "the path of a folder")
-        if self.optimizer == "nvme" and self.nvme_path is None:
+        in_files = [name for name in ("optimizer", "params") if getattr(self, name) == "nvme"]
+        if in_files and self.nvme_path is None:
             raise ConfigError(
-                "hf_zero config: `offload.optimizer: nvme` needs `offload.nvme_path`: a folder on a local NVMe disk."
+                f"hf_zero config: `offload.{in_files[0]}: nvme` needs `offload.nvme_path`: a folder on a local NVMe disk."
             )
-        if self.optimizer != "nvme" and self.nvme_path is not None:
+        if not in_files and self.nvme_path is not None:
             raise ConfigError(
-                f"hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` (optimizer is {self.optimizer}). Set that, "
-                "or leave the path out."
+                "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
+                f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
             raise _refuse("offload.window", self.window, "a whole number from 1")
@@ -125,11 +129,16 @@ class OffloadConfig:
                     "beside training. Set that, or leave it out."
                 )
         self._check_delay()
-        for name, stays in (("params", "parameters stay"), ("activations", "activations stay")):
-            value = getattr(self, name)
-            _one_of(f"offload.{name}", value, ("none", "cpu", "nvme"))
-            if value != "none":
-                raise _not_built(f"offload.{name}", value, f"leave it at none: {stays} on the training device")
+        if self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
+            name = "delay" if self.delay else "speculate_bytes"
+            raise ConfigError(
+                f"hf_zero config: `offload.{name}: {getattr(self, name)}` steps on copies of masters in host memory, and with "
+                "`offload.params: nvme` masters are in the parameters' files. Set `offload.params: cpu`, or leave it out."
+            )
+        if self.activations != "none":
+            raise _not_built(
+                "offload.activations", self.activations, "leave it at none: activations stay on the training device"
+            )
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
             raise _refuse("offload.ratio", self.ratio, "a number above 0, up to 1")
         if self.ratio != 1 and not self.moves_state:
@@ -164,6 +173,11 @@ class OffloadConfig:
     def moves_state(self) -> bool:
         """Whether optimizer state lives elsewhere than on the training device."""
         return self.optimizer != "none"
+
+    @property
+    def moves_params(self) -> bool:
+        """Whether shards of parameters live elsewhere than on the training device."""
+        return self.params != "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,11 +331,13 @@ class ZeroConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise _refuse(name, value, "a whole number from 0")
         _one_of("rounding", self.rounding, ("nearest", "stochastic"))
-        if self.rounding == "stochastic" and self.offload.moves_state:
-            raise ConfigError(
-                "hf_zero config: `rounding: stochastic` keeps no master that `offload.optimizer: "
-                f"{self.offload.optimizer}` could move. Leave `rounding` at nearest, or `offload.optimizer` at none."
-            )
+        for name in ("optimizer", "params"):
+            value = getattr(self.offload, name, "none")
+            if self.rounding == "stochastic" and value != "none":
+                raise ConfigError(
+                    f"hf_zero config: `rounding: stochastic` keeps no master that `offload.{name}: {value}` could move, or make "
+                    f"parameters of. Leave `rounding` at nearest, or `offload.{name}` at none."
+                )
         if self.rounding == "stochastic" and self.comm.weights != "none":
             raise ConfigError(
                 f"hf_zero config: `comm.weights: {self.comm.weights}` rounds what masters hold, and `rounding: stochastic` keeps "
@@ -331,7 +347,6 @@ class ZeroConfig:
         _one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if self.unit_modules != AUTO:
             object.__setattr__(self, "unit_modules", _class_names("unit_modules", self.unit_modules))
-        self._refuse_settings_of_stage_3()
         for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise _refuse(name, getattr(self, name), "true, false")
@@ -339,6 +354,7 @@ class ZeroConfig:
             if not isinstance(getattr(self, name), kind):
                 raise _refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
         self._refuse_settings_of_shards()
+        self._refuse_settings_of_stage_3()
 
     def _refuse_settings_of_stage_3(self) -> None:
         for field_ in dataclasses.fields(self):
@@ -347,6 +363,12 @@ class ZeroConfig:
                     f"hf_zero config: `{field_.name}` is of stage 3, where parameters are sharded (stage is {self.stage}). Set "
                     "`stage: 3` or leave it out."
                 )
+        if self.offload.moves_params and self.stage < 3:
+            raise ConfigError(
+                f"hf_zero config: `offload.params: {self.offload.params}` is of stage 3, where a layer's parameters are fetched "
+                f"for its forward and its backward (stage is {self.stage}: parameters stay whole on the training device). Set "
+                "`stage: 3`, which also fits one rank, or leave it out; `offload.optimizer` moves state at every stage."
+            )
 
     def _refuse_settings_of_shards(self) -> None:
         if self.stage == 0 and self.comm.shard_group_size != AUTO:
@@ -370,7 +392,9 @@ class ZeroConfig:
     @property
     def steps_by_bucket(self) -> bool:
         """True when an optimizer never has all of a rank's parameters before it."""
-        return self.offload.optimizer == "nvme" or self.rounding == "stochastic"
+        offload = self.offload
+        in_files = offload.optimizer == "nvme" or (offload.optimizer == "cpu" and offload.params == "nvme")
+        return in_files or self.rounding == "stochastic"
 
     @property
     def accumulates_locally(self) -> bool:

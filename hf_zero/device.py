@@ -4,6 +4,8 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +40,8 @@ class _HostArena:
     def discard(self, start: int, stop: int) -> None:
         """Gives back the whole pages of the bytes `start` to `stop`; they read as zero afterwards."""
         first = _page_below(self._offset + start + PAGE_BYTES - 1)
-        last = _page_below(self._offset + stop)
+        # Behind the end there is nothing in the last page.
+        last = _page_below(self._offset + stop + (PAGE_BYTES - 1 if stop == self.bytes.nbytes else 0))
         if last > first:
             self._region.madvise(mmap.MADV_DONTNEED, first, last - first)
 
@@ -77,6 +80,91 @@ def unpin(tensor: torch.Tensor, device: torch.device) -> None:
     """Undoes `pin`."""
     if device.type == "cuda":
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory (uint8), aligned for direct I/O, through which something passes on its way to or from `device`.
+
+    Pinned beside an accelerator, by torch's allocator: that one keeps a block until copies from it have ended.
+    """
+    if device.type == "cpu":
+        return allocate(nbytes, torch.uint8, device)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+class Mark(ABC):
+    """A point in a `SideQueue`'s work."""
+
+    @abstractmethod
+    def hold_up_device(self) -> None:
+        """The device goes no further in its own queue before this point is reached. The host goes on."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when this point is reached."""
+
+
+class SideQueue(ABC):
+    """Copies between host and device that run beside the device's own queue."""
+
+    @abstractmethod
+    def aside(self) -> AbstractContextManager[None]:
+        """What is queued inside begins after all that the device has in its queue now, and runs beside what comes later."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """The end of what has been queued here."""
+
+
+class _Reached(Mark):
+    def hold_up_device(self) -> None:
+        """It was reached when it was made."""
+
+    def wait(self) -> None:
+        """Likewise."""
+
+
+class _HostQueue(SideQueue):
+    """On the host a copy has ended when the call returns."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        return _Reached()
+
+
+class _Event(Mark):
+    def __init__(self, event: torch.Event, module):
+        self._event, self._module = event, module
+
+    def hold_up_device(self) -> None:
+        self._module.current_stream().wait_event(self._event)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class _StreamQueue(SideQueue):
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            yield
+
+    def mark(self) -> Mark:
+        return _Event(self._stream.record_event(), self._module)
+
+
+def side_queue(device: torch.device) -> SideQueue:
+    """A queue for copies to and from `device`."""
+    return _HostQueue() if device.type == "cpu" else _StreamQueue(device)
 
 
 class Reservation(ABC):

@@ -1,6 +1,6 @@
 """Runs of their own process for the tests of offload: one that measures its memory, and one that is killed.
 
-python offload_job.py memory OFFLOAD_JSON
+python offload_job.py memory OFFLOAD_JSON [FROZEN_LAYERS]
 python offload_job.py train OFFLOAD_JSON FOLDER STEPS
 """
 
@@ -31,22 +31,32 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor
     optimizer.zero_grad()
 
 
-def make(width: int, layers: int, settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
+def make(
+    width: int, layers: int, settings: dict, frozen: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model[:frozen].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model[frozen:].parameters(), lr=1e-3, fused=True)
     return model, optimizer, ZeroEngine(model, [optimizer], settings)
 
 
-def measure(offload: dict) -> dict[str, int]:
-    """Bytes of growth over what the process holds before there is a model, and what it is made of."""
-    settings = {"stage": 2, "bucket_bytes": "4MiB", "offload": offload}
+def measure(offload: dict, frozen: int = 0) -> dict[str, int]:
+    """Bytes of growth over what the process holds before there is a model, and what it is made of.
+
+    Args:
+        frozen: how many of the first layers are not trained.
+    """
+    settings = {"stage": 3 if "params" in offload else 2, "bucket_bytes": "4MiB", "offload": offload}
     model, optimizer, engine = make(64, 2, settings)
     for _ in range(2):
         step(model, optimizer, torch.randn(1, 64))
     engine.close()
     del model, optimizer, engine
     before = status_bytes("VmRSS")
-    model, optimizer, engine = make(WIDTH, LAYERS, settings)
+    model, optimizer, engine = make(WIDTH, LAYERS, settings, frozen)
+    if "params" in offload:
+        # The whole model was in memory to begin with: the high-water mark counts from here.
+        Path("/proc/self/clear_refs").write_text("5")
     for _ in range(STEPS):
         step(model, optimizer, torch.randn(1, WIDTH))
     report = engine.memory_report()
@@ -60,6 +70,9 @@ def measure(offload: dict) -> dict[str, int]:
     return {
         "growth": growth,
         "weights": rows["parameters"],
+        "frozen": rows.get("frozen parameters", rows["frozen parameters and buffers"]),
+        "gathered": rows["gathered parameters, at most"],
+        "layer": 4 * WIDTH * WIDTH,
         "gradients": rows["gradients"] + rows["gradient buffers"],
         "state": rows["optimizer state"],
         "window": traffic.window_bytes if traffic else 0,
@@ -100,6 +113,6 @@ def train(offload: dict, folder: Path, steps: int) -> None:
 if __name__ == "__main__":
     kind, offload = sys.argv[1], json.loads(sys.argv[2])
     if kind == "memory":
-        print(json.dumps(measure(offload)))
+        print(json.dumps(measure(offload, *map(int, sys.argv[3:]))))
     else:
         train(offload, Path(sys.argv[3]), int(sys.argv[4]))

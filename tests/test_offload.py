@@ -197,8 +197,8 @@ def test_too_little_host_memory_is_refused_before_anything_is_allocated(monkeypa
 
 
 def test_the_budget_is_for_all_ranks_of_a_host():
-    assert host_memory_fault(10, 40, 4) is None
-    assert "for each of 5 ranks" in host_memory_fault(10, 40, 5)
+    assert host_memory_fault(10, 40, 4, "offload.params: cpu") is None
+    assert "for each of 5 ranks" in host_memory_fault(10, 40, 5, "offload.params: cpu")
 
 
 def write_group(folder, **files: int | str) -> None:

@@ -33,8 +33,8 @@ def nvme(path: Path) -> dict:
     return {"optimizer": "nvme", "nvme_path": str(path)}
 
 
-def measured(offload: dict) -> dict[str, int]:
-    command = [sys.executable, str(JOB), "memory", json.dumps(offload)]
+def measured(offload: dict, frozen: int = 0) -> dict[str, int]:
+    command = [sys.executable, str(JOB), "memory", json.dumps(offload), str(frozen)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -55,6 +55,27 @@ def test_memory_grows_by_weights_gradients_and_the_window(tmp_path):
     assert moved["saved"] == moved["state"] == moved["written"]
     assert moved["finite"]
     assert moved["anonymous growth of a save"] < moved["state"] / 10
+
+
+@pytest.mark.parametrize(
+    "frozen", [pytest.param(0, marks=pytest.mark.slow, id="all trained"), pytest.param(30, id="base frozen")]
+)
+def test_memory_with_parameters_in_files_is_that_of_the_layers_in_use(frozen, tmp_path):
+    plain, moved = measured({}, frozen), measured(nvme(tmp_path) | {"params": "nvme"}, frozen)
+    activations = plain["growth"] - plain["frozen"] - plain["weights"] - plain["gradients"] - plain["state"]
+    # The layer in use and the one gathered ahead of it; that one's shard and the next one's on their way from the disk.
+    assert moved["gathered"] <= 2 * moved["layer"]
+    bound = moved["gathered"] + 2 * moved["layer"] + moved["gradients"] + moved["window"]
+    mib = {name: round(value / 2**20, 1) for name, value in moved.items()}
+    print(f"\nMiB with NVMe: {mib}; without: {plain['growth'] / 2**20:.1f}; activations {activations / 2**20:.1f}")
+    print(f"growth less activations {(moved['growth'] - activations) / 2**20:.1f}, bound {bound / 2**20:.1f}")
+    whole = moved["weights"] + moved["frozen"]
+    assert whole == 32 * moved["layer"]
+    assert 0 <= activations < 20 * 2**20
+    assert moved["growth"] - activations <= bound
+    if frozen:
+        assert moved["growth"] < whole / 2
+    assert moved["saved"] == moved["state"]
 
 
 def save(engine: ZeroEngine, model: torch.nn.Module, folder: Path) -> None:
@@ -84,10 +105,17 @@ def trained(rank: int, offload: dict, stage: int, steps: range, folder: Path | N
     return losses, model, engine
 
 
+def kinds_of(root: Path, stage: int) -> dict[str, dict]:
+    if stage < 3:
+        return {"none": {}, "cpu": {"optimizer": "cpu"}, "nvme": nvme(root)}
+    alike = {"none": {}, "cpu": {"optimizer": "cpu", "params": "cpu"}, "nvme": nvme(root) | {"params": "nvme"}}
+    return alike | {"cpu and nvme": nvme(root) | {"optimizer": "cpu", "params": "nvme"}}
+
+
 def resumed_everywhere(rank: int, world_size: int, path: str, stage: int, **more) -> list[tuple]:
     """(from, to, losses, expected) for every pair of kinds."""
     root = Path(path)
-    kinds = {"none": {}, "cpu": {"optimizer": "cpu"}, "nvme": nvme(root)}
+    kinds = kinds_of(root, stage)
     expected, _, _ = trained(rank, {}, stage, range(5), **more)
     found = []
     for name, offload in kinds.items():
@@ -100,11 +128,11 @@ def resumed_everywhere(rank: int, world_size: int, path: str, stage: int, **more
     return found
 
 
-@pytest.mark.parametrize(("world_size", "stage", "more"), [(1, 2, {}), (2, 3, {}), (2, 1, {"param_dtype": "bfloat16"})])
+@pytest.mark.parametrize(("world_size", "stage", "more"), [(1, 3, {}), (2, 3, {"param_dtype": "bfloat16"}), (2, 1, {})])
 def test_checkpoints_go_from_each_kind_of_offload_to_each_other(world_size, stage, more, tmp_path):
     arguments = {"path": str(tmp_path), "stage": stage, **more}
     for found in run_ranks(resumed_everywhere, world_size=world_size, time_limit_s=150, keyword_arguments=arguments):
-        assert len(found) == 9
+        assert len(found) == (16 if stage == 3 else 9)
         for source, target, losses, expected in found:
             assert losses == expected, f"from {source} to {target}"
 

@@ -11,6 +11,7 @@ from ..kernels.quantise import round_to_blocks
 from ..layout.intervals import Interval
 from ..layout.shards import RowLayout, rows_of_shard
 from ..layout.slots import BucketLayout
+from ..offload.parameter_shards import Region
 from ..offload.tier import Tier
 from .loaded import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
@@ -78,7 +79,7 @@ class Bucket:
     Attributes:
         memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
         flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
-        own: this rank's shard of `flat`, (shard_numel,).
+        own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
@@ -106,7 +107,7 @@ class Bucket:
         self.is_away = False
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
-        self.flat, self.own = memory.flat, memory.own
+        self.flat = memory.flat
         self.own_interval = layout.shard(shard_rank)
         self.slots = [
             ParameterSlot(
@@ -129,6 +130,20 @@ class Bucket:
     @property
     def name(self) -> str:
         return f"bucket {self.layout.index}"
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.memory.own
+
+    @property
+    def has_second_copy(self) -> bool:
+        """Whether master and parameters are two copies, of which each has to follow the other."""
+        return self.precision.has_master and not self.memory.is_master
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether there are two copies between steps, too."""
+        return self.precision.keeps_master and not self.memory.is_master
 
     def label(self, kind: str) -> Label:
         """What a collective that moves this bucket is called."""
@@ -153,22 +168,22 @@ class Bucket:
             # Seen when the master is back.
             return
         edited = [row for row in self.rows if row.slot.parameter._version != row.slot.version]
-        if edited and self.precision.has_master:
-            self._follow(edited)
-        for row in self.rows:
+        if edited and self.has_second_copy:
+            self._follow(edited, self.memory.read_own())
+        for row in edited:
             row.slot.version = row.slot.parameter._version
 
-    def _follow(self, edited: Sequence[Row]) -> None:
+    def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
         if self.precision.weights is None:
             for row in edited:
-                row.of(self.master).copy_(row.of(self.own))
+                row.of(self.master).copy_(row.of(values))
             return
         # What still shows its master through the blocks has not been edited, and keeps the digits that it does not show: a
         # script that clamps weights at each step would otherwise undo every update smaller than a block's step.
-        shown = self.master.to(self.own, copy=True)
+        shown = self.master.to(values, copy=True)
         round_to_blocks(shown, shown, self.precision.weights)
         for row in edited:
-            master, own = row.of(self.master), row.of(self.own)
+            master, own = row.of(self.master), row.of(values)
             master.copy_(torch.where(own == row.of(shown), master.to(own.device), own.to(master.dtype)))
 
     def follow_values(self) -> None:
@@ -176,18 +191,24 @@ class Bucket:
         # One that is away follows by `follow_edits` when it is back.
         if self.is_away:
             return
-        for row in self.rows if self.precision.has_master else ():
+        values = self.memory.read_own() if self.has_second_copy else None
+        for row in self.rows if values is not None else ():
             master = row.of(self.master)
-            own = row.of(self.own).to(master.device)
+            own = row.of(values).to(master.device)
             master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
         for slot in self.slots:
             slot.version = slot.parameter._version
 
     def write_back(self) -> None:
         """The updated master into this rank's shard of the parameters."""
-        if self.precision.has_master and not self.is_away:
-            # The host goes on. It writes there next with gradients of a later backward, which come behind this on the device.
-            self.own.copy_(self.master, non_blocking=True)
+        if self.has_second_copy and not self.is_away:
+            self.memory.write_own(self.master)
+
+    def rest(self, master: Region | None) -> None:
+        """Leaves the shard to where it lives. `master`: where in a file the master lies, in the parameters' own digits."""
+        self.memory.rest(master)
+        if not self.precision.has_master:
+            self.master = self.own
 
     def bring(self, master: torch.Tensor) -> None:
         """Has the master, (shard_numel,), in memory again."""
@@ -196,6 +217,8 @@ class Bucket:
 
     def exchange_master(self, master: torch.Tensor) -> None:
         """Takes `master`, (shard_numel,), for the master, whose tensor is the caller's from now on."""
+        if not self.precision.has_master:
+            self.memory.exchange_own(master)
         self._hang_master(master)
 
     def put_away(self, stand_in: torch.Tensor) -> None:

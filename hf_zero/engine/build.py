@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..comm.groups import Groups
+from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..kernels.checks import FLOAT_DTYPES
 from ..layout.slots import ParameterSpec, plan_buckets
+from ..offload.parameter_shards import ParameterTier
 from ..offload.placement import Placement
+from ..offload.tier import Tier
 from .buckets import Bucket
-from .loaded import wanted_dtype
-from .memory import ApartShardMemory, ShardMemory, WholeMemory
+from .loaded import cast_as_wanted, take_rank_0s, wanted_dtype
+from .memory import WholeMemory
+from .offloaded_memory import memory_in
 from .precision import resolve_precision, untrained_precision
+from .reach import keeps_intact
 from .unit_modules import find_unit_modules, own_parameters
 from .wire import Wire
 
@@ -104,11 +110,11 @@ class Part:
 def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups) -> list[Part]:
     """What goes into buckets, in the order in which gradients arrive.
 
-    Below stage 3, and for one rank, all trained parameters in one part. At stage 3 a part for each unit, frozen parameters
-    too, the last layer first and the root last; then what `persist_below_numel` keeps whole.
+    Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
+    for each unit, frozen parameters too, the last layer first and the root last; then what `persist_below_numel` keeps whole.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if config.stage < 3 or groups.shard_size == 1:
+    if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
         return [Part(name="model", parameters=trained, sharded=False)]
     units = find_unit_modules(model, config.unit_modules)
     own = own_parameters(model, units)
@@ -120,6 +126,62 @@ def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups) -> list[Part]
     kept = [(name, p) for name, p in trained if p.numel() < least]
     parts.append(Part(name="kept whole", parameters=kept, sharded=False))
     return [part for part in parts if part.parameters or part.name == ""]
+
+
+def build_parts(
+    model: nn.Module,
+    owner: dict[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    groups: Groups,
+    wire: Wire,
+    transport: Transport,
+    *,
+    device: torch.device,
+    tier: Tier,
+    parameter_tier: ParameterTier,
+    settle: Callable[[Bucket], None],
+) -> dict[str, list[Bucket]]:
+    """Moves a model into flat buckets; part name → its buckets, as they are numbered and reduced. Collective.
+
+    Parameters that are in none have rank 0's values afterwards, too.
+
+    Args:
+        owner: (optimizer, group) of each trained parameter.
+        tier, parameter_tier: where state, and where shards of parameters, live.
+        settle: called with each bucket when it is built.
+    """
+    built: dict[str, list[Bucket]] = {}
+    start_alike = partial(take_rank_0s, device=device, transport=transport)
+    intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
+    bucket_numel, count = bucket_numel_for(model, config), 0
+    trained_numel = sum(parameter.numel() for parameter in owner)
+    placement = Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel)
+    for part in parts_of(model, config, groups):
+        buckets = build_buckets(
+            part,
+            owner,
+            intact,
+            config,
+            groups,
+            wire,
+            bucket_numel=bucket_numel,
+            first_index=count,
+            device=device,
+            placement=placement,
+            parameter_tier=parameter_tier,
+            prepare=start_alike,
+            settle=settle,
+        )
+        count += len(buckets)
+        if buckets:
+            built[part.name] = buckets
+    taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
+    for parameter in model.parameters():
+        if parameter not in taken:
+            start_alike(parameter)
+            cast_as_wanted(parameter)
+    return built
 
 
 def build_buckets(
@@ -134,6 +196,7 @@ def build_buckets(
     first_index: int,
     device: torch.device,
     placement: Placement,
+    parameter_tier: ParameterTier,
     prepare: Callable[[nn.Parameter], None],
     settle: Callable[[Bucket], None],
 ) -> list[Bucket]:
@@ -144,6 +207,7 @@ def build_buckets(
         bucket_numel: elements a bucket should not pass.
         wire: how parameters and gradients travel.
         placement: of state in tiers.
+        parameter_tier: where shards of parameters live.
         prepare: called with each parameter before its values are taken.
         settle: called with each bucket when it is built.
     """
@@ -159,6 +223,9 @@ def build_buckets(
         for name, p in part.parameters
     ]
     buckets = []
+    make_memory = WholeMemory
+    if part.sharded:
+        make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
     layouts = plan_buckets(
         specs,
         bucket_numel=bucket_numel,
@@ -173,15 +240,11 @@ def build_buckets(
         trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
         numel = sum(p.numel() for p in parameters)
         tier = placement.next_tier(numel) if trained else placement.device_tier
+        apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
         weights = None if part.sharded else wire.weight_format
         precision = (
-            resolve_precision(config, dtype, apart=tier.is_apart, weights=weights)
-            if trained
-            else untrained_precision(dtype)
+            resolve_precision(config, dtype, apart=apart, weights=weights) if trained else untrained_precision(dtype)
         )
-        make_memory = WholeMemory
-        if part.sharded:
-            make_memory = ShardMemory if wire.weight_format is None else ApartShardMemory
         buckets.append(
             Bucket(
                 layout,
@@ -189,7 +252,7 @@ def build_buckets(
                 precision,
                 make_memory(layout, precision.param, device, layout.shard(groups.shard_rank)),
                 shard_rank=groups.shard_rank,
-                whole=groups.shard_size == 1 and not has_masters(config, parameter_of.values(), placement),
+                whole=keeps_rows_whole(config, groups, parameter_of.values(), placement),
                 tier=tier,
             )
         )
@@ -197,10 +260,13 @@ def build_buckets(
     return buckets
 
 
-def has_masters(config: ZeroConfig, parameters: Iterable[nn.Parameter], placement: Placement) -> bool:
-    """Whether some of these parameters are trained through a master: all rows are then tensors of their own."""
-    dtypes = {wanted_dtype(p) for p in parameters}
-    return placement.tier.is_apart or any(resolve_precision(config, dtype).has_master for dtype in dtypes)
+def keeps_rows_whole(
+    config: ZeroConfig, groups: Groups, parameters: Iterable[nn.Parameter], placement: Placement
+) -> bool:
+    """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""
+    if groups.shard_size > 1 or config.offload.moves_params or placement.tier.is_apart:
+        return False
+    return not any(resolve_precision(config, dtype).has_master for dtype in {wanted_dtype(p) for p in parameters})
 
 
 def bucket_numel_for(model: nn.Module, config: ZeroConfig) -> int:

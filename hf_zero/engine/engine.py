@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -13,12 +12,11 @@ from ..comm.transport import Label
 from ..config import ZeroConfig
 from ..device import Arrival, downlink
 from ..layout.intervals import Interval
-from ..offload.choose import choose_tier
-from ..offload.placement import Placement
+from ..offload.choose import choose_tiers
 from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
-from .build import bucket_numel_for, build_buckets, check_parameters, owners, parts_of
+from .build import build_parts, check_parameters, owners
 from .clip import clamp_values, scale_to_norm, total_norm
 from .dtypes import DtypeReport, report_dtypes
 from .exact_weights import ExactWeights
@@ -26,18 +24,16 @@ from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
 from .homes import Homes, refuse_unfrozen
 from .hooks import WeakHook
-from .loaded import cast_as_wanted, take_rank_0s
 from .look import Look
-from .memory import ShardMemory, WholeMemory
-from .memory_report import report_memory
+from .memory import GatheredMemory, WholeMemory
+from .memory_report import Places, report_memory
 from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
 from .parameters import ParameterGather, caches_parameters, is_compiled
-from .reach import keeps_intact
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
 from .resize import on_host, resize_whole
-from .room import choose_holder, refuse_unless_it_fits, reshards_after_forward, together
+from .room import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 from .weights import OwnWeights, load_weights, own_weights
@@ -88,15 +84,28 @@ class ZeroEngine:
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
-        alone = self.groups.world_size == 1
-        self._buffers = ModelBuffers(model, self.transport, wanted=self.config.broadcast_buffers and not alone)
+        several = self.groups.world_size > 1
+        self._buffers = ModelBuffers(model, self.transport, wanted=several and self.config.broadcast_buffers)
         self._buffers.broadcast()
-        self.tier = together(self.transport, lambda: choose_tier(self.config.offload, self.device))
-        moved = refuse_unless_it_fits(self.config, self.tier, owner, optimizers, self.groups, self.transport)
-        self._holder = choose_holder(self.config, self.tier, optimizers, self.transport, state_bytes=moved)
+        offload = self.config.offload
+        self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
+        needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
+        refuse_unless_it_fits(self.config, needed, self.transport)
+        self._holder = choose_holder(self.config, self.tier, optimizers, self.transport, state_bytes=needed.host)
         self._wire = choose_wire(self.config, self.groups, self.transport)
-        intact = [keeps_intact(optimizer, self.config, shards=self.groups.shard_size) for optimizer in optimizers]
-        self._parts = self._build(owner, intact)
+        self._parts = build_parts(
+            model,
+            owner,
+            optimizers,
+            self.config,
+            self.groups,
+            self._wire,
+            self.transport,
+            device=self.device,
+            tier=self.tier,
+            parameter_tier=self.parameter_tier,
+            settle=self._holder.settle,
+        )
         self._all_buckets = [bucket for buckets in self._parts.values() for bucket in buckets]
         self.buckets = [bucket for bucket in self._all_buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
@@ -104,9 +113,10 @@ class ZeroEngine:
         self._store = self._make_store()
         self.sharded = ShardedModel(
             model,
-            {name: found for name, found in self._parts.items() if isinstance(found[0].memory, ShardMemory)},
+            {name: found for name, found in self._parts.items() if isinstance(found[0].memory, GatheredMemory)},
             self.transport,
             self._wire,
+            self._holder,
             self.config,
             device=self.device,
             reshard_after_forward=reshards_after_forward(self.config, model, self.device, self.transport),
@@ -223,8 +233,9 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
+        places = Places(state=self.tier, parameters=self.parameter_tier, holder=self._holder)
         held = self._store.held_bytes() | self._wire.held_bytes()
-        return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, self._holder, self.device)
+        return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, places, self.device)
 
     def dtype_report(self) -> DtypeReport:
         """What parameters, gradients on their way, masters and moments are held in."""
@@ -334,10 +345,11 @@ class ZeroEngine:
         self._gradients.drop()
         for handle in self._handles:
             handle.remove()
+        self.sharded.hand_back(wanted=self.groups.rank == 0 or not rank0_only)
         self._holder.close(self.buckets)
+        self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
-        self.sharded.hand_back(wanted=self.groups.rank == 0 or not rank0_only)
         detach((self.model, self._entry, *self.model.parameters()))
 
     # ---- how it is put together ----
@@ -382,38 +394,6 @@ class ZeroEngine:
             entry.register_forward_pre_hook(WeakHook(self, ZeroEngine._before_forward)),
             entry.register_forward_hook(WeakHook(self, ZeroEngine._after_forward), with_kwargs=True, always_call=True),
         ]
-
-    def _build(self, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool]) -> dict[str, list[Bucket]]:
-        """Part name → its buckets, as they are numbered and reduced."""
-        built: dict[str, list[Bucket]] = {}
-        start_alike = partial(take_rank_0s, device=self.device, transport=self.transport)
-        bucket_numel, count = bucket_numel_for(self.model, self.config), 0
-        trained_numel = sum(parameter.numel() for parameter in owner)
-        placement = Placement(self.tier, self.device, ratio=self.config.offload.ratio, trained_numel=trained_numel)
-        for part in parts_of(self.model, self.config, self.groups):
-            buckets = build_buckets(
-                part,
-                owner,
-                intact,
-                self.config,
-                self.groups,
-                self._wire,
-                bucket_numel=bucket_numel,
-                first_index=count,
-                device=self.device,
-                placement=placement,
-                prepare=start_alike,
-                settle=self._holder.take,
-            )
-            count += len(buckets)
-            if buckets:
-                built[part.name] = buckets
-        taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
-        for parameter in self.model.parameters():
-            if parameter not in taken:
-                start_alike(parameter)
-                cast_as_wanted(parameter)
-        return built
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
         if torch._C._current_graph_task_id() != -1:
@@ -479,6 +459,7 @@ class ZeroEngine:
                 self._parameters.guard()
             else:
                 self._parameters.finish_all()
+        self.parameter_tier.end_step()
 
     def _has_gradient(self, row: Row) -> bool:
         # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.

@@ -10,11 +10,12 @@ from ..comm.transport import Transport
 from ..device import Arrival, allocate
 from ..layout.intervals import Interval
 from ..offload.nvme import NvmeTier
+from ..offload.parameter_shards import Region
 from ..offload.stored import StoredShard
 from .bucket_steps import BucketSteps
 from .buckets import Bucket, Row
 from .holder import StateHolder, without_due
-from .reports import EarlyReport, TrafficReport
+from .reports import EarlyReport
 from .state_kinds import state_kinds
 from .state_rows import MASTER
 
@@ -39,29 +40,21 @@ class InFiles(StateHolder):
         self._shards: dict[Bucket, StoredShard] = {}
         self._absent: dict[torch.dtype, torch.Tensor] = {}
         self._steps: list[BucketSteps] = []
-        self._moved_before = (0, 0)
-        self._moved = (0, 0)
 
     def take(self, bucket: Bucket) -> None:
-        index, group = bucket.layout.key[2:]
-        if not bucket.trained or index < 0 or bucket.tier is not self._tier:
+        if not bucket.trained or bucket.layout.key[2] < 0 or bucket.tier is not self._tier:
             return
-        precision, optimizer = bucket.precision, self._optimizers[index]
-        kinds = state_kinds(optimizer, optimizer.param_groups[group], precision.master)
-        if kinds is None:
-            raise ValueError(
-                f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid "
-                "out for it. Use one of torch's optimizers, or `offload.optimizer: cpu`."
-            )
-        if precision.has_master:
-            kinds = ((MASTER, precision.master), *kinds)
+        precision, kinds = bucket.precision, self._kinds(bucket)
         if not kinds:
             return
         shard = self._shards[bucket] = self._tier.store(bucket.name, bucket.layout.shard_numel, kinds)
-        if precision.has_master:
+        if MASTER in shard.dtypes:
             whole = Interval(0, bucket.layout.shard_numel)
             shard.write_part(MASTER, whole, bucket.master)
             bucket.put_away(self._stand_in(precision.master))
+
+    def master_region(self, bucket: Bucket) -> Region | None:
+        return (self._shards[bucket], MASTER) if bucket.is_away and not bucket.precision.rounds else None
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         mine = {bucket: self._shards[bucket] for bucket in buckets if bucket in self._shards}
@@ -75,11 +68,8 @@ class InFiles(StateHolder):
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         for steps in self._steps:
             steps.give_back_gradients()
-        moved = (self._tier.read_bytes(), self._tier.written_bytes())
         # Called twice for a class of optimizer whose step calls its parent's.
-        if moved != self._moved_before:
-            self._moved = (moved[0] - self._moved_before[0], moved[1] - self._moved_before[1])
-        self._moved_before = moved
+        self._tier.end_step()
 
     @contextmanager
     def at_hand(self, bucket: Bucket) -> Iterator[None]:
@@ -123,13 +113,8 @@ class InFiles(StateHolder):
         with torch.no_grad():
             row.tensor.copy_(values.view(row.tensor.shape))
 
-    def report(self) -> TrafficReport | None:
-        return TrafficReport(
-            held_bytes=sum(shard.nbytes for shard in self._shards.values()),
-            window_bytes=self._tier.window.nbytes(list(self._shards.values())),
-            read_bytes_a_step=self._moved[0],
-            written_bytes_a_step=self._moved[1],
-        )
+    def window_bytes(self) -> int:
+        return self._tier.window.nbytes(list(self._shards.values()))
 
     def landed(self, bucket: Bucket, arrival: Arrival) -> None:
         """Its state is in a file until the step."""
@@ -154,6 +139,18 @@ class InFiles(StateHolder):
                     state[name] = self.values(row, name, value)
         self._shards.clear()
         self._tier.close()
+
+    def _kinds(self, bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
+        """What of a bucket goes to its file."""
+        index, group = bucket.layout.key[2:]
+        precision, optimizer = bucket.precision, self._optimizers[index]
+        kinds = state_kinds(optimizer, optimizer.param_groups[group], precision.master)
+        if kinds is None:
+            raise ValueError(
+                f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid "
+                "out for it. Use one of torch's optimizers, or `offload.optimizer: cpu`."
+            )
+        return ((MASTER, precision.master), *kinds) if precision.has_master else kinds
 
     def _register(self, bucket: Bucket) -> dict:
         return self._optimizers[bucket.layout.key[2]].state
@@ -184,7 +181,7 @@ class InFiles(StateHolder):
         self._exchange(
             bucket, shard, buffer, lambda row, name, value, view: self._stand_in(view.dtype).expand(row.tensor.shape)
         )
-        if bucket.precision.has_master:
+        if MASTER in shard.dtypes:
             bucket.write_back()
             bucket.put_away(self._stand_in(bucket.precision.master))
 
@@ -208,3 +205,10 @@ class InFiles(StateHolder):
                 if not self._is_stand_in(value) and value.data_ptr() != view.data_ptr():
                     view.copy_(value.view(view.shape))
                 state[name] = instead(row, name, value, view)
+
+
+class MastersInFiles(InFiles):
+    """Optimizer state stays in memory beside parameters in files, whose masters are those files where digits are equal."""
+
+    def _kinds(self, bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
+        return () if bucket.precision.rounds else ((MASTER, bucket.precision.master),)

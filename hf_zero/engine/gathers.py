@@ -16,7 +16,7 @@ class Gather(ABC):
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Handle:
-        """Starts filling `bucket.flat`, which has memory, with what the ranks have of the bucket's parameters."""
+        """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
 
     @property
     @abstractmethod
@@ -44,13 +44,13 @@ class ExactGather(_Forgetful):
         self._transport = transport
 
     def start(self, bucket: Bucket) -> Handle:
-        return self._transport.start_all_gather(bucket.flat, bucket.own, bucket.label(_KIND))
+        return self._transport.start_all_gather(bucket.flat, bucket.memory.source, bucket.label(_KIND))
 
 
 class QuantisedGather(_Forgetful):
     """What blocks of integers leave of the parameters, on every rank the same, this rank's own part too.
 
-    Where `bucket.own` lies in `bucket.flat` it is overwritten, so what it was made from must be elsewhere.
+    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
     """
 
     def __init__(self, transport: Transport, groups: Groups, format: BlockFormat):
@@ -58,4 +58,4 @@ class QuantisedGather(_Forgetful):
         self._groups = groups
 
     def start(self, bucket: Bucket) -> Handle:
-        return self._collective.start(bucket.flat, bucket.own, self._groups.shard_rank, bucket.label(_KIND))
+        return self._collective.start(bucket.flat, bucket.memory.source, self._groups.shard_rank, bucket.label(_KIND))

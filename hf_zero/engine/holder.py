@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from ..device import Arrival
+from ..offload.parameter_shards import Region
 from .buckets import Bucket, Row
-from .reports import EarlyReport, TrafficReport
+from .reports import EarlyReport
 
 DUE = "delayed "
 """Begins the names of what a checkpoint has of a step that was due."""
@@ -37,9 +38,18 @@ class StateHolder(ABC):
 
     steps_early = False
 
+    def settle(self, bucket: Bucket) -> None:
+        """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
+        self.take(bucket)
+        bucket.rest(self.master_region(bucket))
+
     @abstractmethod
     def take(self, bucket: Bucket) -> None:
-        """Called when a bucket has been built, before the next one is."""
+        """Takes a new bucket's master, if it is to live elsewhere."""
+
+    @abstractmethod
+    def master_region(self, bucket: Bucket) -> Region | None:
+        """Where in a file the bucket's master lies, if its digits are the parameters' own; None elsewhere."""
 
     @abstractmethod
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
@@ -74,8 +84,8 @@ class StateHolder(ABC):
         """Replaces the row's master."""
 
     @abstractmethod
-    def report(self) -> TrafficReport | None:
-        """What the last step moved; None where nothing moves."""
+    def window_bytes(self) -> int:
+        """Memory at most for state that passes through during a step."""
 
     @abstractmethod
     def landed(self, bucket: Bucket, arrival: Arrival) -> None:
@@ -104,6 +114,9 @@ class InMemory(StateHolder):
     def take(self, bucket: Bucket) -> None:
         """It is where it belongs."""
 
+    def master_region(self, bucket: Bucket) -> Region | None:
+        return None
+
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """The optimizer's own step does."""
 
@@ -130,8 +143,8 @@ class InMemory(StateHolder):
         with torch.no_grad():
             row.tensor.copy_(values.view(row.tensor.shape))
 
-    def report(self) -> TrafficReport | None:
-        return None
+    def window_bytes(self) -> int:
+        return 0
 
     def landed(self, bucket: Bucket, arrival: Arrival) -> None:
         """It is stepped with the others."""

@@ -1,12 +1,15 @@
 """Where a bucket's parameters lie: whole, or as a shard to which the rest is gathered for a while."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from ..device import Reservation, alias, allocate, reserve, reserve_apart
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
+from ..offload.parameter_shards import Region
 
 
 class ParameterMemory(ABC):
@@ -14,11 +17,24 @@ class ParameterMemory(ABC):
 
     Attributes:
         flat: (numel,) of the param dtype.
-        own: this rank's shard, (shard_numel,); a part of `flat` unless it has memory of its own.
     """
 
     flat: torch.Tensor
-    own: torch.Tensor
+
+    @property
+    @abstractmethod
+    def own(self) -> torch.Tensor:
+        """This rank's shard, (shard_numel,); a part of `flat` unless it has memory of its own."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """This rank's shard on the training device, as an all-gather sends it."""
+        return self.own
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the shard is the copy that the optimizer updates, although a master is kept apart from `flat`."""
+        return False
 
     @property
     @abstractmethod
@@ -43,6 +59,31 @@ class ParameterMemory(ABC):
         """Called when all parameters are in: gives back what does not last."""
 
     @abstractmethod
+    def rest(self, master: Region | None) -> None:
+        """Called when the bucket is built. `master`: where in a file its master lies, in the parameters' own digits."""
+
+    def read_own(self) -> torch.Tensor:
+        """The shard's values in memory, wherever they are kept."""
+        return self.own
+
+    def write_own(self, values: torch.Tensor) -> None:
+        """Replaces the shard's values, which the host does not wait for."""
+        # It writes there next with gradients of a later backward, which come behind this on the device.
+        self.own.copy_(values, non_blocking=True)
+
+    def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces elements of the shard."""
+        self.own_part(interval).copy_(values)
+
+    def exchange_own(self, values: torch.Tensor) -> None:
+        """Has the shard in another tensor from now on, where it lies by itself in host memory."""
+        raise AssertionError("hf_zero: a shard that is a part of its bucket cannot be exchanged; please report this")
+
+    def own_part(self, interval: Interval) -> torch.Tensor:
+        """Elements of the shard, live, without taking memory for them."""
+        return self.own[interval.start : interval.stop]
+
+    @abstractmethod
     def view(self, place: torch.Tensor) -> torch.Tensor:
         """What a parameter at `place` has as its data now."""
 
@@ -56,7 +97,11 @@ class WholeMemory(ParameterMemory):
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         self.flat = allocate(layout.numel, dtype, device)
-        self.own = self.flat[shard.start : shard.stop]
+        self._own = self.flat[shard.start : shard.stop]
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._own
 
     @property
     def lasting_bytes(self) -> int:
@@ -76,6 +121,9 @@ class WholeMemory(ParameterMemory):
     def settle(self) -> None:
         """All of it lasts."""
 
+    def rest(self, master: Region | None) -> None:
+        """It stays on the device."""
+
     def view(self, place: torch.Tensor) -> torch.Tensor:
         return alias(place)
 
@@ -83,40 +131,56 @@ class WholeMemory(ParameterMemory):
         return parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
 
 
-class ShardMemory(ParameterMemory):
-    """This rank's shard all the time, the rest only from `gather` to `drop` (stage 3).
+class GatheredMemory(ParameterMemory):
+    """Parameters that are whole from `gather` to `drop` (stage 3). The shard lasts; where it does, the subclasses know.
 
     A parameter that is not gathered keeps its shape and reads as NaN: every element is one NaN of stride 0. A read that
     should have been preceded by a gather then shows in the loss, and cannot crash the process as freed memory would.
+
+    Args:
+        reservation: of `flat`.
+        shard: this rank's interval of it.
     """
 
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
+    def __init__(self, reservation: Reservation, shard: Interval):
         self._shard = shard
-        self._reservation = self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop))
-        self.flat, self.own = self._reservation.flat, self._reservation.own
-        self._absent = torch.full((), float("nan"), dtype=dtype, device=device)
+        self._reservation = reservation
+        self.flat = reservation.flat
+        self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
         self._gathered = False
 
-    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-        return reserve(numel, dtype, device, kept)
-
     @property
-    def lasting_bytes(self) -> int:
-        return self.own.nbytes
-
-    @property
+    @abstractmethod
     def passing_bytes(self) -> int:
         """Bytes that `gather` takes and `drop` gives back."""
-        return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
+
+    @abstractmethod
+    def gather(self) -> AbstractContextManager[None]:
+        """Gives `flat` memory, to be filled from each rank's `source` by an all-gather that is started inside."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Called before that all-gather is finished."""
+
+    @abstractmethod
+    def start_fetch(self) -> None:
+        """Begins to bring the shard to where `gather` takes it from."""
+
+    @abstractmethod
+    def forget_fetch(self) -> None:
+        """Gives up what was fetched and not gathered, and waits for copies from the shard: it is about to be written."""
+
+    @abstractmethod
+    def snapshot(self) -> torch.Tensor | None:
+        """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
+
+    @abstractmethod
+    def keep_edits(self) -> None:
+        """Takes this rank's part of an edited `flat` into the shard."""
 
     @property
     def is_readable(self) -> bool:
         return self._gathered
-
-    def gather(self) -> None:
-        """Gives `flat` memory, to be filled by an all-gather."""
-        self._reservation.restore()
-        self._gathered = True
 
     def drop(self) -> None:
         """Gives back everything but the shard."""
@@ -129,15 +193,6 @@ class ShardMemory(ParameterMemory):
         """Whether something was written into absent parameters. Told on the host only: elsewhere it would stop the queue."""
         return self._absent.device.type == "cpu" and not self._gathered and not self._absent.isnan().item()
 
-    def snapshot(self) -> torch.Tensor | None:
-        """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
-        return self.own.clone() if self._reservation.in_place else None
-
-    def keep_edits(self) -> None:
-        """Takes this rank's part of an edited `flat` into the shard."""
-        if not self._reservation.in_place:
-            self.own.copy_(self.flat[self._shard.start : self._shard.stop])
-
     def clear_padding(self, layout: BucketLayout) -> None:
         for gap in layout.padding:
             common = gap.intersect(self._shard)
@@ -148,9 +203,9 @@ class ShardMemory(ParameterMemory):
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         common = interval.intersect(self._shard)
         if common is not None:
-            source, target = common.shift(-interval.start), common.shift(-self._shard.start)
+            source = common.shift(-interval.start)
             values = parameter.reshape(-1)[source.start : source.stop]
-            self.own[target.start : target.stop].copy_(values)
+            self.write_own_part(common.shift(-self._shard.start), values)
 
     def settle(self) -> None:
         self._reservation.release()
@@ -161,6 +216,53 @@ class ShardMemory(ParameterMemory):
     def is_view(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
         expected = place if self._gathered else self._absent
         return parameter.data_ptr() == expected.data_ptr() and parameter.dtype == place.dtype
+
+
+class ShardMemory(GatheredMemory):
+    """The shard is on the training device, within `flat` where its memory can come and go in parts."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
+        super().__init__(self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop)), shard)
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, kept)
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._reservation.own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.own.nbytes
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        self._reservation.restore()
+        self._gathered = True
+        yield
+
+    def arrive(self) -> None:
+        """The transport has waited."""
+
+    def start_fetch(self) -> None:
+        """It is there."""
+
+    def forget_fetch(self) -> None:
+        """Nothing was fetched."""
+
+    def snapshot(self) -> torch.Tensor | None:
+        return self.own.clone() if self._reservation.in_place else None
+
+    def keep_edits(self) -> None:
+        if not self._reservation.in_place:
+            self.own.copy_(self.flat[self._shard.start : self._shard.stop])
+
+    def rest(self, master: Region | None) -> None:
+        """It stays on the device."""
 
 
 class ApartShardMemory(ShardMemory):

@@ -1,17 +1,43 @@
 """What this rank holds, counted from what is there."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..device import peak_bytes
+from ..offload.nvme import NvmeTier
+from ..offload.parameter_shards import ParameterTier
+from ..offload.tier import Tier
 from .buckets import Bucket
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
-from .reports import MemoryReport, MemoryRow
+from .reports import MemoryReport, MemoryRow, TrafficReport
 from .sharded_model import ShardedModel
 from .state_rows import state_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """Where masters and optimizer state live, where shards of parameters do, and who has the state between steps."""
+
+    state: Tier
+    parameters: ParameterTier
+    holder: StateHolder
+
+    def traffic(self) -> TrafficReport | None:
+        """Of what is in files, if anything is."""
+        files = self.state if isinstance(self.state, NvmeTier) else self.parameters.files
+        if files is None:
+            return None
+        read, written = files.moved_bytes
+        return TrafficReport(
+            held_bytes=sum(shard.nbytes for shard in files.shards),
+            window_bytes=self.holder.window_bytes(),
+            read_bytes_a_step=read,
+            written_bytes_a_step=written,
+        )
 
 
 def report_memory(
@@ -20,7 +46,7 @@ def report_memory(
     gradient_bytes: Mapping[str, int],
     optimizers: Sequence[ShardedOptimizer],
     sharded: ShardedModel,
-    holder: StateHolder,
+    places: Places,
     device: torch.device,
 ) -> MemoryReport:
     """Bytes of state by kind, and what DDP holds of the same kind.
@@ -28,24 +54,28 @@ def report_memory(
     Args:
         buckets: of trained parameters.
         gradient_bytes: of the gradient store and of what travels, by kind.
-        holder: of the optimizer state.
+        places: where what is.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
     return MemoryReport(
         rows=(
-            *_parameter_rows(model, buckets, trained, sharded),
+            *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
             *_gradient_rows(buckets, trained, gradient_bytes),
-            *_state_rows(buckets, trained, optimizers, holder),
+            *_state_rows(buckets, trained, optimizers, places.holder),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
         ),
         peak_bytes=peak_bytes(device),
-        traffic=holder.report(),
-        early=holder.early_report(),
+        traffic=places.traffic(),
+        early=places.holder.early_report(),
     )
 
 
 def _parameter_rows(
-    model: nn.Module, buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], sharded: ShardedModel
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    trained: Sequence[nn.Parameter],
+    sharded: ShardedModel,
+    where: str,
 ) -> list[MemoryRow]:
     trained_bytes = sum(parameter.nbytes for parameter in trained)
     parameter_bytes = sum(bucket.memory.lasting_bytes for bucket in buckets)
@@ -54,16 +84,22 @@ def _parameter_rows(
     kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
     frozen = set(model.parameters()) - set(trained)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + sharded.own_bytes(trained=False)
+    frozen_ddp = sum(p.nbytes for p in frozen) + buffer_bytes
+    frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + buffer_bytes
+    apart = MemoryRow(kind="frozen parameters", bytes=sharded.own_bytes(trained=False), ddp_bytes=0, where=where)
+    is_apart = apart.where != "device" and apart.bytes > 0
     return [
-        MemoryRow(kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole),
+        MemoryRow(
+            kind="parameters", bytes=parameter_bytes - kept_whole, ddp_bytes=trained_bytes - kept_whole, where=where
+        ),
         MemoryRow(kind="parameters kept whole", bytes=kept_whole, ddp_bytes=kept_whole),
         MemoryRow(
             kind="frozen parameters and buffers",
-            bytes=frozen_here + buffer_bytes,
-            ddp_bytes=sum(p.nbytes for p in frozen) + buffer_bytes,
+            bytes=frozen_here + (0 if is_apart else apart.bytes),
+            ddp_bytes=frozen_ddp,
         ),
-        *_in_tiers("fp32 master", buckets, lambda b: b.master.nbytes if b.precision.keeps_master else 0),
+        *([apart] if is_apart else []),
+        *_in_tiers("fp32 master", buckets, lambda b: b.master.nbytes if b.keeps_master else 0),
     ]
 
 
@@ -93,12 +129,12 @@ def _state_rows(
     optimizers: Sequence[ShardedOptimizer],
     holder: StateHolder,
 ) -> list[MemoryRow]:
-    traffic, copies = holder.report(), holder.copy_bytes()
+    window_bytes, copies = holder.window_bytes(), holder.copy_bytes()
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
     ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
     rows = _in_tiers("optimizer state", buckets, lambda bucket: _state_bytes(bucket, optimizers), ddp_share)
-    if traffic is not None:
-        rows.append(MemoryRow(kind="window, during the step", bytes=traffic.window_bytes, ddp_bytes=0))
+    if window_bytes:
+        rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0))
     if copies:
         rows.append(MemoryRow(kind="copies of the state", bytes=copies, ddp_bytes=0, where="host memory"))
     return rows

@@ -25,7 +25,8 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """Bytes of a rank's state in files: held there, in memory at most while it is stepped, and moved by the last step.
+    """Bytes of a rank's state and parameters in files: held there, in memory at most while they are stepped, and moved by the
+    last step and what came before it.
 
     What is written wears a solid-state disk out: its maker says how many bytes it stands.
     """
@@ -67,7 +68,7 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """In memory, without what lives in files."""
-        return sum(row.bytes for row in self.rows if self.traffic is None or row.where != IN_FILES)
+        return sum(row.bytes for row in self.rows if row.where != IN_FILES)
 
     @property
     def ddp_total_bytes(self) -> int:

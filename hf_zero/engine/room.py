@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,13 +15,14 @@ from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
 from ..device import free_bytes
 from ..offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ..offload.files import free_disk_bytes
-from ..offload.nvme import NvmeTier
+from ..offload.nvme import HostBesideFiles, NvmeTier
+from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
 from .delayed_holder import Delayed
 from .early_holder import SteppedEarly
-from .file_holder import InFiles
+from .file_holder import InFiles, MastersInFiles
 from .holder import InMemory, StateHolder
-from .loaded import wanted_dtype
+from .loaded import is_loaded, wanted_dtype
 from .precision import resolve_precision
 from .state_kinds import tier_bytes_needed
 from .stochastic_holder import RoundedStochastically
@@ -55,8 +57,10 @@ def choose_holder(
     """Who holds optimizer state between steps in this tier.
 
     Args:
-        state_bytes: that `refuse_unless_it_fits` has found to fit.
+        state_bytes: of host memory, that `refuse_unless_it_fits` has found to be there.
     """
+    if isinstance(tier, HostBesideFiles):
+        return MastersInFiles(tier, optimizers, transport)
     if isinstance(tier, NvmeTier):
         return InFiles(tier, optimizers, transport)
     if config.rounding == "stochastic":
@@ -86,43 +90,85 @@ def speculate_bytes(config: OffloadConfig, device: torch.device, state_bytes: in
     return 0 if device.type == "cpu" else max(0, available_host_bytes() // ranks_on_this_host() - state_bytes) // 2
 
 
-def refuse_unless_it_fits(
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """Bytes that a rank keeps off the training device."""
+
+    host: int
+    disk: int
+
+
+def bytes_elsewhere(
+    model: nn.Module,
     config: ZeroConfig,
     tier: Tier,
+    parameter_tier: ParameterTier,
     owner: Mapping[nn.Parameter, tuple[int, int]],
     optimizers: Sequence[torch.optim.Optimizer],
     groups: Groups,
-    transport: Transport,
-) -> int:
-    """Bytes of this rank that move, once it is known that they fit. Collective where state is moved.
-
-    Raises, on every rank alike:
-        MemoryError: host memory would not hold what `offload.optimizer` moves there. OSError: the disk would not.
-    """
-    if not config.offload.moves_state:
-        return 0
-    in_files = isinstance(tier, NvmeTier)
-    needed = tier_bytes_needed(
-        owner,
-        optimizers,
-        lambda p: resolve_precision(config, wanted_dtype(p), apart=tier.is_apart),
-        groups.shard_size,
-        with_gradients=not in_files,
-    )
-    # At least: whole buckets move.
-    needed = int(config.offload.ratio * needed)
-    ranks = ranks_on_this_host()
-    if in_files:
-        fault = disk_fault(needed, free_disk_bytes(Path(config.offload.nvme_path)), ranks, config.offload.nvme_path)
-    else:
+) -> Elsewhere:
+    """What `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
+    offload, host, disk = config.offload, 0, 0
+    if offload.moves_state:
+        on_disk = offload.optimizer == "nvme"
+        moved = tier_bytes_needed(
+            owner,
+            optimizers,
+            lambda p: resolve_precision(config, wanted_dtype(p), apart=parameter_tier.masters_apart(tier)),
+            groups.shard_size,
+            with_gradients=not on_disk,
+        )
+        # At least: whole buckets move.
+        moved = int(offload.ratio * moved)
         # There are no more copies than there is state.
-        asked = 0 if config.offload.speculate_bytes == AUTO else config.offload.speculate_bytes
-        copies = needed if config.offload.delay else min(asked, needed)
-        fault = host_memory_fault(needed + copies, available_host_bytes(), ranks)
-    faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
-    if faults:
-        raise OSError(faults[0]) if in_files else MemoryError(faults[0])
-    return needed
+        asked = 0 if offload.speculate_bytes == AUTO else offload.speculate_bytes
+        copies = moved if offload.delay else min(asked, moved)
+        host, disk = (0, moved) if on_disk else (moved + copies, 0)
+    if offload.moves_params:
+        # What lies in host memory already leaves its place there.
+        there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))
+        sizes = [p.numel() * _itemsize(config, p) for p in model.parameters()]
+        moved = max(0, sum(sizes) // groups.shard_size - there)
+        host, disk = (host, disk + moved) if offload.params == "nvme" else (host + moved, disk)
+        if offload.params == "nvme" and offload.moves_state:
+            # An fp32 parameter is its own master, in its file, which both counts above have.
+            equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
+            once = sum(p.numel() * _itemsize(config, p) for p in equal) // groups.shard_size
+            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
+    return Elsewhere(host=host, disk=disk)
+
+
+def _is_in_memory(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu" and not is_loaded(parameter)
+
+
+def _itemsize(config: ZeroConfig, parameter: nn.Parameter) -> int:
+    dtype = wanted_dtype(parameter)
+    return (resolve_precision(config, dtype).param if parameter.requires_grad else dtype).itemsize
+
+
+def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Transport) -> None:
+    """Raises, on every rank alike, where the memory or the disk would not hold what `offload` moves there.
+
+    Collective where something is moved.
+
+    Raises:
+        MemoryError: host memory. OSError: the disk.
+    """
+    offload, ranks = config.offload, ranks_on_this_host()
+    if not (offload.moves_state or offload.moves_params):
+        return
+    wanted = {name: getattr(offload, name) for name in ("optimizer", "params")}
+    kinds = {
+        tier: " with ".join(f"offload.{n}: {t}" for n, t in wanted.items() if t == tier) for tier in ("cpu", "nvme")
+    }
+    path = offload.nvme_path
+    short_of_memory = kinds["cpu"] and host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
+    short_of_disk = kinds["nvme"] and disk_fault(needed.disk, free_disk_bytes(Path(path)), ranks, path, kinds["nvme"])
+    for kind, fault in ((MemoryError, short_of_memory), (OSError, short_of_disk)):
+        faults = [theirs for theirs in transport.exchange(fault or None) if theirs is not None]
+        if faults:
+            raise kind(faults[0])
 
 
 def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from .buckets import Bucket, ParameterSlot
+from .holder import StateHolder
 from .hooks import WeakHook
 from .module_guards import ModuleGuard, ModuleMethods
 from .units import Unit
@@ -21,6 +22,8 @@ _SYNCED_GENERATE = "_is_fsdp_managed_module"
 """transformers' mark on modules whose forward is collective: `generate` and layer-dropping encoders then go through every
 forward on every rank."""
 
+_HOST = torch.device("cpu")
+
 
 class ShardedModel:
     """Everything of stage 3 that hangs in the model. Without units, as below stage 3, all of it does nothing.
@@ -28,6 +31,7 @@ class ShardedModel:
     Args:
         buckets_of: unit name → its buckets; "" is the root's.
         wire: how their parameters are gathered.
+        holder: has their masters.
         device: that parameters are gathered on.
 
     Attributes:
@@ -42,12 +46,14 @@ class ShardedModel:
         buckets_of: Mapping[str, Sequence[Bucket]],
         transport: Transport,
         wire: Wire,
+        holder: StateHolder,
         config: ZeroConfig,
         *,
         device: torch.device,
         reshard_after_forward: bool,
     ):
         self._model = model
+        self._home = _HOST if config.offload.moves_params else device
         self.root = Unit("root", buckets_of.get("", ()))
         layers = {name: Unit(name, buckets) for name, buckets in buckets_of.items() if name}
         self.schedule = Unsharding(
@@ -60,7 +66,9 @@ class ShardedModel:
         self.unit_of: dict[nn.Parameter, tuple[Unit, ParameterSlot]] = {
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
-        self.whole = WholeParameters(self.unit_of, self.schedule, transport, device, config.comm.gather_timeout_s)
+        self.whole = WholeParameters(
+            self.unit_of, self.schedule, transport, holder, device, config.comm.gather_timeout_s
+        )
         guards = self._guard_modules()
         self._methods = ModuleMethods(model, guards, self.whole)
         self._handles = self._install_hooks(layers, guards)
@@ -95,12 +103,15 @@ class ShardedModel:
             return {name: own[id(value)] for name, value in state.items()}
 
     def hand_back(self, *, wanted: bool) -> None:
-        """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective."""
+        """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective.
+
+        Parameters of which the device had only a few at a time come back in host memory.
+        """
         whole: dict[ParameterSlot, torch.Tensor] = {}
         for unit in self.schedule.units:
             self.schedule.unshard([unit])
             if wanted:
-                whole.update((slot, slot.parameter.detach().clone()) for slot in unit.slots)
+                whole.update((slot, slot.parameter.detach().to(self._home, copy=True)) for slot in unit.slots)
             self.schedule.release([unit])
         self._remove()
         for slot, values in whole.items():

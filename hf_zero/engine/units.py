@@ -30,7 +30,7 @@ class Unit:
 
     Attributes:
         name: of the layer's module; "root" for what no layer has.
-        buckets: the unit's, all of ShardMemory.
+        buckets: the unit's, all of GatheredMemory.
         gather: what the parameters were last gathered by.
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
         holds: how many users keep it from being resharded.
@@ -60,6 +60,16 @@ class Unit:
         """Bytes that being whole takes beyond the shard."""
         return sum(bucket.memory.passing_bytes for bucket in self.buckets)
 
+    def start_fetch(self) -> None:
+        """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
+        for bucket in self.buckets:
+            bucket.memory.start_fetch()
+
+    def forget_fetch(self) -> None:
+        """Gives up what was fetched and not gathered."""
+        for bucket in self.buckets:
+            bucket.memory.forget_fetch()
+
     def start_unshard(self, gather: Gather) -> None:
         """SHARDED → UNSHARDING: starts the all-gathers."""
         self._leave(UnitState.SHARDED)
@@ -67,12 +77,14 @@ class Unit:
         self.state = UnitState.UNSHARDING
         self.gather = gather
         for bucket in self.buckets:
-            bucket.memory.gather()
-            self._handles.append(gather.start(bucket))
+            with bucket.memory.gather():
+                self._handles.append(gather.start(bucket))
 
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
         self._leave(UnitState.UNSHARDING)
+        for bucket in self.buckets:
+            bucket.memory.arrive()
         while self._handles:
             self._handles.pop(0).finish()
         self.state = UnitState.UNSHARDED
@@ -88,12 +100,11 @@ class Unit:
         self._versions = [slot.parameter._version for slot in self.slots]
 
     def keep_edits(self) -> None:
-        """Takes what a script has written into the whole parameters into the shard and the master."""
+        """Takes what a script has written into the whole parameters into the shard."""
         if self.state is not UnitState.UNSHARDED:
             raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
         for bucket in self.buckets:
             bucket.memory.keep_edits()
-            bucket.follow_values()
 
     def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""

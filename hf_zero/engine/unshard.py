@@ -99,6 +99,7 @@ class Unsharding:
         self._is_backward_open = False
         self._builds_graph = False
         self._keeps_all = False
+        self._fetching: list[Unit] = []
         self.peak_bytes = 0
 
     @property
@@ -180,6 +181,7 @@ class Unsharding:
             self._is_backward_open = False
             self._backward.end()
             self._keeps_all = self._builds_graph
+        self._fetch([])
         if self.reshards_after_forward:
             self._drop(self.units)
 
@@ -211,8 +213,11 @@ class Unsharding:
                 "would be out of date. Leave the context before the step."
             )
         self._keeps_all = False
+        self._fetch([])
         self._drop(self.units)
         self._wire.forward.forget()
+        for unit in self.units:
+            unit.forget_fetch()
 
     def release(self, units: Iterable[Unit]) -> None:
         """Drops units that were made whole for a look, unless a pass is using them."""
@@ -234,8 +239,19 @@ class Unsharding:
         for each in ahead:
             if self._has_room():
                 self._start(each, gather)
+        # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
+        self._fetch(order.following(unit, self._prefetch + 1))
         for each in used:
             self._finish(each)
+
+    def _fetch(self, wanted: list[Unit]) -> None:
+        """Begins to fetch the shards of units that are wanted next, and gives up those that no longer are."""
+        for unit in self._fetching:
+            if unit.is_sharded and unit not in wanted:
+                unit.forget_fetch()
+        self._fetching = [unit for unit in wanted if unit.is_sharded]
+        for unit in self._fetching:
+            unit.start_fetch()
 
     def _has_room(self) -> bool:
         """Whether one more layer may be gathered ahead of its use."""

@@ -48,7 +48,7 @@ def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) 
                 yield OwnWeights(
                     parameter=slot.parameter,
                     interval=common.shift(-slot.interval.start),
-                    values=bucket.own[in_own.start : in_own.stop],
+                    values=bucket.memory.own_part(in_own),
                 )
 
 
@@ -67,6 +67,6 @@ def load_weights(
                 if common is not None:
                     in_own = common.shift(-bucket.own_interval.start)
                     values = read(slot.parameter, common.shift(-slot.interval.start))
-                    bucket.own[in_own.start : in_own.stop].copy_(values)
+                    bucket.memory.write_own_part(in_own, values)
                     if bucket.precision.has_master:
                         bucket.master[in_own.start : in_own.stop].copy_(values)

@@ -9,6 +9,7 @@ from torch import nn
 from ..comm.transport import Label, Transport
 from ..device import free_bytes
 from .buckets import Bucket, ParameterSlot
+from .holder import StateHolder
 from .reports import mib
 from .units import Unit
 from .unshard import Unsharding
@@ -52,6 +53,7 @@ class WholeParameters:
 
     Args:
         unit_of: the unit of each sharded parameter, with its slot.
+        holder: has the masters, which follow edits.
         timeout_s: how long ranks that come wait for those that do not.
     """
 
@@ -60,12 +62,14 @@ class WholeParameters:
         unit_of: Mapping[nn.Parameter, tuple[Unit, ParameterSlot]],
         schedule: Unsharding,
         transport: Transport,
+        holder: StateHolder,
         device: torch.device,
         timeout_s: float,
     ):
         self._unit_of = unit_of
         self._schedule = schedule
         self._transport = transport
+        self._holder = holder
         self._device = device
         self._timeout_s = timeout_s
         self.is_lent = False
@@ -146,6 +150,9 @@ class WholeParameters:
             for bucket in unit.buckets:
                 self._transport.broadcast(bucket.flat, Label(kind="broadcast edits", subject=bucket.name))
             unit.keep_edits()
+            for bucket in unit.buckets:
+                with self._holder.at_hand(bucket):
+                    bucket.follow_values()
             for record in self._open:
                 record.renew(unit)
 

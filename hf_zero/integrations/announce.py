@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..engine.buckets import Bucket
 from ..engine.engine import ZeroEngine
-from ..engine.memory import ShardMemory
+from ..engine.memory import GatheredMemory
 from ..engine.reports import mib, render
 from ..offload.budget import available_host_bytes
 from ..plan.states import BucketCost, StatePlan, plan_states, state_values
@@ -74,30 +74,33 @@ def _padding(engine: ZeroEngine) -> str:
 
 def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     """What is held elsewhere than on the training device."""
+    offload, traffic, rows = engine.config.offload, engine.memory_report().traffic, []
+    files = engine.parameter_tier.files or engine.tier
+    in_files = f" in files: {mib(traffic.held_bytes)} MiB a rank in {files.folder.path}" if traffic else ""
+    if offload.moves_params:
+        plan = state_plan(engine)
+        where = f", with all{in_files}" if offload.params == "nvme" else f" in {engine.parameter_tier.name}"
+        rows.append(("offload.params", f"{mib(plan.parameters + plan.frozen)} MiB a rank{where}"))
     moved = [bucket for bucket in engine.buckets if bucket.tier is engine.tier]
-    if not engine.config.offload.moves_state or not moved:
-        return []
+    if not offload.moves_state or not moved:
+        return rows
     share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
     stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
-    traffic = engine.memory_report().traffic
-    if traffic is not None:
-        return [
-            (
-                "offload",
-                f"optimizer state and separate masters in files: {mib(traffic.held_bytes)} MiB a rank in "
-                f"{engine.tier.folder.path}; at most {mib(traffic.window_bytes)} MiB of it in memory, during the step{stays}",
-            )
-        ]
-    plan = _plan_of(engine, moved)
-    moved_bytes = (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
-    return [
-        (
-            "offload",
+    if offload.optimizer == "nvme":
+        what = (
+            f"optimizer state and separate masters{in_files}; at most {mib(traffic.window_bytes)} MiB of it in memory, during "
+            "the step"
+        )
+    else:
+        plan = _plan_of(engine, moved)
+        moved_bytes = (
+            (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
+        )
+        what = (
             f"optimizer state, masters and reduced gradients in {engine.tier.name}: {mib(moved_bytes)} MiB a rank, of "
-            f"{mib(available_host_bytes())} MiB that this host has left; the step runs there{stays}",
-        ),
-        *_early_rows(engine),
-    ]
+            f"{mib(available_host_bytes())} MiB that this host has left; the step runs there"
+        )
+    return [*rows, ("offload.optimizer", what + stays), *_early_rows(engine)]
 
 
 def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -158,9 +161,9 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
         reduce_bytes=precision.reduce.itemsize,
         master_bytes=precision.master.itemsize,
         has_master=precision.has_master,
-        keeps_master=precision.keeps_master,
+        keeps_master=bucket.keeps_master,
         state_bytes=None if values is None else values * precision.master.itemsize,
-        sharded=isinstance(bucket.memory, ShardMemory),
+        sharded=isinstance(bucket.memory, GatheredMemory),
         trained=bucket.trained,
-        apart=precision.apart,
+        apart=bucket.tier.is_apart,
     )

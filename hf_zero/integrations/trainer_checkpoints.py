@@ -196,8 +196,8 @@ class CheckpointSaver:
 
     def _snapshot_bytes(self) -> int:
         wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload
-        if wanted == AUTO and offload.optimizer == "nvme":
-            # That state is in files because memory has no room for it: it goes from file to file, before the step.
+        if wanted == AUTO and "nvme" in (offload.optimizer, offload.params):
+            # What is in files is there because memory has no room for it: it goes from file to file, before the step.
             return 0
         return free_bytes(torch.device("cpu")) // 2 if wanted == AUTO else wanted
 

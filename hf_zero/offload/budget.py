@@ -29,27 +29,27 @@ def ranks_on_this_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int) -> str | None:
-    """What is wrong with holding `needed_bytes` for each of `ranks` ranks; None where it fits."""
+def host_memory_fault(needed_bytes: int, available_bytes: int, ranks: int, setting: str) -> str | None:
+    """What is wrong with holding the `needed_bytes` of this setting for each of `ranks` ranks; None where it fits."""
     if needed_bytes * ranks <= available_bytes:
         return None
     return (
-        f"hf_zero: `offload.optimizer: cpu` needs {_gib(needed_bytes)} GiB of host memory for each of {ranks} ranks here, "
+        f"hf_zero: `{setting}` needs {_gib(needed_bytes)} GiB of host memory for each of {ranks} ranks here, "
         f"{_gib(needed_bytes * ranks)} GiB together, and {_gib(available_bytes)} GiB are available (the system's, or the "
-        "control group's if it is less). Give the job more memory, use more hosts, an optimizer with less state, or leave "
-        "`offload.optimizer: none`."
+        "control group's if it is less). Give the job more memory, use more hosts, an optimizer with less state, `nvme` "
+        "in place of `cpu`, or leave it at `none`."
     )
 
 
-def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str) -> str | None:
-    """What is wrong with files of `needed_bytes` for each of `ranks` ranks below `path`; None where there is room."""
+def disk_fault(needed_bytes: int, free_bytes: int, ranks: int, path: str, setting: str) -> str | None:
+    """What is wrong with files of this setting's `needed_bytes` for each of `ranks` ranks below `path`; None if they fit."""
     if needed_bytes * ranks <= free_bytes:
         return None
     short = needed_bytes * ranks - free_bytes
     return (
-        f"hf_zero: `offload.optimizer: nvme` needs {_gib(needed_bytes * ranks)} GiB below {path!r} for {ranks} ranks here, and "
+        f"hf_zero: `{setting}` needs {_gib(needed_bytes * ranks)} GiB below {path!r} for {ranks} ranks here, and "
         f"{_gib(free_bytes)} GiB are free: {_gib(short)} GiB ({short} bytes) too little. Free space, name a larger disk in "
-        "`offload.nvme_path`, or use `offload.optimizer: cpu`."
+        "`offload.nvme_path`, or use `cpu` in place of `nvme`."
     )
 
 

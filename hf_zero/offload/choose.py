@@ -1,4 +1,4 @@
-"""The tier that a config asks for, chosen once when the engine is built."""
+"""The tiers that a config asks for, chosen once when the engine is built."""
 
 from pathlib import Path
 
@@ -6,16 +6,33 @@ import torch
 
 from ..config import OffloadConfig
 from .host import HostTier
-from .nvme import NvmeTier
+from .nvme import HostBesideFiles, NvmeTier
+from .parameter_shards import DeviceParameters, FileParameters, HostParameters, ParameterTier
 from .tier import DeviceTier, Tier
 
 
-def choose_tier(config: OffloadConfig, device: torch.device) -> Tier:
-    """Where the state of the shards of parameters on `device` lives.
+def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:
+    """Where the state of the shards of parameters on `device` lives, and where the shards do.
 
     Raises:
         ConfigError: `nvme_path` is no folder here, or not writable.
     """
+    tier = choose_tier(config, device)
+    return tier, choose_parameter_tier(config, device, tier)
+
+
+def choose_tier(config: OffloadConfig, device: torch.device) -> Tier:
+    """Where the state lives."""
     if config.optimizer == "nvme":
         return NvmeTier(device, Path(config.nvme_path), config.window)
+    if config.optimizer == "cpu" and config.params == "nvme":
+        return HostBesideFiles(device, Path(config.nvme_path), config.window)
     return HostTier(device) if config.optimizer == "cpu" else DeviceTier(device)
+
+
+def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier) -> ParameterTier:
+    """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
+    if config.params == "nvme":
+        files = tier if isinstance(tier, NvmeTier) else NvmeTier(device, Path(config.nvme_path), config.window)
+        return FileParameters(device, files, config.window)
+    return HostParameters(device) if config.params == "cpu" else DeviceParameters()

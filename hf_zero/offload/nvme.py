@@ -22,6 +22,9 @@ class NvmeTier(HostTier):
         device: of the parameters.
         path: an existing folder on a local disk; the files are in a folder of this run below it.
         window: how many buckets may be on their way beside the one that is stepped.
+
+    Attributes:
+        moved_bytes: (read, written) by the last step, with what came before it since the step before.
     """
 
     name = "NVMe"
@@ -32,6 +35,8 @@ class NvmeTier(HostTier):
         self.folder = RunFolder(path)
         self.window = Window(window)
         self.shards: list[StoredShard] = []
+        self.moved_bytes = (0, 0)
+        self._moved_before = (0, 0)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # A master on its way to its file: for a moment, and therefore not pinned.
@@ -47,11 +52,12 @@ class NvmeTier(HostTier):
         self.shards.append(shard)
         return shard
 
-    def written_bytes(self) -> int:
-        return sum(shard.written_bytes for shard in self.shards)
-
-    def read_bytes(self) -> int:
-        return sum(shard.read_bytes for shard in self.shards)
+    def end_step(self) -> None:
+        """Ends what `moved_bytes` counts as one step. A second call in which nothing has moved changes nothing."""
+        now = (sum(shard.read_bytes for shard in self.shards), sum(shard.written_bytes for shard in self.shards))
+        if now != self._moved_before:
+            self.moved_bytes = (now[0] - self._moved_before[0], now[1] - self._moved_before[1])
+        self._moved_before = now
 
     def close(self) -> None:
         """Removes the files; what they hold is lost."""
@@ -60,3 +66,16 @@ class NvmeTier(HostTier):
             shard.file.close()
         self.shards.clear()
         self.folder.close()
+
+
+class HostBesideFiles(NvmeTier):
+    """Host memory for optimizer state, where parameters are in files: an fp32 parameter and its master are one copy there.
+
+    Such a copy passes through memory when its bucket is stepped, as an `NvmeTier`'s does; the state beside it stays.
+    """
+
+    name = HostTier.name
+
+    def __init__(self, device: torch.device, path: Path, window: int):
+        super().__init__(device, path, window)
+        self.is_apart = True

@@ -53,6 +53,22 @@ class StoredShard:
         self.file.write(buffer[: self.nbytes], 0)
         self.written_bytes += self.nbytes
 
+    def region_bytes(self, kind: str) -> int:
+        """Of the buffers that `read_region` and `write_region` take for this kind."""
+        return aligned(self._numel * self._regions[kind][1].itemsize)
+
+    def read_region(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
+        """All of one kind, (numel,), read into a buffer (uint8) of `region_bytes`."""
+        offset, dtype = self._regions[kind]
+        self.file.read(buffer, offset)
+        self.read_bytes += buffer.nbytes
+        return buffer[: self._numel * dtype.itemsize].view(dtype)
+
+    def write_region(self, kind: str, buffer: torch.Tensor) -> None:
+        """Replaces all of one kind by a buffer (uint8) of `region_bytes`."""
+        self.file.write(buffer, self._regions[kind][0])
+        self.written_bytes += buffer.nbytes
+
     def read_part(self, kind: str, interval: Interval) -> torch.Tensor:
         """The elements `interval` of one kind, in memory of their own."""
         return self._read_around(kind, interval)[0].clone()

@@ -1,0 +1,299 @@
+"""Where a bucket's parameter shard lives when it is not on the training device."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from ..device import allocate, passing_host_bytes
+from ..layout.intervals import Interval
+from .host import HostTier
+from .nvme import NvmeTier
+from .stored import StoredShard
+from .tier import DeviceTier, Tier
+
+PARAMETER = "parameter"
+"""The kind of a parameter shard in a file of its own."""
+
+Region = tuple[StoredShard, str]
+"""A file, and the kind in it."""
+
+_READERS = 2
+"""Threads: what is read ahead, and what another rank's edit asks for meanwhile."""
+
+
+class ParameterShard(ABC):
+    """The values of one bucket's shard, (numel,) of the param dtype, read ahead of their use and written after a step.
+
+    Attributes:
+        values: live, in host memory; where they are in a file, their shape without memory, reading as NaN.
+        is_master: they are the copy that the optimizer updates, so that nobody writes them after a step.
+    """
+
+    values: torch.Tensor
+    is_master = False
+
+    @abstractmethod
+    def rest(self, master: Region | None) -> None:
+        """Called when the values are in. `master`: where a copy lies that the optimizer keeps up, in equal digits."""
+
+    @abstractmethod
+    def start_fetch(self) -> None:
+        """Begins to bring the values into host memory."""
+
+    @abstractmethod
+    def fetched(self) -> torch.Tensor:
+        """The values in host memory, once they are there. The tensor is the caller's to keep as long as it copies."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Gives up what has been fetched and not been taken."""
+
+    @abstractmethod
+    def write(self, values: torch.Tensor) -> None:
+        """Replaces all values by (numel,) of any float dtype on any device. A file of its own is written behind the caller."""
+
+    @abstractmethod
+    def write_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces the elements `interval` by the 1-D `values`."""
+
+    @abstractmethod
+    def part(self, interval: Interval) -> torch.Tensor:
+        """The elements `interval`, live: read when they are looked at."""
+
+
+class HostShard(ParameterShard):
+    """In host memory all the time."""
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values
+
+    def rest(self, master: Region | None) -> None:
+        """They are where they belong."""
+
+    def start_fetch(self) -> None:
+        """They are there."""
+
+    def fetched(self) -> torch.Tensor:
+        return self.values
+
+    def forget(self) -> None:
+        """Nothing was fetched."""
+
+    def write(self, values: torch.Tensor) -> None:
+        self.values.copy_(values)
+
+    def write_part(self, interval: Interval, values: torch.Tensor) -> None:
+        self.part(interval).copy_(values)
+
+    def part(self, interval: Interval) -> torch.Tensor:
+        return self.values[interval.start : interval.stop]
+
+
+class FileShard(ParameterShard):
+    """In a file, and in host memory from a fetch to its use.
+
+    Until `rest` the values are in ordinary memory, where the shard is put together.
+
+    Args:
+        store: makes this shard's file.
+        mover: whose threads read and write.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        store: Callable[[tuple[tuple[str, torch.dtype], ...]], StoredShard],
+        mover: "FileMover",
+    ):
+        self.values = allocate(numel, dtype, torch.device("cpu"))
+        self._store = store
+        self._mover = mover
+        self._stored: StoredShard | None = None
+        self._kind = PARAMETER
+        self._fetch: Future[torch.Tensor] | None = None
+
+    def rest(self, master: Region | None) -> None:
+        numel, dtype = self.values.numel(), self.values.dtype
+        if master is not None:
+            self.is_master = True
+            self._stored, self._kind = master
+        else:
+            self._stored = self._store(((PARAMETER, dtype),))
+            self.write(self.values)
+        self.values = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
+
+    def start_fetch(self) -> None:
+        if self._fetch is None:
+            self._mover.finish_write(self._stored)
+            buffer = self._mover.buffer(self._stored.region_bytes(self._kind))
+            self._fetch = self._mover.submit(self._stored.read_region, self._kind, buffer)
+
+    def fetched(self) -> torch.Tensor:
+        self.start_fetch()
+        fetch, self._fetch = self._fetch, None
+        return fetch.result()
+
+    def forget(self) -> None:
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None and not fetch.cancel():
+            # A read that fails is told to whoever wants the values.
+            fetch.exception()
+
+    def write(self, values: torch.Tensor) -> None:
+        self.forget()
+        self._mover.finish_write(self._stored)
+        buffer = self._mover.buffer(self._stored.region_bytes(self._kind))
+        dtype = self._stored.dtypes[self._kind]
+        buffer[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
+        self._mover.start_write(self._stored, self._kind, buffer)
+        if self.is_master:
+            # Who steps on it reads the file by other threads, which know of no write under way.
+            self._mover.finish_write(self._stored)
+
+    def write_part(self, interval: Interval, values: torch.Tensor) -> None:
+        if self._stored is None:
+            self.values[interval.start : interval.stop].copy_(values)
+            return
+        self.forget()
+        self._mover.finish_write(self._stored)
+        self._stored.write_part(self._kind, interval, values)
+
+    def part(self, interval: Interval) -> torch.Tensor:
+        self._mover.finish_write(self._stored)
+        return self._stored.mapped_part(self._kind, interval)
+
+
+class FileMover:
+    """Reads and writes shards behind the caller, through buffers that come and go.
+
+    Args:
+        device: of the parameters.
+        most_writes: buffers that may wait to be written at a time.
+    """
+
+    def __init__(self, device: torch.device, most_writes: int):
+        self._device = device
+        self._most_writes = most_writes
+        self._threads = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="hf_zero-parameters")
+        self._writing: deque[tuple[StoredShard, Future]] = deque()
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        return passing_host_bytes(nbytes, self._device)
+
+    def submit(self, call: Callable[..., torch.Tensor], *arguments) -> Future[torch.Tensor]:
+        return self._threads.submit(call, *arguments)
+
+    def start_write(self, stored: StoredShard, kind: str, buffer: torch.Tensor) -> None:
+        """Writes a region's buffer. Waits for the oldest write where too many are under way."""
+        while len(self._writing) >= self._most_writes:
+            self._writing.popleft()[1].result()
+        self._writing.append((stored, self._threads.submit(stored.write_region, kind, buffer)))
+
+    def finish_write(self, stored: StoredShard | None) -> None:
+        """Returns when what was to be written to this file is there."""
+        for other, written in self._writing:
+            if other is stored:
+                written.result()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+class ParameterTier(ABC):
+    """A kind of memory for shards of parameters.
+
+    Attributes:
+        name: what reports call it.
+        files: who makes the files, where it is files.
+    """
+
+    name: str
+    files: NvmeTier | None = None
+
+    @abstractmethod
+    def masters_apart(self, tier: Tier) -> bool:
+        """Whether an fp32 shard here needs a master of its own where the optimizer's state is in `tier`."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Called when a step's parameters have been handed over."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what runs on, and gives back what does not go with its last tensor."""
+
+
+class DeviceParameters(ParameterTier):
+    """The training device itself."""
+
+    name = DeviceTier.name
+
+    def masters_apart(self, tier: Tier) -> bool:
+        return tier.is_apart
+
+    def end_step(self) -> None:
+        """Nothing has moved on its own."""
+
+    def close(self) -> None:
+        """Memory goes with its last tensor."""
+
+
+class OffloadedParameters(ParameterTier):
+    """Another memory, from which a layer is fetched."""
+
+    @abstractmethod
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
+        """A shard whose values are to be put in; `name` is the bucket's."""
+
+
+class HostParameters(OffloadedParameters):
+    """Host memory, pinned beside an accelerator: where the optimizer steps, if its state is not on the device."""
+
+    name = HostTier.name
+
+    def __init__(self, device: torch.device):
+        self._tier = HostTier(device)
+
+    def masters_apart(self, tier: Tier) -> bool:
+        return isinstance(tier, DeviceTier)
+
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
+        return HostShard(self._tier.empty(numel, dtype))
+
+    def end_step(self) -> None:
+        """Nothing has moved on its own."""
+
+    def close(self) -> None:
+        """Memory goes with its last tensor."""
+
+
+class FileParameters(OffloadedParameters):
+    """Files, beside those of the optimizer's state where that is in files too.
+
+    Args:
+        files: makes files.
+        window: shards that may wait to be written.
+    """
+
+    name = NvmeTier.name
+
+    def __init__(self, device: torch.device, files: NvmeTier, window: int):
+        self.files = files
+        self._mover = FileMover(device, window)
+
+    def masters_apart(self, tier: Tier) -> bool:
+        return True
+
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
+        return FileShard(numel, dtype, lambda kinds: self.files.store(f"{name} parameters", numel, kinds), self._mover)
+
+    def end_step(self) -> None:
+        self.files.end_step()
+
+    def close(self) -> None:
+        self._mover.close()
+        self.files.close()
