@@ -16,8 +16,8 @@ _SCALES_CHANNEL = 0x8000
 """Added to a bucket's channel, so that its scales are not taken for its codes."""
 
 
-class QuantisedReduceScatter:
-    """Sums of quantised parts, in place of `Transport.start_reduce_scatter`.
+class _Quantised:
+    """A collective in blocks.
 
     Args:
         transport: what moves codes and scales.
@@ -27,6 +27,10 @@ class QuantisedReduceScatter:
     def __init__(self, transport: Transport, format: BlockFormat):
         self._transport = transport
         self._format = format
+
+
+class QuantisedReduceScatter(_Quantised):
+    """Sums of quantised parts, in place of `Transport.start_reduce_scatter`."""
 
     def start(
         self, flat: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, ranks: int, label: Label
@@ -55,19 +59,11 @@ class QuantisedReduceScatter:
         return Handle(label, self._transport.ledger, complete)
 
 
-class QuantisedAllGather:
+class QuantisedAllGather(_Quantised):
     """Gathers of quantised parts, in place of `Transport.start_all_gather`.
 
     All ranks, the one whose part it is too, get what has been through the blocks: they go on alike to the last bit.
-
-    Args:
-        transport: what moves codes and scales.
-        format: shards must be whole blocks of it.
     """
-
-    def __init__(self, transport: Transport, format: BlockFormat):
-        self._transport = transport
-        self._format = format
 
     def start(self, flat: torch.Tensor, own: torch.Tensor, rank: int, label: Label) -> Handle:
         """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in rank order.

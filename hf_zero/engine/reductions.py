@@ -1,7 +1,7 @@
 """How a filled gradient buffer becomes this rank's part of the sum: an object chosen once when the engine is built."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -12,7 +12,7 @@ from ..device import allocate
 from ..kernels.quantise import BlockFormat
 from ..layout.intervals import Interval
 from .buckets import Bucket
-from .state_rows import RESIDUAL, StateRow
+from .state_rows import RESIDUAL, KindsOf, Read, StateRow
 
 _SAMPLED_PASSES = 100
 """One bucket is reduced exactly as well in every so many backward passes."""
@@ -47,12 +47,7 @@ class Reduction(ABC):
         """This rank's lasting state, copied."""
 
     @abstractmethod
-    def fill(
-        self,
-        buckets: Iterable[Bucket],
-        read: Callable[[str, str, Interval], torch.Tensor],
-        kinds_of: Callable[[str], Sequence[str]],
-    ) -> None:
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
         """Replaces lasting state by a checkpoint's; the arguments are `fill_rows`'s."""
 
 
@@ -68,12 +63,7 @@ class _Lossless(Reduction):
     def rows(self) -> Iterator[StateRow]:
         return iter(())
 
-    def fill(
-        self,
-        buckets: Iterable[Bucket],
-        read: Callable[[str, str, Interval], torch.Tensor],
-        kinds_of: Callable[[str], Sequence[str]],
-    ) -> None:
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
         """What another run has not sent stays unsent: at most half a step of its blocks."""
 
 
@@ -110,7 +100,8 @@ class QuantisedReduction(Reduction):
     [Note: residuals]
     A rank's residual is what it has been given to send and has not sent, of whole buckets and in units of the averaged
     gradient. Only their sum over the ranks ever reaches a parameter. So a run on W ranks that goes on on V ranks gives rank
-    v the sum of the residuals of the ranks v, v + V, v + 2V, …: the sum stays what it was.
+    v the sum of the residuals of the ranks v, v + V, v + 2V, …: the sum stays what it was. Two things are let go: what had
+    been left of a parameter that no rank uses in a pass, and, under a loss scale that changes, the difference once.
 
     Args:
         error_feedback: False lets go what quantising loses.
@@ -175,12 +166,7 @@ class QuantisedReduction(Reduction):
                     tensor=slot.view_of(residual).reshape(-1).to("cpu", copy=True),
                 )
 
-    def fill(
-        self,
-        buckets: Iterable[Bucket],
-        read: Callable[[str, str, Interval], torch.Tensor],
-        kinds_of: Callable[[str], Sequence[str]],
-    ) -> None:
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
         self._residuals.clear()
         for slot in (slot for bucket in buckets for slot in bucket.slots if self._error_feedback):
             for kind in kinds_of(slot.name):

@@ -19,6 +19,13 @@ RESIDUAL = "residual."
 other kind is the optimizer's own name for a state tensor."""
 
 
+Read = Callable[[str, str, Interval], torch.Tensor]
+"""(kind, name, interval) → 1-D host tensor of the interval's elements of a saved parameter's state."""
+
+KindsOf = Callable[[str], Sequence[str]]
+"""Name → kinds of which a checkpoint has a tensor with one value an element."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateRow:
     """One kind of state for one rank's part of one parameter.
@@ -81,8 +88,8 @@ def state_scalars(
 def fill_rows(
     optimizers: Sequence[ShardedOptimizer],
     rows: Sequence[Row],
-    read: Callable[[str, str, Interval], torch.Tensor],
-    kinds_of: Callable[[str], Sequence[str]],
+    read: Read,
+    kinds_of: KindsOf,
     scalars_of: Callable[[str], dict[str, Any]],
     holder: StateHolder,
 ) -> None:
