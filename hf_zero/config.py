@@ -79,6 +79,8 @@ class OffloadConfig:
     """Stage 3: this rank's shard of the parameters, frozen ones too: `cpu` is host memory, `nvme` files below `nvme_path`. A
     layer is fetched from there for its forward and for its backward."""
     activations: str = "none"
+    """What a training forward saves for its backward: `cpu` copies it to host memory behind the forward, and back ahead of
+    the backward."""
     ratio: float = 1.0
     """The part of the state that `optimizer` moves away: the buckets whose gradients arrive first, until they hold it."""
     nvme_path: str | None = None
@@ -135,10 +137,8 @@ class OffloadConfig:
                 f"hf_zero config: `offload.{name}: {getattr(self, name)}` steps on copies of masters in host memory, and with "
                 "`offload.params: nvme` masters are in the parameters' files. Set `offload.params: cpu`, or leave it out."
             )
-        if self.activations != "none":
-            raise _not_built(
-                "offload.activations", self.activations, "leave it at none: activations stay on the training device"
-            )
+        if self.activations == "nvme":
+            raise _not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
             raise _refuse("offload.ratio", self.ratio, "a number above 0, up to 1")
         if self.ratio != 1 and not self.moves_state:

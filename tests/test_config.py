@@ -62,7 +62,7 @@ def test_frozen_and_keyword_only():
             "`offload.delay: 1` steps on copies of masters in host memory",
         ),
         ({"stage": 3, "offload": {"params": "nvme"}}, "`offload.params: nvme` needs `offload.nvme_path`"),
-        ({"offload": {"activations": "cpu"}}, "`offload.activations: cpu` is not built yet"),
+        ({"offload": {"activations": "nvme"}}, "`offload.activations: nvme` is not built yet in this version; use cpu"),
         ({"offload": {"ratio": 0.5}}, "`offload.ratio` is 0.5, the part of the state that moves, and nothing moves"),
         ({"offload": {"speculate_bytes": "1GiB"}}, "`offload.speculate_bytes` is of `offload.optimizer: cpu`"),
         (

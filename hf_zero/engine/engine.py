@@ -12,7 +12,7 @@ from ..comm.transport import Label
 from ..config import ZeroConfig
 from ..device import Arrival, downlink
 from ..layout.intervals import Interval
-from ..offload.choose import choose_tiers
+from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
@@ -130,6 +130,7 @@ class ZeroEngine:
         self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
+        self.activations = choose_activations(offload, self.device)
         self.nonfinite = NonFiniteCheck(self.config, self.transport, replicated=self._is_replicated)
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
@@ -233,7 +234,7 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        places = Places(state=self.tier, parameters=self.parameter_tier, holder=self._holder)
+        places = Places(self.tier, self.parameter_tier, self._holder, self.activations)
         held = self._store.held_bytes() | self._wire.held_bytes()
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, places, self.device)
 
@@ -406,8 +407,12 @@ class ZeroEngine:
         if self._waits_at_the_root:
             self._parameters.finish_all()
         self._buffers.before_forward()
+        if torch.is_grad_enabled():
+            flats = (bucket.flat for bucket in self._all_buckets)
+            self.activations.begin([*self.model.buffers(), *self._slot_of, *(p for _, p in self._frozen), *flats])
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
+        self.activations.end()
         self.sharded.schedule.after_forward(self.sharded.root, outputs)
         if torch.is_grad_enabled():
             self._gradients.end.watch(outputs)

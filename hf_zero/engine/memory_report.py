@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..device import peak_bytes
+from ..offload.activations import Activations
 from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
@@ -18,13 +19,15 @@ from .sharded_model import ShardedModel
 from .state_rows import state_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Places:
-    """Where masters and optimizer state live, where shards of parameters do, and who has the state between steps."""
+    """Where masters and optimizer state live, where shards of parameters do, who has the state between steps, and what is
+    done with what a forward saves for its backward."""
 
     state: Tier
     parameters: ParameterTier
     holder: StateHolder
+    activations: Activations
 
     def traffic(self) -> TrafficReport | None:
         """Of what is in files, if anything is."""
@@ -57,12 +60,14 @@ def report_memory(
         places: where what is.
     """
     trained = [slot.parameter for bucket in buckets for slot in bucket.slots]
+    moved = places.activations.most_bytes
     return MemoryReport(
         rows=(
             *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
             *_gradient_rows(buckets, trained, gradient_bytes),
             *_state_rows(buckets, trained, optimizers, places.holder),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
+            *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),
         peak_bytes=peak_bytes(device),
         traffic=places.traffic(),

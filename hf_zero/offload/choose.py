@@ -5,10 +5,16 @@ from pathlib import Path
 import torch
 
 from ..config import OffloadConfig
+from .activations import Activations, ActivationsInHostMemory, ActivationsOnDevice
 from .host import HostTier
 from .nvme import HostBesideFiles, NvmeTier
 from .parameter_shards import DeviceParameters, FileParameters, HostParameters, ParameterTier
 from .tier import DeviceTier, Tier
+
+
+def choose_activations(config: OffloadConfig, device: torch.device) -> Activations:
+    """What is done with what a training forward on `device` saves for its backward."""
+    return ActivationsInHostMemory(device) if config.activations == "cpu" else ActivationsOnDevice()
 
 
 def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:
