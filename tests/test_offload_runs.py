@@ -157,6 +157,19 @@ def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to
     assert by_file["state"] == expected["state"]
 
 
+@pytest.mark.parametrize(
+    ("name", "plain"), [("zero3_offload_cpu", "3"), ("one_gpu_7b", "stage=3,param_dtype=bfloat16")]
+)
+def test_trainer_trains_one_rank_by_each_file_that_moves_parameters_as_it_does_without(name, plain, tmp_path):
+    doors = {"moved": f"flag {ROOT / 'configs' / name}.yaml", "plain": f"flag {plain}"}
+    outcomes = {
+        kind: run(0, 1, door, "gpt2", str(tmp_path / kind), max_steps=4, optim="adamw_torch_fused")
+        for kind, door in doors.items()
+    }
+    assert outcomes["moved"]["losses"] == outcomes["plain"]["losses"]
+    assert outcomes["moved"]["state"] == outcomes["plain"]["state"]
+
+
 def start(offload: dict, folder: Path, steps: int, **more: str) -> subprocess.Popen:
     command = [sys.executable, str(JOB), "train", json.dumps(offload), str(folder), str(steps)]
     return subprocess.Popen(
