@@ -1,1 +1,1 @@
-"""Where a shard's state lives."""
+"""Where a shard's state and parameters live, and activations."""
