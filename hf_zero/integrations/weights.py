@@ -65,6 +65,8 @@ def weight_files(folder: Path) -> list[str]:
     Raises:
         CheckpointError: there are none, or the index names files that are missing or outside of the folder.
     """
+    if not folder.is_dir():
+        raise CheckpointError(f"hf_zero: there is no folder {folder}.")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
         try:
