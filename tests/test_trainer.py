@@ -138,14 +138,22 @@ def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(
     assert len(weights[0]["bert.embeddings.word_embeddings.weight"].flatten()[256:512].unique()) > 250
 
 
-def test_a_resume_at_stage_3_leaves_the_weights_in_the_checkpoint_until_they_are_sharded(tmp_path):
-    make_trainer("flag 3", "gpt2", tmp_path, **SAVING, max_steps=5).train()
-    trainer = make_trainer("flag 3", "gpt2", tmp_path, seed=77)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_resume_leaves_the_weights_in_the_checkpoint_until_they_are_in_buckets(stage, tmp_path):
+    make_trainer(f"flag {stage}", "gpt2", tmp_path, **SAVING, max_steps=5).train()
+    trainer = make_trainer(f"flag {stage}", "gpt2", tmp_path, seed=77)
     trainer._load_from_checkpoint(str(tmp_path / "checkpoint-5"))
     assert all(is_loaded(parameter) for parameter in trainer.model.parameters())
     expected = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
     loaded = trainer.model.state_dict()
     assert expected and all(torch.equal(loaded[name], value) for name, value in expected.items())
+    in_file = {parameter.data_ptr() for parameter in trainer.model.parameters()}
+    trainer.model.transformer.wpe.weight.requires_grad_(False)
+    trainer.accelerator.prepare(
+        trainer.model, torch.optim.AdamW(p for p in trainer.model.parameters() if p.requires_grad)
+    )
+    assert not any(is_loaded(p) or p.data_ptr() in in_file for p in trainer.model.parameters())
+    assert all(torch.equal(trainer.model.state_dict()[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("stage", [2, 3])

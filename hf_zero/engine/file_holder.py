@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..comm.transport import Transport
-from ..device import Arrival, allocate
+from ..device import allocate
 from ..layout.intervals import Interval
 from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import Region
@@ -15,7 +15,6 @@ from ..offload.stored import StoredShard
 from .bucket_steps import BucketSteps
 from .buckets import Bucket, Row
 from .holder import StateHolder, without_due
-from .reports import EarlyReport
 from .state_kinds import state_kinds
 from .state_rows import MASTER
 
@@ -115,18 +114,6 @@ class InFiles(StateHolder):
 
     def window_bytes(self) -> int:
         return self._tier.window.nbytes(list(self._shards.values()))
-
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        """Its state is in a file until the step."""
-
-    def early_report(self) -> EarlyReport | None:
-        return None
-
-    def copy_bytes(self) -> int:
-        return 0
-
-    def beside(self, row: Row) -> dict[str, Any]:
-        return {}
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         for steps in self._steps:

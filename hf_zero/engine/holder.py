@@ -88,24 +88,25 @@ class StateHolder(ABC):
         """Memory at most for state that passes through during a step."""
 
     @abstractmethod
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
-
-    @abstractmethod
-    def early_report(self) -> EarlyReport | None:
-        """What is stepped before its time; None where nothing is."""
-
-    @abstractmethod
-    def copy_bytes(self) -> int:
-        """Bytes of state that are there twice, for steps that are not taken in their time."""
-
-    @abstractmethod
-    def beside(self, row: Row) -> dict[str, Any]:
-        """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
-
-    @abstractmethod
     def close(self, buckets: Sequence[Bucket]) -> None:
         """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+
+    # ---- of those that step out of time; the others take every bucket's step when the script asks for it ----
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:  # noqa: B027 (nothing to do is an answer)
+        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
+
+    def early_report(self) -> EarlyReport | None:
+        """What is stepped before its time; None where nothing is."""
+        return None
+
+    def copy_bytes(self) -> int:
+        """Bytes of state that are there twice, for steps that are not taken in their time."""
+        return 0
+
+    def beside(self, row: Row) -> dict[str, Any]:
+        """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
+        return {}
 
 
 class InMemory(StateHolder):
@@ -145,18 +146,6 @@ class InMemory(StateHolder):
 
     def window_bytes(self) -> int:
         return 0
-
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        """It is stepped with the others."""
-
-    def early_report(self) -> EarlyReport | None:
-        return None
-
-    def copy_bytes(self) -> int:
-        return 0
-
-    def beside(self, row: Row) -> dict[str, Any]:
-        return {}
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         """It is where it belongs."""

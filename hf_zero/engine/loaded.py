@@ -43,7 +43,7 @@ def forget_loaded(parameter: nn.Parameter) -> None:
 
 def cast_as_wanted(parameter: nn.Parameter) -> None:
     """Gives a parameter memory of its own, in the dtype that it is wanted in."""
-    parameter.data = parameter.detach().to(wanted_dtype(parameter))
+    parameter.data = parameter.detach().to(wanted_dtype(parameter), copy=is_loaded(parameter))
     forget_loaded(parameter)
 
 

@@ -181,7 +181,7 @@ class ZeroTrainerMixin:
             return
         is_unprepared = model is None and _only_engine(self) is None
         has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
-        if is_unprepared and has_weights and self.accelerator.zero_config.stage == 3:
+        if is_unprepared and has_weights:
             if leave_in_checkpoint(self.model, folder):
                 return
             logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
