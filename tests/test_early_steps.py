@@ -171,7 +171,7 @@ def random_courses(rank: int, world_size: int, count: int) -> list[tuple[str, bo
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_forget_and_keep_together_bit_for_bit(world_size):
     count = 6 if world_size == 2 else 3
     for found in run_ranks(random_courses, world_size=world_size, time_limit_s=150, keyword_arguments={"count": count}):

@@ -93,7 +93,7 @@ def test_biting_clip_is_close(job):
     assert_close(replace(job, max_norm=0.3), STAGES)
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("job", [BERT, GPT2], ids=["bert", "gpt2"])
 def test_more_ranks_are_close(job, world_size):
     assert_close(replace(job, max_norm=0.5, accumulation=2, steps=8), [*STAGES, LOCAL], world_size)

@@ -48,7 +48,9 @@ def with_one_group_and_several(rank: int, world_size: int, size: int) -> list[tu
     return found
 
 
-@pytest.mark.parametrize(("world_size", "size"), [(4, 2), (6, 3)], ids=["2x2", "2x3"])
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)], ids=["2x2", "2x3"]
+)
 def test_several_shard_groups_have_the_losses_of_one(world_size, size):
     by_rank = run_ranks(
         with_one_group_and_several, world_size=world_size, time_limit_s=150, keyword_arguments={"size": size}

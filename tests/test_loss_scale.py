@@ -129,7 +129,7 @@ def in_float16(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     return runs[0].losses, exact.losses
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_float16_parameters_train_through_fp32_masters(world_size):
     for losses, exact in run_ranks(in_float16, world_size=world_size, time_limit_s=170):
         assert losses == pytest.approx(exact, rel=5e-3)

@@ -34,7 +34,7 @@ def nvme(path: Path, **more) -> dict:
     return {"offload": {"optimizer": "nvme", "nvme_path": str(path), **more}}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, tmp_path):
     jobs = JOBS if world_size < 3 else {name: JOBS[name] for name in ("clip and accumulation", "sgd momentum")}
     arguments = {"jobs": jobs, "offload": nvme(tmp_path), "stages": (0, 1, 2, 3)}

@@ -75,7 +75,7 @@ def assert_equal(found: list[tuple[str, int, Outcome, Outcome]]) -> None:
         assert not np.isnan(moved.losses).any()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size):
     jobs = JOBS if world_size < 3 else {name: JOBS[name] for name in ("clip and accumulation", "sgd momentum")}
     arguments = {"jobs": jobs, "offload": CPU, "stages": (0, 1, 2, 3)}
@@ -98,7 +98,7 @@ def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, in
     return [found for case in cases for found in in_pairs(rank, world_size, **case)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
     jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
     host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}

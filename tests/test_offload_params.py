@@ -87,7 +87,7 @@ def everywhere(rank: int, world_size: int, path: str) -> list[tuple]:
     return found + compared(rank, world_size, jobs, alike, BASE)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_pair_of_places_is_bitwise(world_size, tmp_path):
     arguments = {"path": str(tmp_path)}
     for found in run_ranks(everywhere, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
@@ -214,7 +214,7 @@ def equal(ours: object, theirs: object) -> bool:
 
 
 @pytest.mark.parametrize("more", [{}, {"param_dtype": "bfloat16"}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_script_sees_what_it_sees_without_offload(world_size, more, tmp_path):
     arguments = {"path": str(tmp_path), "more": more}
     for found in run_ranks(scripts, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):

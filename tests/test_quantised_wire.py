@@ -74,7 +74,7 @@ def both_collectives(rank: int, world_size: int) -> None:
         assert sum(row.bytes_sent for row in rows) > 0
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_sums_and_gathers_are_those_of_what_went_through_blocks(world_size):
     run_ranks(both_collectives, world_size=world_size, time_limit_s=60)
 
@@ -102,7 +102,7 @@ def watched(rank: int, world_size: int, jobs: list[Job]) -> list[tuple[list[str]
     return outcomes
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_ranks_compute_with_the_same_weights_at_every_step(world_size):
     exact = Job(steps=4, accumulation=2, settings=setting(2, {}, grad_accumulation="local"))
     variants = [setting(stage, BOTH) for stage in (1, 2, 3)]

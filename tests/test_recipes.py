@@ -67,7 +67,7 @@ def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bert_learns_reloads_and_resumes(stage, tmp_path, caches):
     size = (
         *("--config_overrides", TINY_BERT, "--max_train_samples", 256, "--max_seq_length", 32),
@@ -95,7 +95,7 @@ def test_bert_learns_reloads_and_resumes(stage, tmp_path, caches):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gpt_learns_and_reloads(stage, tmp_path, caches):
     size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 512, "--max_eval_samples", 64)
     schedule = ("--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true")
@@ -110,7 +110,7 @@ def test_gpt_learns_and_reloads(stage, tmp_path, caches):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(stage, tmp_path, caches):
     common = (
         *("--config_overrides", f"{TINY_BERT},{NO_DROPOUT['bert']}", "--max_train_samples", 96, "--max_seq_length", 32),

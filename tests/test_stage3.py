@@ -570,7 +570,7 @@ def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
         assert 0 < schedule.peak_bytes <= passing_root + sum(largest), settings
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_use(world_size):
     checkpointed = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
     cases = [*checkpointed, *((gpt2, settings) for settings in SETTINGS)]

@@ -155,7 +155,7 @@ def elsewhere(rank: int, world_size: int) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_other_worlds_host_memory_and_bf16_follow(world_size):
     for errors in run_ranks(elsewhere, world_size=world_size, time_limit_s=170):
         # Three ranks' gradients are added in another order than DDP's, and Muon multiplies matrices in bf16.
