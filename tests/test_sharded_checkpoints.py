@@ -229,10 +229,10 @@ def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_pat
 
 
 def looks_at_disks(rank: int, world_size: int, folder: str) -> tuple[Disk, Disk, Disk]:
-    shared = find_disk(Path(folder) / "new" / "shared", rank, exchange_between_ranks)
+    shared = find_disk(Path(folder) / "new" / "shared", rank, exchange_between_ranks, then="")
     (Path(folder) / f"host{rank % 2}").mkdir(exist_ok=True)
     (Path(folder) / f"host{rank % 2}" / "file").touch()
-    own = find_disk(Path(folder) / f"host{rank % 2}", rank, exchange_between_ranks)
+    own = find_disk(Path(folder) / f"host{rank % 2}", rank, exchange_between_ranks, then="")
     found = disk_with(Path(folder) / f"host{rank % 2}" / "file", rank, exchange_between_ranks)
     return shared, own, found
 

@@ -54,8 +54,11 @@ def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
     return Disk(ranks=ranks, rank=rank, world_size=len(found))
 
 
-def find_disk(folder: Path, rank: int, exchange: Exchange) -> Disk:
+def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk:
     """Looks which ranks see in `folder` what this rank puts there; makes the folder. Collective.
+
+    Args:
+        then: what a failure means, in words.
 
     Raises:
         CheckpointError: on every rank, where one cannot write there.
@@ -67,7 +70,6 @@ def find_disk(folder: Path, rank: int, exchange: Exchange) -> Disk:
         mark.touch()
         return mark.name
 
-    then = "Nothing was written; make the folder writable."
     names = together(exchange, put, doing=f"write to {folder}", then=then)
     seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
     exchange(None)

@@ -38,12 +38,13 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
                 "one."
             )
         return str(asked)
-    disk = find_disk(output_dir, rank, exchange_between_ranks)
+    then = "Nothing was trained; make the folder writable."
+    disk = find_disk(output_dir, rank, exchange_between_ranks, then=then)
     together(
         exchange_between_ranks,
         lambda: clear_leftovers(output_dir) if disk.leads else None,
         doing=f"clear {output_dir} of what killed runs left",
-        then="Nothing was trained; make the folder writable.",
+        then=then,
     )
     found, passed = find_good(output_dir, ZERO_FOLDER, disk=disk, exchange=exchange_between_ranks)
     said = _in_words(passed)

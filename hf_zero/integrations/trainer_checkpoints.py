@@ -119,7 +119,7 @@ class CheckpointSaver:
     def _save(self, run_folder: Path, final: Path) -> None:
         engine, trainer = self.engine, self._trainer
         exchange = engine.transport.exchange
-        disk = find_disk(run_folder, engine.groups.rank, exchange)
+        disk = find_disk(run_folder, engine.groups.rank, exchange, then=_THEN)
         is_full = self._is_full(run_folder)
         layout = self._layout(disk, is_full=is_full)
         temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
