@@ -201,8 +201,13 @@ def resumes(
 ) -> dict[str, float]:
     """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
     if not is_shared:
+        from hf_zero.checkpoint.disks import Disk
+        from hf_zero.integrations import resuming
+
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
         folder = f"{folder}-of-rank-{rank}"
+        # The copies stand for one file system whose pages hosts do not share, where ranks share the checking.
+        resuming.disk_with = lambda path, rank, exchange: Disk.shared(rank, world_size)
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder, callbacks=[StopsWhenLoaded()])
     gc.collect()
     _forget(Path(folder))
