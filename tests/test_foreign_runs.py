@@ -343,7 +343,7 @@ def loads(rank: int, world_size: int, folder: str, stages: list[int]) -> list[li
     return losses
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_converted_checkpoint_is_loaded_by_accelerate(world_size, tmp_path):
     torch.manual_seed(0)
     model = gpt2()

@@ -494,9 +494,7 @@ def push_from_ranks(world_size: int, **arguments: object) -> list[dict]:
     return run_ranks(trains_and_pushes, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"), [(1, "2"), (2, "1"), (2, "3"), (2, "stage=3,checkpoint.layout=sharded")]
-)
+@pytest.mark.parametrize(("world_size", "settings"), [(1, "2"), (2, "1"), (2, "stage=3,checkpoint.layout=sharded")])
 def test_trainer_pushes_the_model_of_each_checkpoint_and_the_last(world_size, settings, server, tmp_path):
     output_dir = tmp_path / "model"
     outcomes = push_from_ranks(

@@ -31,7 +31,7 @@ def in_each_stage(rank: int, world_size: int) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_stage_is_bitwise_with_dropout_checkpointing_and_autocast(world_size):
     for found in run_ranks(in_each_stage, world_size=world_size, time_limit_s=170):
         assert len(found) == 3 * len(MANY) + 2

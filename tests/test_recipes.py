@@ -132,7 +132,9 @@ def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(stage, t
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["bert", "accelerate", "gpt"])
+@pytest.mark.parametrize(
+    "name", ["bert", pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.slow)]
+)
 def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, caches):
     few = ("--max_train_samples", 32, "--max_eval_samples", 16, "--num_train_epochs", 1, "--output_dir", tmp_path)
     size = ("--config_overrides", TINY_GPT, "--block_size", 32)
