@@ -252,7 +252,7 @@ def save(engine: ZeroEngine, model: nn.Module, folder: Path) -> None:
 def resume(settings: dict, folder: Path):
     torch.manual_seed(1)
     model = gpt2()
-    model.load_state_dict(torch.load(folder / "weights.pt"))
+    model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
     optimizer = adamw_in_two_groups(model, fused=True)
     engine = ZeroEngine(model, [optimizer], settings)
     load_engine(engine, folder / ZERO_FOLDER)

@@ -208,7 +208,7 @@ def loads(rank: int, world_size: int, folder: str, stage: int, more: dict) -> di
     for name in ("muon and adamw", "adafactor of torch", "adafactor of transformers"):
         model, optimizers, engine = engine_for(OPTIMIZERS[name], stage, f"{folder}/{name}", **more)
         load_engine(engine, f"{folder}/{name}/zero")
-        saved, now = torch.load(f"{folder}/{name}/states.pt"), whole_states(model, engine)
+        saved, now = torch.load(f"{folder}/{name}/states.pt", weights_only=True), whole_states(model, engine)
         factors = [k for state in saved.values() for k in state if k in ("row_var", "exp_avg_sq_row")]
         assert bool(factors) == ("adafactor" in name)
         for parameter, state in saved.items():
