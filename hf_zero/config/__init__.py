@@ -1,0 +1,20 @@
+"""Everything a user may say to hf_zero, as frozen dataclasses read from YAML, a dict or a flag, and checked at once.
+
+There is no learning rate, batch size, clipping threshold or scheduler here: those have one source, the training
+arguments or the script itself.
+"""
+
+from .checks import AUTO, DTYPES, ConfigError, parse_bytes
+from .parts import CheckpointConfig, CommConfig, OffloadConfig
+from .zero import ZeroConfig
+
+__all__ = [
+    "AUTO",
+    "DTYPES",
+    "CheckpointConfig",
+    "CommConfig",
+    "ConfigError",
+    "OffloadConfig",
+    "ZeroConfig",
+    "parse_bytes",
+]

@@ -1,0 +1,195 @@
+"""The settings that stand below a key of their own: `offload`, `comm`, `checkpoint`."""
+
+from dataclasses import dataclass
+
+from .checks import AUTO, ConfigError, not_built, one_of, parse_bytes, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where a shard's state lives; `none` is the training device."""
+
+    optimizer: str = "none"
+    """Optimizer state, masters and the reduced gradient: `cpu` is host memory, where the step then runs, too; `nvme` keeps
+    state and masters in files below `nvme_path`, and steps a bucket at a time."""
+    params: str = "none"
+    """Stage 3: this rank's shard of the parameters, frozen ones too: `cpu` is host memory, `nvme` files below `nvme_path`. A
+    layer is fetched from there for its forward and for its backward."""
+    activations: str = "none"
+    """What a training forward saves for its backward: `cpu` copies it to host memory behind the forward, and back ahead of
+    the backward."""
+    ratio: float = 1.0
+    """The part of the state that `optimizer` moves away: the buckets whose gradients arrive first, until they hold it."""
+    nvme_path: str | None = None
+    """`nvme`: a folder on a local disk, on every host; it is looked for when the engine is built."""
+    speculate_bytes: int | str = AUTO
+    """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
+    of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on the CPU."""
+    threads: int | str = AUTO
+    """`cpu`: CPU threads of the steps that run beside training. `auto`: a rank's part of the host's cores beside an
+    accelerator, and torch's own number where training is on the CPU."""
+    delay: int = 0
+    """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
+    delay_warmup: int = 40
+    """Steps at the start that are taken in their time all the same."""
+    window: int = 2
+    """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
+
+    def __post_init__(self):
+        for name in ("optimizer", "params", "activations"):
+            one_of(f"offload.{name}", getattr(self, name), ("none", "cpu", "nvme"))
+        if self.nvme_path is not None and (not isinstance(self.nvme_path, str) or not self.nvme_path):
+            raise refuse("offload.nvme_path", self.nvme_path, "the path of a folder")
+        in_files = [name for name in ("optimizer", "params") if getattr(self, name) == "nvme"]
+        if in_files and self.nvme_path is None:
+            raise ConfigError(
+                f"hf_zero config: `offload.{in_files[0]}: nvme` needs `offload.nvme_path`: a folder on a local NVMe disk."
+            )
+        if not in_files and self.nvme_path is not None:
+            raise ConfigError(
+                "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
+                f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
+            )
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise refuse("offload.window", self.window, "a whole number from 1")
+        if self.speculate_bytes != AUTO and (self.speculate_bytes != 0 or isinstance(self.speculate_bytes, bool)):
+            object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
+            if self.optimizer != "cpu":
+                raise ConfigError(
+                    f"hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): "
+                    "copies of state in host memory. Set that, or leave it out."
+                )
+        if self.threads != AUTO:
+            if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
+                raise refuse("offload.threads", self.threads, "auto, or a whole number from 1")
+            if self.optimizer != "cpu":
+                raise ConfigError(
+                    f"hf_zero config: `offload.threads` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): of steps "
+                    "beside training. Set that, or leave it out."
+                )
+        self._check_delay()
+        if self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
+            name = "delay" if self.delay else "speculate_bytes"
+            raise ConfigError(
+                f"hf_zero config: `offload.{name}: {getattr(self, name)}` steps on copies of masters in host memory, and with "
+                "`offload.params: nvme` masters are in the parameters' files. Set `offload.params: cpu`, or leave it out."
+            )
+        if self.activations == "nvme":
+            raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
+        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
+            raise refuse("offload.ratio", self.ratio, "a number above 0, up to 1")
+        if self.ratio != 1 and not self.moves_state:
+            raise ConfigError(
+                f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
+                "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
+            )
+
+    def _check_delay(self) -> None:
+        one_of("offload.delay", self.delay, (0, 1))
+        if isinstance(self.delay_warmup, bool) or not isinstance(self.delay_warmup, int) or self.delay_warmup < 0:
+            raise refuse("offload.delay_warmup", self.delay_warmup, "a whole number from 0")
+        if not self.delay:
+            if self.delay_warmup != type(self).delay_warmup:
+                raise ConfigError(
+                    f"hf_zero config: `offload.delay_warmup` is {self.delay_warmup}, and nothing is delayed with `offload.delay: "
+                    "0`. Set that to 1, or leave the warm-up out."
+                )
+            return
+        if self.optimizer != "cpu" or self.ratio != 1:
+            raise ConfigError(
+                f"hf_zero config: `offload.delay: 1` needs all of the state in host memory (optimizer is {self.optimizer}, ratio "
+                f"is {self.ratio}). Set `offload.optimizer: cpu` and `offload.ratio: 1.0`, or leave the delay out."
+            )
+        if self.speculate_bytes not in (AUTO, 0):
+            raise ConfigError(
+                f"hf_zero config: `offload.delay: 1` ends steps late and `offload.speculate_bytes: {self.speculate_bytes}` "
+                "begins them early. Leave one of the two out."
+            )
+
+    @property
+    def moves_state(self) -> bool:
+        """Whether optimizer state lives elsewhere than on the training device."""
+        return self.optimizer != "none"
+
+    @property
+    def moves_params(self) -> bool:
+        """Whether shards of parameters live elsewhere than on the training device."""
+        return self.params != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig:
+    """How bytes travel between ranks."""
+
+    shard_group_size: int | str = AUTO
+    """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node."""
+    node_size: int | str = AUTO
+    """Neighbouring ranks that are on one node; `auto` is what the launcher says."""
+    secondary_shard: str = "none"
+    """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
+    gathers stay inside the node."""
+    weights: str = "none"
+    """Parameters travel as they are (`none`), or as `int8` in blocks, at stages 1 to 3."""
+    gradients: str = "none"
+    """Likewise gradients, in `int8` or `int4`."""
+    block_numel: int = 256
+    """Elements that share a scale in a quantised tensor."""
+    error_feedback: bool = True
+    """What quantising loses of a gradient is kept, and sent with the next one."""
+    timeout_s: float = 1800.0
+    """Seconds after which a collective that a peer never joined is an error that names it."""
+    gather_timeout_s: float = 120.0
+    """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
+
+    def __post_init__(self):
+        for name, least in (("shard_group_size", 2), ("node_size", 1)):
+            value = getattr(self, name)
+            if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
+        one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
+        one_of("comm.weights", self.weights, ("none", "int8"))
+        one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
+        one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
+        one_of("comm.error_feedback", self.error_feedback, (True, False))
+        if self.shard_group_size != AUTO and self.gradients != "none":
+            raise ConfigError(
+                f"hf_zero config: `comm.gradients: {self.gradients}` with `comm.shard_group_size: {self.shard_group_size}`: the "
+                "all-reduce between shard groups is not quantised. Leave one of them out; `comm.weights: int8` goes with both."
+            )
+        for name in ("timeout_s", "gather_timeout_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise refuse(f"comm.{name}", value, "a number of seconds above 0")
+
+    @property
+    def quantises(self) -> bool:
+        """Whether weights or gradients travel in blocks of integers."""
+        return self.weights != "none" or self.gradients != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How checkpoints are written."""
+
+    layout: str = "hf"
+    """`hf`: all ranks write into the files that `from_pretrained` reads. `sharded`: each rank writes its part of the model to
+    a file of its own, on a disk of its own host if need be; `hf-zero consolidate` makes a model folder of it."""
+    full_every: int = 0
+    """Steps after which a checkpoint of layout `hf` is written and kept, whatever `save_total_limit` says; those between
+    are `sharded`. 0: all have `layout`, and none is kept for good."""
+    on_failure: str = "stop"
+    """What a save that fails (a full disk) does to training: `stop` it with the reason, or `continue` with a warning."""
+    async_save: bool = True
+    """Trainer's checkpoints are written behind training. The next save and the end wait for it."""
+    snapshot_bytes: int | str = AUTO
+    """Host memory that a rank may take to copy what is not written yet when the next optimizer step would change it; what
+    does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
+
+    def __post_init__(self):
+        one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
+        if isinstance(self.full_every, bool) or not isinstance(self.full_every, int) or self.full_every < 0:
+            raise refuse("checkpoint.full_every", self.full_every, "a whole number of steps, 0 for none")
+        one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
+        one_of("checkpoint.async_save", self.async_save, (True, False))
+        if self.snapshot_bytes != AUTO:
+            object.__setattr__(self, "snapshot_bytes", parse_bytes("checkpoint.snapshot_bytes", self.snapshot_bytes))
