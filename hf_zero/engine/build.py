@@ -212,22 +212,12 @@ def build_buckets(
         settle: called with each bucket when it is built.
     """
     parameter_of = dict(part.parameters)
-    place_of = {p: owner.get(p, (-1, -1)) for _, p in part.parameters}
-    specs = [
-        ParameterSpec(
-            name=name,
-            numel=p.numel(),
-            key=(p.requires_grad, wanted_dtype(p), *place_of[p]),
-            intact=place_of[p][0] >= 0 and intact[place_of[p][0]],
-        )
-        for name, p in part.parameters
-    ]
     buckets = []
     make_memory = WholeMemory
     if part.sharded:
         make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
     layouts = plan_buckets(
-        specs,
+        _specs(part, owner, intact),
         bucket_numel=bucket_numel,
         shards=groups.shard_size,
         first_index=first_index,
@@ -258,6 +248,18 @@ def build_buckets(
         )
         settle(buckets[-1])
     return buckets
+
+
+def _specs(part: Part, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool]) -> list[ParameterSpec]:
+    """What the layout has to know of a part's parameters: those of one key may share a bucket."""
+    specs = []
+    for name, parameter in part.parameters:
+        place = owner.get(parameter, (-1, -1))
+        key = (parameter.requires_grad, wanted_dtype(parameter), *place)
+        specs.append(
+            ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=place[0] >= 0 and intact[place[0]])
+        )
+    return specs
 
 
 def keeps_rows_whole(
