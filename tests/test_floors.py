@@ -11,6 +11,7 @@ FLOOR = {
     "config": 0,
     "layout": 0,
     "device": 0,
+    "read_ahead": 0,
     "kernels": 1,
     "comm": 2,
     "offload": 3,

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..layout.intervals import Interval
 from ..layout.reshard import pieces_for
+from ..read_ahead import ask_for, read_as_asked
 from .manifest import CheckpointError, Manifest, SavedRow
 
 
@@ -94,11 +95,14 @@ class CheckpointReader:
         try:
             if row.file not in self._files:
                 self._files[row.file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            return self._files[row.file].get_slice(row.key)[interval.start : interval.stop]
+            values = self._files[row.file].get_tensor(row.key)[interval.start : interval.stop]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"hf_zero: {path} cannot be read ({error}); the checkpoint is damaged, resume from an earlier one."
             ) from error
+        read_as_asked(values)
+        ask_for(values)
+        return values.clone()
 
 
 def _revive(value: Any) -> Any:

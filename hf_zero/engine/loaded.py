@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..comm.transport import Label, Transport
+from ..read_ahead import ask_for
 
 _MARK = "_hf_zero_loaded"
 
@@ -43,6 +44,7 @@ def forget_loaded(parameter: nn.Parameter) -> None:
 
 def cast_as_wanted(parameter: nn.Parameter) -> None:
     """Gives a parameter memory of its own, in the dtype that it is wanted in."""
+    ask_for(parameter.data)
     parameter.data = parameter.detach().to(wanted_dtype(parameter), copy=is_loaded(parameter))
     forget_loaded(parameter)
 

@@ -10,6 +10,7 @@ from ..device import Reservation, alias, allocate, reserve, reserve_apart
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
+from ..read_ahead import ask_for
 
 
 class ParameterMemory(ABC):
@@ -116,6 +117,7 @@ class WholeMemory(ParameterMemory):
             self.flat[gap.start : gap.stop].zero_()
 
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        ask_for(parameter)
         place.copy_(parameter)
 
     def settle(self) -> None:
@@ -205,6 +207,7 @@ class GatheredMemory(ParameterMemory):
         if common is not None:
             source = common.shift(-interval.start)
             values = parameter.reshape(-1)[source.start : source.stop]
+            ask_for(values)
             self.write_own_part(common.shift(-self._shard.start), values)
 
     def settle(self) -> None:

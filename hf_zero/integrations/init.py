@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, core_model_loading
 from ..config import ZeroConfig
 from ..engine.agreement import FILES_ATTRIBUTE
 from ..engine.loaded import mark_loaded, wanted_dtype
+from ..read_ahead import read_as_asked
 from .weights import weight_files
 
 _HEADER_BYTES = 64 * 1024
@@ -103,6 +104,8 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     for name, view in views.items():
         if isinstance(tensors[name], torch.nn.Parameter):
             wanted = wanted_dtype(tensors[name])
+            # Ranks have just read what each will take: what is still missing is little.
+            read_as_asked(view)
             tensors[name].data = view
             mark_loaded(tensors[name], wanted)
         else:
