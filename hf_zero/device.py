@@ -289,6 +289,12 @@ def free_bytes(device: torch.device) -> int:
     return free + reserved - torch.get_device_module(device).memory_allocated(device)
 
 
+def wait_for_device(device: torch.device) -> None:
+    """Returns when `device` has done all that was asked of it. The host has done so already."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
 class Arrival:
     """A copy that has been started, and here is made already."""
 

@@ -39,6 +39,7 @@ from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 from .weights import OwnWeights, load_weights, own_weights
 from .whole import parameters_in
 from .wire import choose_wire
+from .wire_trials import settle_formats
 
 
 class ZeroEngine:
@@ -73,6 +74,7 @@ class ZeroEngine:
         self.config = ZeroConfig.of(config)
         self.model = model
         self._entry = entry or model
+        self._trials = ()
         self._assemble(optimizers, device)
 
     def _assemble(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
@@ -84,6 +86,8 @@ class ZeroEngine:
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
+        self.config, trials = settle_formats(self.config, model, self.groups, self.transport, self.device)
+        self._trials += trials
         several = self.groups.world_size > 1
         self._buffers = ModelBuffers(model, self.transport, wanted=several and self.config.broadcast_buffers)
         self._buffers.broadcast()
@@ -244,7 +248,8 @@ class ZeroEngine:
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built."""
-        return CommReport(rows=self.transport.ledger.rows(), gradient_error=self._wire.reduction.error)
+        rows, error = self.transport.ledger.rows(), self._wire.reduction.error
+        return CommReport(rows=rows, gradient_error=error, trials=self._trials)
 
     # ---- moving in and out ----
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.ledger import CommRow
+from ..comm.trial import Trial
 
 IN_FILES = "NVMe"
 """Where a row is that takes no memory."""
@@ -90,11 +91,12 @@ class CommReport:
     """What this rank has sent, over which links, and waited for since the engine was built.
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
-    backward passes another.
+    backward passes another. `trials` are what `comm.gradients: auto` and `comm.weights: auto` have gone by.
     """
 
     rows: tuple[CommRow, ...]
     gradient_error: float | None = None
+    trials: tuple[Trial, ...] = ()
 
     @property
     def bytes_sent(self) -> int:
@@ -132,9 +134,8 @@ class CommReport:
         ]
         inside = mib(self.bytes_sent - self.bytes_between)
         rows.append(("total", "", inside, mib(self.bytes_between), f"{1e3 * self.wait_seconds:,.0f}", ""))
-        return render(
-            "Sent by this rank", ("kind", "calls", "MiB in node", "between nodes", "exposed ms", "GB/s"), rows
-        )
+        columns = ("kind", "calls", "MiB in node", "between nodes", "exposed ms", "GB/s")
+        return render("Sent by this rank", columns, rows) + "".join(f"{trial}\n" for trial in self.trials)
 
 
 def mib(nbytes: int) -> str:
