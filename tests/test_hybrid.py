@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from training import Job, gpt2, gpt2_batch, train
 from hf_zero.comm.groups import Groups
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.announce import state_plan
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -146,8 +148,6 @@ def test_groups_and_nodes():
         ZeroConfig.of("comm.shard_group_size=1")
     with pytest.raises(ConfigError, match=r"`comm.node_size` is 0; allowed: auto, a whole number from 1"):
         ZeroConfig.of("comm.node_size=0")
-    with pytest.raises(ConfigError, match=r"the all-reduce between shard groups is not quantised"):
-        ZeroConfig.of("comm.shard_group_size=2,comm.gradients=int8")
 
 
 def steps_with_secondary_shards(rank: int, world_size: int) -> None:
@@ -199,3 +199,105 @@ def refuses_one_node(rank: int, world_size: int) -> None:
             model = torch.nn.Linear(4, 4)
             comm = {"secondary_shard": "node", "node_size": size}
             ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {"stage": 3, "comm": comm})
+
+
+def in_blocks(rank: int, world_size: int, size: int, gradients: str) -> list[tuple[dict, float, str]]:
+    """Settings, the largest difference of a loss to that of unquantised groups, and a hash of the weights."""
+    found = []
+    comm = hybrid(size, gradients=gradients, block_numel=64)
+    variants = [
+        setting(1, comm),
+        setting(2, {**comm, "weights": "int8"}, grad_accumulation="local"),
+        setting(3, comm, offload={"optimizer": "cpu"}),
+    ]
+    job = {"steps": 4, "accumulation": 2, "max_norm": 0.5}
+    plain = train(rank, world_size, Job(settings=setting(2, hybrid(size)), **job))
+    for settings in variants:
+        outcome = train(rank, world_size, Job(settings=settings, **job))
+        values = b"".join(outcome.tensors[name].tobytes() for name in outcome.parameter_names)
+        found.append((settings, outcome.loss_error(plain), hashlib.sha256(values).hexdigest()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "size", "gradients"),
+    [
+        (4, 2, "int8"),
+        pytest.param(4, 2, "int4", marks=pytest.mark.slow),
+        pytest.param(6, 2, "int8", marks=pytest.mark.slow),
+    ],
+    ids=["2x2", "2x2-int4", "3x2"],
+)
+def test_quantised_shard_groups_stay_alike_and_near_exact_ones(world_size, size, gradients):
+    arguments = {"size": size, "gradients": gradients}
+    by_rank = run_ranks(in_blocks, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    for outcomes in zip(*by_rank):
+        assert len({digest for *_, digest in outcomes}) == 1, outcomes[0][0]
+        for settings, loss_error, _ in outcomes:
+            assert 0 < loss_error <= 3e-3, settings
+
+
+@pytest.mark.parametrize(("gradients", "bits"), [("int8", 8), pytest.param("int4", 4, marks=pytest.mark.slow)])
+def test_quantised_bytes_between_nodes_are_what_the_formula_says(gradients, bits):
+    arguments = {"stage": 2, "comm": hybrid(2, gradients=gradients)}
+    for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):
+        # Codes and a float32 scale for each 256. Two groups of two: half of the bucket inside, then twice half of the shard.
+        nbytes = numel * bits // 8 + 4 * numel // 256
+        assert sent["reduce-scatter gradients"] == (nbytes // 2, 0)
+        assert sent["reduce-scatter shards of gradients"] == (nbytes // 4, nbytes // 4)
+        assert sent["all-gather shards of gradients"] == (nbytes // 4, nbytes // 4)
+        assert "all-reduce shards of gradients" not in sent or sent["all-reduce shards of gradients"] == (0, 0)
+
+
+def quantised_saves_and_resumes(rank: int, world_size: int, folder: str, stage: int) -> None:
+    settings = setting(stage, hybrid(2, gradients="int4", weights="int8"))
+    model, optimizer, engine, _ = start(settings)
+    save(engine, model, Path(folder))
+    plan, held = state_plan(engine), {row.kind: row.bytes for row in engine.memory_report().rows}
+    assert plan.residuals == held["gradient residuals"] > 0
+    assert 0 < engine.comm_report().gradient_error < 0.5
+    expected = go_on(model, optimizer, range(3, 6))
+    model, optimizer, engine = resume(settings, Path(folder))
+    assert go_on(model, optimizer, range(3, 6)) == expected
+    # Others read it too, at another stage, in one group and without blocks.
+    for other in ({"gradients": "int4"}, hybrid(2)):
+        model, optimizer, engine = resume(setting(5 - stage, other), Path(folder))
+        assert go_on(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=3e-3), other
+    engine.finish_parameters()
+    dist.barrier()
+
+
+def residual_rows(rank: int, world_size: int, folder: str, size: int | None) -> list[tuple[str, int, int, np.ndarray]]:
+    groups = {} if size is None else hybrid(size)
+    _, _, engine = resume(setting(2, {"gradients": "int4", **groups}), Path(folder))
+    return [(row.name, *row.interval, row.tensor.double().numpy()) for row in engine.residual_rows()]
+
+
+def summed(by_rank: list) -> dict[str, np.ndarray]:
+    """The sum of all residuals of each parameter."""
+    rows = [row for theirs in by_rank for row in theirs]
+    sums = {name: np.zeros(max(stop for each, _, stop, _ in rows if each == name)) for name, *_ in rows}
+    for name, begin, stop, values in rows:
+        sums[name][begin:stop] += values
+    return sums
+
+
+@pytest.mark.parametrize(
+    ("stage", "others"), [(2, [(2, None)]), pytest.param(3, [(2, None), (6, 2), (6, 3)], marks=pytest.mark.slow)]
+)
+def test_quantised_checkpoints_of_several_shard_groups(tmp_path, stage, others):
+    arguments = {"folder": str(tmp_path), "stage": stage}
+    run_ranks(quantised_saves_and_resumes, world_size=4, time_limit_s=150, keyword_arguments=arguments)
+    sums = []
+    for world_size, size in [(4, 2), *others]:
+        arguments = {"folder": str(tmp_path), "size": size}
+        sums.append(
+            summed(run_ranks(residual_rows, world_size=world_size, time_limit_s=60, keyword_arguments=arguments))
+        )
+    first = sums[0]
+    assert any(values.any() for values in first.values())
+    for (_, size), other in zip(others, sums[1:]):
+        assert first.keys() == other.keys()
+        # In one group all are added to each other, and rounded to bfloat16.
+        digits = {"rtol": 0, "atol": 0 if size else 2**-7 * max(np.abs(values).max() for values in first.values())}
+        assert all(np.allclose(first[name], other[name], **digits) for name in first)

@@ -36,11 +36,14 @@ class SlowLink(PointToPointTransport):
     def start_reduce_scatter(self, flat, out, label):
         return self._slowed(flat.nbytes, super().start_reduce_scatter(flat, out, label), label)
 
+    def start_all_reduce(self, flat, label):
+        return self._slowed(2 * flat.nbytes, super().start_all_reduce(flat, label), label)
+
     def start_all_gather(self, flat, own, label, among=None):
         return self._slowed(flat.nbytes, super().start_all_gather(flat, own, label, among), label)
 
-    def start_all_to_all(self, flat, out, label):
-        return self._slowed(flat.nbytes, super().start_all_to_all(flat, out, label), label)
+    def start_all_to_all(self, flat, out, label, among=None):
+        return self._slowed(flat.nbytes, super().start_all_to_all(flat, out, label, among), label)
 
     def _slowed(self, nbytes, handle, label):
         over = time.perf_counter() + self.NS_A_BYTE * nbytes / 1e9
@@ -61,7 +64,7 @@ class FreeLink(PointToPointTransport):
     def start_all_gather(self, flat, own, label, among=None):
         return Handle(label, self.ledger, lambda: None)
 
-    def start_all_to_all(self, flat, out, label):
+    def start_all_to_all(self, flat, out, label, among=None):
         return Handle(label, self.ledger, lambda: None)
 
 
@@ -192,6 +195,22 @@ def test_what_is_said_is_not_tried_and_what_cannot_be_quantised_is_not_either():
         ZeroConfig.of("stage=0,comm.gradients=auto")
     with pytest.raises(ConfigError, match=r"`comm.weights` is 'int4'; allowed: none, auto, int8"):
         ZeroConfig.of("comm.weights=int4")
+
+
+def between_groups(rank: int, world_size: int) -> None:
+    over(SlowLink)
+    model = nn.Linear(200, 200)
+    comm = {"gradients": "auto", "shard_group_size": 2}
+    engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], setting(2, comm))
+    assert engine.config.comm.gradients == "int8"
+    [found] = engine.comm_report().trials
+    # Half of a bucket of 20 KiB inside a group; twice half of a shard of half of it between two.
+    assert found.bytes_sent == 20 * 1024 // 2 + 2 * (20 * 1024 // 4)
+    assert found.arithmetic_s < found.blocks_s < found.exact_s
+
+
+def test_gradients_between_shard_groups_are_tried_both_ways():
+    run_ranks(between_groups, world_size=4, time_limit_s=60)
 
 
 def resumes_over_another_link(rank: int, world_size: int, root: str) -> None:

@@ -40,9 +40,12 @@ class CollectiveTransport(Transport):
         work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
-    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.shard, flat.nbytes)
-        work = dist.all_to_all_single(out, flat, group=self._groups.shard.handle, async_op=True)
+    def start_all_to_all(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        group = among or self._groups.shard
+        self._count(label, group, flat.nbytes)
+        work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:

@@ -21,7 +21,9 @@ class LocalTransport(Transport):
             flat.copy_(own)
         return self._nothing(label)
 
-    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+    def start_all_to_all(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
         out.copy_(flat)
         return self._nothing(label)
 

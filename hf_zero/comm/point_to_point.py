@@ -57,13 +57,16 @@ class PointToPointTransport(CollectiveTransport):
             parts[group.place].copy_(own)
         return Handle(label, self.ledger, lambda: self._wait(works))
 
-    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.shard, flat.nbytes)
-        parts, places = flat.chunk(self._groups.shard_size), out.chunk(self._groups.shard_size)
+    def start_all_to_all(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        group = among or self._groups.shard
+        self._count(label, group, flat.nbytes)
+        parts, places = flat.chunk(group.size), out.chunk(group.size)
         tag = _EXCHANGE_TAG + label.channel
-        works = [self._receive(places[peer], peer, tag) for peer in self._peers]
-        works += [self._send(parts[peer], peer, tag) for peer in self._peers]
-        places[self._groups.shard_rank].copy_(parts[self._groups.shard_rank])
+        works = [dist.irecv(places[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
+        works += [dist.isend(parts[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
+        places[group.place].copy_(parts[group.place])
         return Handle(label, self.ledger, lambda: self._wait(works))
 
     @property

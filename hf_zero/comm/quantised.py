@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels.quantise import BlockFormat, dequantise, dequantise_sum, quantise
+from .groups import RankGroup
 from .transport import Handle, Label, Transport
 
 _SCALES_CHANNEL = 0x8000
@@ -21,7 +22,7 @@ class _Quantised:
 
     Args:
         transport: what moves codes and scales.
-        format: shards must be whole blocks of it.
+        format: parts must be whole blocks of it.
     """
 
     def __init__(self, transport: Transport, format: BlockFormat):
@@ -33,9 +34,9 @@ class QuantisedReduceScatter(_Quantised):
     """Sums of quantised parts, in place of `Transport.start_reduce_scatter`."""
 
     def start(
-        self, flat: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, ranks: int, label: Label
+        self, flat: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, group: RankGroup, label: Label
     ) -> Handle:
-        """Sums `flat` (ranks x n elements, float32 or 16 bits) over the ranks; this rank's n elements land in `out`.
+        """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements land in `out`.
 
         Args:
             out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
@@ -47,14 +48,14 @@ class QuantisedReduceScatter(_Quantised):
         scales, received_scales = torch.empty((2, format.blocks(numel)), dtype=torch.float32, device=device)
         quantise(flat, codes, scales, format, residual)
         handles = [
-            self._transport.start_all_to_all(codes, received_codes, label),
-            self._transport.start_all_to_all(scales, received_scales, _of_scales(label)),
+            self._transport.start_all_to_all(codes, received_codes, label, group),
+            self._transport.start_all_to_all(scales, received_scales, _of_scales(label), group),
         ]
 
         def complete() -> None:
             for handle in handles:
                 handle.finish()
-            dequantise_sum(received_codes.view(ranks, -1), received_scales.view(ranks, -1), out, format)
+            dequantise_sum(received_codes.view(group.size, -1), received_scales.view(group.size, -1), out, format)
 
         return Handle(label, self._transport.ledger, complete)
 
@@ -65,19 +66,28 @@ class QuantisedAllGather(_Quantised):
     All ranks, the one whose part it is too, get what has been through the blocks: they go on alike to the last bit.
     """
 
-    def start(self, flat: torch.Tensor, own: torch.Tensor, rank: int, label: Label) -> Handle:
-        """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in rank order.
+    def start(
+        self,
+        flat: torch.Tensor,
+        own: torch.Tensor,
+        group: RankGroup,
+        label: Label,
+        residual: torch.Tensor | None = None,
+    ) -> Handle:
+        """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in the group's order.
 
-        `own` may be this rank's part of `flat`, the part number `rank`, and is then overwritten.
+        Args:
+            own: may be this rank's part of `flat`, and is then overwritten.
+            residual: as `own`, with the meaning that it has in `QuantisedReduceScatter`.
         """
         format, device = self._format, flat.device
         codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
         scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
-        own_codes, own_scales = (part.view(flat.numel() // own.numel(), -1)[rank] for part in (codes, scales))
-        quantise(own, own_codes, own_scales, format)
+        own_codes, own_scales = (part.view(group.size, -1)[group.place] for part in (codes, scales))
+        quantise(own, own_codes, own_scales, format, residual)
         handles = [
-            self._transport.start_all_gather(codes, own_codes, label),
-            self._transport.start_all_gather(scales, own_scales, _of_scales(label)),
+            self._transport.start_all_gather(codes, own_codes, label, group),
+            self._transport.start_all_gather(scales, own_scales, _of_scales(label), group),
         ]
 
         def complete() -> None:

@@ -85,10 +85,12 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def start_all_to_all(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        """Part i of `flat` (shard_size x n elements) goes to rank i of the shard group; `out` takes one part from each rank.
+    def start_all_to_all(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        """Part i of `flat` (ranks x n elements) goes to the i-th rank; `out` takes one part from each.
 
-        `out` is like `flat`, and other memory.
+        `out` is like `flat`, and other memory. The ranks are those of `among`, by default of the shard group.
         """
 
     @abstractmethod

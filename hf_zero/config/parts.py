@@ -152,11 +152,6 @@ class CommConfig:
         one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "int4"))
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
-        if self.shard_group_size != AUTO and self.gradients != "none":
-            raise ConfigError(
-                f"hf_zero config: `comm.gradients: {self.gradients}` with `comm.shard_group_size: {self.shard_group_size}`: the "
-                "all-reduce between shard groups is not quantised. Leave one of them out; `comm.weights: int8` goes with both."
-            )
         for name in ("timeout_s", "gather_timeout_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

@@ -58,4 +58,4 @@ class QuantisedGather(_Forgetful):
         self._groups = groups
 
     def start(self, bucket: Bucket) -> Handle:
-        return self._collective.start(bucket.flat, bucket.memory.source, self._groups.shard_rank, bucket.label(_KIND))
+        return self._collective.start(bucket.flat, bucket.memory.source, self._groups.gather, bucket.label(_KIND))

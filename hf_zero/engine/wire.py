@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from ..comm.groups import Groups
+from ..comm.steps import StepsInOrder
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..kernels.quantise import BlockFormat
 from ..layout.slots import SHARD_ALIGN_NUMEL
 from .gathers import ExactGather, Gather, QuantisedGather
-from .reductions import ExactReduction, HybridReduction, QuantisedReduction, Reduction, ReplicatedReduction
+from .quantised_reductions import QuantisedReduction, choose_route
+from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
 
 _BITS = {"int8": 8, "int4": 4}
@@ -46,19 +48,22 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(transport), gather=exact, forward=exact, backward=exact, exact=exact)
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
-    # What several shard groups have summed is summed between them; the config refuses to quantise that.
-    several = groups.replicate.size > 1
-    reduction: Reduction = HybridReduction(transport) if several else ExactReduction(transport)
-    if gradients is not None:
-        feedback = config.comm.error_feedback
-        reduction = QuantisedReduction(transport, groups, gradients, error_feedback=feedback)
+    order = StepsInOrder()
+    if gradients is None:
+        reduction = _exact_reduction(transport, groups, order)
+    else:
+        route = choose_route(transport, groups, gradients, order, error_feedback=config.comm.error_feedback)
+        reduction = QuantisedReduction(transport, route, _exact_reduction(transport, groups, order, of="a sample"))
     gather = exact if weights is None else QuantisedGather(transport, groups, weights)
     forward = backward = gather
     if groups.node is not None:
         forward = ForwardGather(gather, transport, groups.node)
         backward = BackwardGather(forward, transport)
-    # Both are powers of two.
-    align = SHARD_ALIGN_NUMEL if weights is gradients is None else max(SHARD_ALIGN_NUMEL, config.comm.block_numel)
+    align = SHARD_ALIGN_NUMEL
+    if not weights is gradients is None:
+        # Both are powers of two. Shards of gradients are cut once more between several groups.
+        parts = 1 if gradients is None else groups.replicate.size
+        align = max(align, config.comm.block_numel) * parts
     return Wire(
         reduction=reduction,
         gather=gather,
@@ -68,6 +73,16 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
         weight_format=weights,
         shard_align_numel=align,
     )
+
+
+def _exact_reduction(transport: Transport, groups: Groups, order: StepsInOrder, **of: str) -> Reduction:
+    """Without loss: inside the shard group, and between several of them.
+
+    Args:
+        of: what is summed, where it is not the gradients.
+    """
+    within = ExactReduction(transport, **of)
+    return within if groups.replicate.size == 1 else HybridReduction(transport, within, order, **of)
 
 
 def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:

@@ -2,14 +2,14 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from ..comm.groups import Groups
+from ..comm.groups import Groups, RankGroup
 from ..comm.quantised import QuantisedAllGather, QuantisedReduceScatter
 from ..comm.transport import Label, Transport
 from ..comm.trial import Trial, slowest_medians
@@ -79,7 +79,7 @@ def _try(
     device: torch.device,
 ) -> Trial:
     format = BlockFormat(bits=8, block_numel=config.comm.block_numel)
-    unit = groups.shard_size * format.block_numel
+    unit = groups.shard_size * groups.replicate.size * format.block_numel
     # With chance of its own: the run's is the script's.
     flat = allocate(-(-numel // unit) * unit, dtype, device).normal_(generator=torch.Generator(device).manual_seed(0))
     make_ways = {"gradients": _ways_of_gradients, "weights": _ways_of_weights}[kind]
@@ -87,54 +87,84 @@ def _try(
     seconds = slowest_medians(ways, transport, partial(wait_for_device, device))
     return Trial(
         kind=kind,
-        bytes_sent=flat.nbytes * (groups.shard_size - 1) // groups.shard_size,
+        bytes_sent=_bytes_sent(kind, flat, groups),
         exact_s=seconds["exact"],
         blocks_s=seconds["blocks"],
         arithmetic_s=seconds["arithmetic"],
     )
 
 
+def _bytes_sent(kind: str, flat: torch.Tensor, groups: Groups) -> int:
+    """By a rank, of a bucket as it is."""
+    ranks, several = groups.shard_size, groups.replicate.size
+    within = flat.nbytes * (ranks - 1) // ranks
+    # Sums are float32.
+    between = 2 * (several - 1) * (4 * flat.numel() // ranks) // several
+    return within + between if kind == "gradients" else within
+
+
 def _ways_of_gradients(
     flat: torch.Tensor, format: BlockFormat, config: ZeroConfig, groups: Groups, transport: Transport
 ) -> Mapping[str, Callable[[], None]]:
-    ranks, label = groups.shard_size, Label(kind="reduce-scatter a trial", subject="gradients")
-    out = allocate(flat.numel() // ranks, torch.float32, flat.device)
-    residual = allocate(flat.numel(), torch.bfloat16, flat.device).zero_() if config.comm.error_feedback else None
-    codes, scales = _blocks(flat, format)
-    collective = QuantisedReduceScatter(transport, format)
+    label = Label(kind="reduce a trial", subject="gradients")
+    out = allocate(flat.numel() // groups.shard_size, torch.float32, flat.device)
+    part = out.chunk(groups.replicate.size)[groups.replicate.place]
+    several = groups.replicate.size > 1
+    sums = [(flat, out, groups.shard), *([(out, part, groups.replicate)] if several else [])]
+    memory = [_BlockMemory(values, format, feedback=config.comm.error_feedback) for values, _, _ in sums]
+    scatter, gather = QuantisedReduceScatter(transport, format), QuantisedAllGather(transport, format)
+
+    def exact() -> None:
+        transport.start_reduce_scatter(flat, out, label).finish()
+        if several:
+            transport.start_all_reduce(out, label).finish()
+
+    def blocks() -> None:
+        for (values, sum_, group), held in zip(sums, memory):
+            scatter.start(values, sum_, held.residual, group, label).finish()
+        if several:
+            gather.start(out, part, groups.replicate, label).finish()
 
     def arithmetic() -> None:
-        quantise(flat, codes, scales, format, residual)
-        dequantise_sum(codes.view(ranks, -1), scales.view(ranks, -1), out, format)
+        for (values, sum_, group), held in zip(sums, memory):
+            quantise(values, held.codes, held.scales, format, held.residual)
+            dequantise_sum(held.codes.view(group.size, -1), held.scales.view(group.size, -1), sum_, format)
+        if several:
+            held = memory[-1]
+            quantise(part, *held.part_of(groups.replicate), format)
+            dequantise(held.codes, held.scales, out, format)
 
-    return {
-        "exact": lambda: transport.start_reduce_scatter(flat, out, label).finish(),
-        "blocks": lambda: collective.start(flat, out, residual, ranks, label).finish(),
-        "arithmetic": arithmetic,
-    }
+    return {"exact": exact, "blocks": blocks, "arithmetic": arithmetic}
 
 
 def _ways_of_weights(
     flat: torch.Tensor, format: BlockFormat, config: ZeroConfig, groups: Groups, transport: Transport
 ) -> Mapping[str, Callable[[], None]]:
-    rank, label = groups.shard_rank, Label(kind="all-gather a trial", subject="weights")
-    own = flat.chunk(groups.shard_size)[rank]
-    codes, scales = _blocks(flat, format)
-    own_codes, own_scales = (part.chunk(groups.shard_size)[rank] for part in (codes, scales))
+    label = Label(kind="all-gather a trial", subject="weights")
+    own = flat.chunk(groups.shard_size)[groups.shard_rank]
+    held = _BlockMemory(flat, format, feedback=False)
     collective = QuantisedAllGather(transport, format)
 
     def arithmetic() -> None:
-        quantise(own, own_codes, own_scales, format)
-        dequantise(codes, scales, flat, format)
+        quantise(own, *held.part_of(groups.shard), format)
+        dequantise(held.codes, held.scales, flat, format)
 
     return {
         "exact": lambda: transport.start_all_gather(flat, own, label).finish(),
-        "blocks": lambda: collective.start(flat, own, rank, label).finish(),
+        "blocks": lambda: collective.start(flat, own, groups.gather, label).finish(),
         "arithmetic": arithmetic,
     }
 
 
-def _blocks(flat: torch.Tensor, format: BlockFormat) -> Iterator[torch.Tensor]:
-    """Memory for the codes and the scales of `flat`."""
-    yield allocate(format.code_bytes(flat.numel()), torch.uint8, flat.device).zero_()
-    yield allocate(format.blocks(flat.numel()), torch.float32, flat.device).zero_()
+class _BlockMemory:
+    """Memory for the codes and scales of flat values, and for their residual."""
+
+    def __init__(self, values: torch.Tensor, format: BlockFormat, *, feedback: bool):
+        numel, device = values.numel(), values.device
+        self.codes = allocate(format.code_bytes(numel), torch.uint8, device).zero_()
+        self.scales = allocate(format.blocks(numel), torch.float32, device).zero_()
+        self.residual = allocate(numel, torch.bfloat16, device).zero_() if feedback else None
+
+    def part_of(self, group: RankGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of this rank's part."""
+        return self.codes.chunk(group.size)[group.place], self.scales.chunk(group.size)[group.place]

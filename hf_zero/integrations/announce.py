@@ -19,7 +19,7 @@ def state_plan(engine: ZeroEngine) -> StatePlan:
 
 
 def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket]) -> StatePlan:
-    return plan_states([_cost(engine, bucket) for bucket in buckets], engine.config)
+    return plan_states([_cost(engine, bucket) for bucket in buckets], engine.config, engine.groups.replicate.size)
 
 
 def announce(engine: ZeroEngine, cast_owner: str) -> None:

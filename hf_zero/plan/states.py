@@ -94,11 +94,22 @@ def keeps_residuals(comm: CommConfig) -> bool:
     return comm.gradients != "none" and comm.error_feedback
 
 
-def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
+def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
+    """What error feedback keeps of a bucket: the whole, and between several shard groups also a shard and a part of it."""
+    if layout.shards == 1:
+        return 0
+    between = layout.shard_numel + layout.shard_numel // replicas if replicas > 1 else 0
+    return _RESIDUAL_BYTES * (layout.numel + between)
+
+
+def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int = 1) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
     Stage 1 keeps whole gradients and reduces them in place; stages 2 and 3 keep the shard and pass whole buckets through a
     pool (layout/pool.py).
+
+    Args:
+        replicas: shard groups.
     """
     frozen = sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
@@ -114,7 +125,7 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig) -> StatePlan:
         frozen=frozen,
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
         gradients=gradients,
-        residuals=_RESIDUAL_BYTES * whole[False] if keeps_residuals(config.comm) else 0,
+        residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
         gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
         optimizer=sum(cost.layout.shard_numel * (cost.state_bytes or 0) for cost in costs) if known else None,
     )
