@@ -344,7 +344,7 @@ def test_what_cannot_be_quantised_is_refused():
         ZeroConfig.of({"stage": 0, "comm": {"gradients": "int8"}})
     with pytest.raises(ConfigError, match=r"`comm.weights: int8` is of stages 1 to 3"):
         ZeroConfig.of("stage=0,comm.weights=int8")
-    with pytest.raises(ConfigError, match=r"`comm.weights` is 'int4'; allowed: none, int8"):
+    with pytest.raises(ConfigError, match=r"`comm.weights` is 'int4'; allowed: none, auto, int8"):
         ZeroConfig.of("comm.weights=int4")
     with pytest.raises(ConfigError, match=r"`comm.block_numel` is 48; allowed: 32, 64"):
         ZeroConfig.of("comm.block_numel=48")
