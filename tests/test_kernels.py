@@ -114,7 +114,7 @@ def test_statistics_are_float64s_to_the_sixth_digit(sizes, dtype, seed):
     assert count == 0
 
 
-@pytest.mark.parametrize("dtype", kernel_interpreted.DTYPES)
+@pytest.mark.parametrize("dtype", [*kernel_interpreted.DTYPES, torch.float64])
 def test_sum_of_squares_of_a_long_shard_keeps_the_sixth_digit(dtype):
     flat = kernel_interpreted.normal(1_000_003, 0, dtype)
     assert statistics.sum_of_squares(flat).item() == pytest.approx(flat.double().square().sum().item(), rel=1e-6)

@@ -44,7 +44,8 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     row_numel = PART_NUMEL if flat.dtype == torch.float32 else _SHORT_ROW_NUMEL
     whole = flat.numel() // row_numel * row_numel
     parts = [flat[:whole].view(-1, row_numel), flat[whole:].view(1, -1)]
-    norms = [torch.linalg.vector_norm(p, dim=1, dtype=torch.float32) for p in parts if p.numel()]
+    dtype = torch.promote_types(flat.dtype, torch.float32)
+    norms = [torch.linalg.vector_norm(p, dim=1, dtype=dtype) for p in parts if p.numel()]
     return torch.cat(norms).double().square_().sum()
 
 
