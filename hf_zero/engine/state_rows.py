@@ -1,6 +1,6 @@
 """The state of this rank's rows as (kind, name, interval, tensor), out for a checkpoint and back in from one."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,8 @@ def fill_rows(
             state[kind] = values.view(row.tensor.shape).to(row.tensor.device)
         owner = _owner_of(optimizers, row)
         if owner is not None:
-            owner.optimizer.state[row.tensor] = holder.put(row, state)
+            group = owner.optimizer.param_groups[row.slot.bucket.layout.key[3]]
+            owner.optimizer.state[row.tensor] = holder.put(row, _with_step_in_place(state, row, group))
 
 
 def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimizer | None:
@@ -145,6 +146,14 @@ def own_shaped_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]
 
 def _is_whole(row: Row) -> bool:
     return row.tensor.shape == row.slot.parameter.shape
+
+
+def _with_step_in_place(state: dict[str, Any], row: Row, group: Mapping[str, Any]) -> dict[str, Any]:
+    """`step` where torch's `load_state_dict` puts it: fused and capturable steps read it on the parameter's device."""
+    step = state.get("step")
+    if not torch.is_tensor(step) or not (group.get("fused") or group.get("capturable")):
+        return state
+    return {**state, "step": step.to(row.tensor.device, torch.float32)}
 
 
 def _placed(value: Any, kind: str, row: Row) -> Any:
