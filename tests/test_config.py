@@ -44,6 +44,7 @@ def test_frozen_and_keyword_only():
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
+        ({"kernels": "fused"}, "`kernels` is 'fused'; allowed: auto, always, never"),
         ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` is of stage 3"),
         ({"stage": 3, "unit_modules": "GPT2 Block"}, "auto, a class name such as GPT2Block"),
         (

@@ -38,6 +38,8 @@ class ZeroConfig:
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: refuse to step with a NaN or infinite gradient.
+        kernels: whether fused kernels measure gradients and step AdamW, Adam and SGD in place of torch: `auto` where triton runs
+            on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
         reshard_after_forward: drop a unit's gathered parameters after its forward and gather them again for its backward;
             `false` keeps them until the optimizer's step, with the memory and traffic of stage 2; `auto` keeps them where
@@ -57,6 +59,7 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    kernels: str = AUTO
     prefetch_units: int = field(default=1, metadata={"stage": 3})
     reshard_after_forward: bool | str = field(default=True, metadata={"stage": 3})
     persist_below_numel: int = field(default=0, metadata={"stage": 3})
@@ -96,6 +99,7 @@ class ZeroConfig:
                 f"hf_zero config: `comm.weights: {self.comm.weights}` rounds what masters hold, and `rounding: stochastic` keeps "
                 "none. Leave one of the two out."
             )
+        one_of("kernels", self.kernels, (AUTO, "always", "never"))
         one_of("split_parameters", self.split_parameters, (True, False, AUTO))
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if self.unit_modules != AUTO:

@@ -1,5 +1,6 @@
 """One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol
@@ -18,14 +19,54 @@ Move = Callable[[Bucket, Any, Any], None]
 """(bucket, what holds its state, what the walk gives beside it: a buffer with a file's contents)."""
 
 
+def _nothing(bucket: Bucket, shard: Any, buffer: Any) -> None:
+    """State that stays where it is needs no move."""
+
+
 class Walk(Protocol):
     """How the buckets' state comes and goes, one after the other."""
 
     def walk(self, shards: Sequence[Any], spared: int) -> Generator[tuple[Any, Any], None, None]: ...
 
 
+class InTurn:
+    """One bucket after another, with nothing to be fetched."""
+
+    def walk(self, buckets: Sequence[Bucket], spared: int) -> Generator[tuple[Bucket, None], None, None]:
+        yield from ((bucket, None) for bucket in buckets)
+
+
+class BucketStep(ABC):
+    """Who steps the rows of one bucket, by the optimizer's group as it is at that moment."""
+
+    @abstractmethod
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        """Takes one step. `rows`: those of the bucket that have a gradient."""
+
+    def forget(self, bucket: Bucket) -> None:  # noqa: B027 (who keeps nothing has nothing to forget)
+        """Called when state of the bucket in the optimizer's register is replaced by other tensors."""
+
+
+class OwnStep(BucketStep):
+    """The optimizer's own arithmetic."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        groups = self._optimizer.param_groups
+        mine = {id(row.tensor) for row in rows}
+        group = groups[bucket.layout.key[3]]
+        part = [tensor for tensor in group["params"] if id(tensor) in mine]
+        self._optimizer.param_groups = [{**group, "params": part}]
+        try:
+            own_step(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+
+
 class BucketSteps:
-    """Steps the user's own optimizer over one bucket after another, with the bucket's state in memory for that moment.
+    """Steps one bucket of an optimizer after another, with the bucket's state in memory for that moment.
 
     [Note: one step in parts]
     An element-wise optimizer treats each parameter by itself, so that its step over all rows and its steps over the rows of
@@ -41,8 +82,9 @@ class BucketSteps:
 
     Args:
         shards: what holds the state of each of the optimizer's buckets, such as its file.
-        bring, put: called before and after a bucket is stepped.
+        step: of one bucket.
         transport: of the ranks that step together.
+        bring, put: called before and after a bucket is stepped.
     """
 
     def __init__(
@@ -51,13 +93,15 @@ class BucketSteps:
         shards: Mapping[Bucket, Any],
         window: Walk,
         *,
-        bring: Move,
-        put: Move,
+        step: BucketStep,
         transport: Transport,
+        bring: Move = _nothing,
+        put: Move = _nothing,
     ):
         self._optimizer = optimizer
         self._shards = shards
         self._window = window
+        self._step = step
         self._bring, self._put = bring, put
         self._transport = transport
         self._gradients: dict[Row, torch.Tensor] = {}
@@ -100,7 +144,7 @@ class BucketSteps:
                 for shard, buffer in walk:
                     bucket = bucket_of[shard]
                     self._bring(bucket, shard, buffer)
-                    self._step(bucket, rows_of[bucket])
+                    self._step.step(bucket, rows_of[bucket])
                     self._put(bucket, shard, buffer)
         except OffloadError as error:
             self._broken = error
@@ -120,14 +164,3 @@ class BucketSteps:
             rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)
             self._broken = OffloadError(number, f"on rank {rank}: {reason}")
         raise self._broken
-
-    def _step(self, bucket: Bucket, rows: list[Row]) -> None:
-        groups = self._optimizer.param_groups
-        mine = {id(row.tensor) for row in rows}
-        group = groups[bucket.layout.key[3]]
-        part = [tensor for tensor in group["params"] if id(tensor) in mine]
-        self._optimizer.param_groups = [{**group, "params": part}]
-        try:
-            own_step(self._optimizer)
-        finally:
-            self._optimizer.param_groups = groups

@@ -145,6 +145,12 @@ class Bucket:
         """Whether there are two copies between steps, too."""
         return self.precision.keeps_master and not self.memory.is_master
 
+    @property
+    def copy_to_write(self) -> torch.Tensor | None:
+        """The parameters' shard, (shard_numel,), where a step may write it beside the master; None where there is no second
+        copy between steps, or `write_back` alone knows how."""
+        return self.memory.writable_own if self.keeps_master else None
+
     def label(self, kind: str) -> Label:
         """What a collective that moves this bucket is called."""
         return Label(kind=kind, subject=self.name, channel=self.layout.index)

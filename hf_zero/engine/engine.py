@@ -17,9 +17,10 @@ from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, ParameterSlot, Row
 from .buffers import ModelBuffers
 from .build import build_parts, check_parameters, owners
-from .clip import clamp_values, scale_to_norm, total_norm
+from .clip import clamp_values, scale_gradients
 from .dtypes import DtypeReport, report_dtypes
 from .exact_weights import ExactWeights
+from .gradient_norm import choose_norm
 from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
 from .homes import Homes, refuse_unfrozen
@@ -95,7 +96,10 @@ class ZeroEngine:
         self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
         needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
         refuse_unless_it_fits(self.config, needed, self.transport)
-        self._holder = choose_holder(self.config, self.tier, optimizers, self.transport, state_bytes=needed.host)
+        self.nonfinite = NonFiniteCheck(self.config, self.transport, replicated=self._is_replicated)
+        self._holder = choose_holder(
+            self.config, self.tier, optimizers, self.transport, nonfinite=self.nonfinite, state_bytes=needed.host
+        )
         self._wire = choose_wire(self.config, self.groups, self.transport)
         self._parts = build_parts(
             model,
@@ -135,7 +139,9 @@ class ZeroEngine:
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self.activations = choose_activations(offload, self.device)
-        self.nonfinite = NonFiniteCheck(self.config, self.transport, replicated=self._is_replicated)
+        self._norm = choose_norm(
+            self.config, self.buckets, self.transport, replicated=self._is_replicated, device=self.device
+        )
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(self._entry)
@@ -165,13 +171,11 @@ class ZeroEngine:
         """
         wanted = list(self._slot_of) if parameters is None else [p for p in parameters if p in self._slot_of]
         rows = self._rows_of(wanted)
-        norm = total_norm(
-            rows, norm_type=norm_type, transport=self.transport, replicated=self._is_replicated, device=self.device
-        )
+        measured = self._norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
-        self.nonfinite.look(norm, rows, at_all=len(set(wanted)) == len(self._slot_of))
-        scale_to_norm(rows, norm, max_norm)
-        return norm
+        self.nonfinite.look(measured, rows, at_all=len(set(wanted)) == len(self._slot_of))
+        scale_gradients(rows, measured.coefficient)
+        return measured.norm
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
@@ -454,7 +458,6 @@ class ZeroEngine:
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
         self._holder.after_step(buckets)
         for bucket in buckets:
-            bucket.write_back()
             if bucket.whole:
                 continue
             # Trainer only ever calls model.zero_grad(): what is left here would be added to the next step.

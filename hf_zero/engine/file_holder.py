@@ -12,7 +12,7 @@ from ..layout.intervals import Interval
 from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import Region
 from ..offload.stored import StoredShard
-from .bucket_steps import BucketSteps
+from .bucket_steps import BucketSteps, OwnStep
 from .buckets import Bucket, Row
 from .holder import StateHolder, without_due
 from .state_kinds import state_kinds
@@ -57,8 +57,8 @@ class InFiles(StateHolder):
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         mine = {bucket: self._shards[bucket] for bucket in buckets if bucket in self._shards}
-        moves = {"bring": self._bring, "put": self._put_back}
-        self._steps.append(BucketSteps(optimizer, mine, self._tier.window, **moves, transport=self._transport))
+        how = {"step": OwnStep(optimizer), "bring": self._bring, "put": self._put_back}
+        self._steps.append(BucketSteps(optimizer, mine, self._tier.window, **how, transport=self._transport))
 
     def before_forward(self) -> None:
         for steps in self._steps:
@@ -69,6 +69,7 @@ class InFiles(StateHolder):
             steps.give_back_gradients()
         # Called twice for a class of optimizer whose step calls its parent's.
         self._tier.end_step()
+        super().after_step(buckets)
 
     @contextmanager
     def at_hand(self, bucket: Bucket) -> Iterator[None]:

@@ -11,7 +11,7 @@ import torch
 from ..device import Arrival
 from ..offload.parameter_shards import Region
 from .buckets import Bucket, Row
-from .reports import EarlyReport
+from .reports import EarlyReport, KernelReport
 
 DUE = "delayed "
 """Begins the names of what a checkpoint has of a step that was due."""
@@ -59,9 +59,10 @@ class StateHolder(ABC):
     def before_forward(self) -> None:
         """Called at each forward."""
 
-    @abstractmethod
     def after_step(self, buckets: Sequence[Bucket]) -> None:
-        """Called after the optimizer's step, before gradients are given back."""
+        """Called after the optimizer's step, before gradients are given back: the parameters become what their masters are."""
+        for bucket in buckets:
+            bucket.write_back()
 
     @abstractmethod
     def at_hand(self, bucket: Bucket):
@@ -100,6 +101,10 @@ class StateHolder(ABC):
         """What is stepped before its time; None where nothing is."""
         return None
 
+    def kernel_report(self) -> KernelReport | None:
+        """What is stepped by kernels in place of the optimizers' own steps; None where nothing is to be."""
+        return None
+
     def copy_bytes(self) -> int:
         """Bytes of state that are there twice, for steps that are not taken in their time."""
         return 0
@@ -123,9 +128,6 @@ class InMemory(StateHolder):
 
     def before_forward(self) -> None:
         """Nothing is on its way."""
-
-    def after_step(self, buckets: Sequence[Bucket]) -> None:
-        """Nothing was lent."""
 
     @contextmanager
     def at_hand(self, bucket: Bucket) -> Iterator[None]:

@@ -33,6 +33,11 @@ class ParameterMemory(ABC):
         return self.own
 
     @property
+    def writable_own(self) -> torch.Tensor | None:
+        """The shard, where a step may write new values into it directly; None where `write_own` has more to do."""
+        return self.own
+
+    @property
     def is_master(self) -> bool:
         """Whether the shard is the copy that the optimizer updates, although a master is kept apart from `flat`."""
         return False

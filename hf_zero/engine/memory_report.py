@@ -72,6 +72,7 @@ def report_memory(
         peak_bytes=peak_bytes(device),
         traffic=places.traffic(),
         early=places.holder.early_report(),
+        kernels=places.holder.kernel_report(),
     )
 
 

@@ -9,6 +9,7 @@ from ..comm.transport import Label, Transport
 from ..config import ZeroConfig
 from ..device import HostValue
 from .buckets import Bucket, Row
+from .gradient_norm import Measured
 
 _OVERFLOW = Label(kind="agree on overflow", subject="the step")
 
@@ -21,12 +22,17 @@ class NonFiniteCheck:
     """Looks at each step's gradient norm.
 
     On the host the norm is at hand and the step is refused. On an accelerator reading it would stop the device's queue, so a
-    step's norm is read at the next step; the run still ends one step later with the same message. Gradients that a loss
-    scaler has unscaled are its own affair: it skips the step, and the run goes on.
+    step's norm is read at the next step; the run still ends one step later with the same message. Until then `found_inf` holds
+    kernels back from writing. Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run
+    goes on.
 
     Args:
         config: with `check_nonfinite`.
         replicated: every rank holds the whole gradient, so that all see the same.
+
+    Attributes:
+        found_inf: one float32 element on the training device, 1 where the gradients that were looked at last are not finite,
+            else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
     """
 
     def __init__(self, config: ZeroConfig, transport: Transport, *, replicated: bool):
@@ -36,6 +42,7 @@ class NonFiniteCheck:
         self._last: HostValue | None = None
         self._has_looked = False
         self._unscaled: set[torch.optim.Optimizer] = set()
+        self.found_inf: torch.Tensor | None = None
 
     def agree(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
         """Whether a loss scaler found a NaN or infinite gradient of this optimizer on any rank. Collective.
@@ -47,6 +54,7 @@ class NonFiniteCheck:
             1.0 or 0.0 in a float32 scalar, the same on all ranks.
         """
         self._unscaled.add(optimizer)
+        self.found_inf = None
         everyone = found_inf if self._replicated else self._transport.agree_sum(found_inf.reshape(1), _OVERFLOW)[0]
         return (everyone > 0).float()
 
@@ -59,17 +67,19 @@ class NonFiniteCheck:
         self._has_looked = False
         self._unscaled.discard(optimizer)
 
-    def look(self, norm: torch.Tensor, rows: Sequence[Row], *, at_all: bool) -> None:
-        """Collective where it raises, which it does on all ranks alike: `norm` is the norm over all of them.
+    def look(self, measured: Measured, rows: Sequence[Row], *, at_all: bool) -> None:
+        """Collective where it raises, which it does on all ranks alike: the norm is the one over all of them.
 
         Args:
             at_all: these are all gradients.
         """
         self._has_looked = at_all
+        self.found_inf = None
         if not self._wanted or self._unscaled:
             return
-        value = HostValue(norm.detach())
-        last, self._last = (value, None) if norm.device.type == "cpu" else (self._last, value)
+        self.found_inf = measured.found_inf
+        value = HostValue(measured.norm.detach())
+        last, self._last = (value, None) if measured.norm.device.type == "cpu" else (self._last, value)
         if last is None or math.isfinite(last.value()):
             return
         names = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]

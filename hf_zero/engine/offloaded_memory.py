@@ -40,6 +40,10 @@ class OffloadedMemory(GatheredMemory):
         return self.flat[self._shard.start : self._shard.stop]
 
     @property
+    def writable_own(self) -> torch.Tensor | None:
+        return None
+
+    @property
     def is_master(self) -> bool:
         return self._values.is_master
 

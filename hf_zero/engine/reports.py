@@ -55,16 +55,31 @@ class EarlyReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KernelReport:
+    """Buckets that kernels step, of all of them.
+
+    Attributes:
+        hindrances: why others are left to their optimizers' own steps, each reason once.
+    """
+
+    buckets: int
+    all_buckets: int
+    hindrances: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
 
-    `traffic` is None where all state is in memory, and `early` where every step is taken in its time.
+    `traffic` is None where all state is in memory, `early` where every step is taken in its time, and `kernels` where the
+    optimizers' own steps take all of them.
     """
 
     rows: tuple[MemoryRow, ...]
     peak_bytes: int
     traffic: TrafficReport | None = None
     early: EarlyReport | None = None
+    kernels: KernelReport | None = None
 
     @property
     def total_bytes(self) -> int:

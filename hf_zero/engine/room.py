@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,16 +14,21 @@ from ..comm.groups import Groups
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, OffloadConfig, ZeroConfig
 from ..device import free_bytes
+from ..kernels.choose import uses_kernels
 from ..offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ..offload.files import free_disk_bytes
 from ..offload.nvme import HostBesideFiles, NvmeTier
 from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
+from .bucket_steps import OwnStep
 from .delayed_holder import Delayed
 from .early_holder import SteppedEarly
 from .file_holder import InFiles, MastersInFiles
 from .holder import InMemory, StateHolder
+from .kernel_holder import SteppedByKernels
+from .kernel_step import kernel_or_own_step
 from .loaded import is_loaded, wanted_dtype
+from .nonfinite import NonFiniteCheck
 from .precision import resolve_precision
 from .state_kinds import tier_bytes_needed
 from .stochastic_holder import RoundedStochastically
@@ -52,25 +58,32 @@ def choose_holder(
     optimizers: Sequence[torch.optim.Optimizer],
     transport: Transport,
     *,
+    nonfinite: NonFiniteCheck,
     state_bytes: int,
 ) -> StateHolder:
-    """Who holds optimizer state between steps in this tier.
+    """Who holds optimizer state between steps in this tier, and has it stepped.
 
     Args:
+        nonfinite: what looks at the gradients before a step.
         state_bytes: of host memory, that `refuse_unless_it_fits` has found to be there.
     """
+    by_kernels = uses_kernels(config.kernels, tier.device)
     if isinstance(tier, HostBesideFiles):
         return MastersInFiles(tier, optimizers, transport)
     if isinstance(tier, NvmeTier):
         return InFiles(tier, optimizers, transport)
     if config.rounding == "stochastic":
-        return RoundedStochastically(optimizers)
+        return RoundedStochastically(
+            optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
+        )
     offload = config.offload
     threads = step_threads(offload, tier.device)
     if offload.delay:
         return Delayed(optimizers, threads, warmup=offload.delay_warmup)
     most_bytes = speculate_bytes(offload, tier.device, state_bytes) if offload.moves_state else 0
-    return SteppedEarly(optimizers, threads, most_bytes=most_bytes) if most_bytes else InMemory()
+    if most_bytes:
+        return SteppedEarly(optimizers, threads, most_bytes=most_bytes)
+    return SteppedByKernels(nonfinite) if by_kernels else InMemory()
 
 
 def step_threads(config: OffloadConfig, device: torch.device) -> int:

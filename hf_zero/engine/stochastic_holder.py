@@ -1,16 +1,16 @@
 """bfloat16 parameters without a master: stepped in float32 on a copy that passes, and rounded by chance."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from ..comm.local import LocalTransport
 from ..kernels.stochastic import REGION_NUMEL, counters_for, round_stochastically
-from .bucket_steps import BucketSteps
+from .bucket_holder import SteppedByBucket
+from .bucket_steps import BucketStep, BucketSteps, InTurn
 from .buckets import Bucket, Row
-from .holder import InMemory
 
 STEP = "rounding_step"
 """State of each parameter beside the optimizer's own: how often it has been rounded."""
@@ -18,7 +18,7 @@ STEP = "rounding_step"
 _KEY_BITS = 63
 
 
-class RoundedStochastically(InMemory):
+class RoundedStochastically(SteppedByBucket):
     """Steps a bucket at a time: its parameters become a float32 master for that moment, and are the master rounded after.
 
     [Note: whose random bits]
@@ -29,11 +29,19 @@ class RoundedStochastically(InMemory):
 
     Moments stay in float32, where the optimizer made them: 10 bytes a parameter under Adam, where a master makes it 14.
     Stochastic rounding in training: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+
+    Args:
+        step_of: makes what steps an optimizer's buckets.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        step_of: Callable[[torch.optim.Optimizer], BucketStep],
+    ):
+        super().__init__()
         self._optimizers = optimizers
-        self._steps: list[BucketSteps] = []
+        self._step_of = step_of
 
     def take(self, bucket: Bucket) -> None:
         if _passes(bucket):
@@ -41,18 +49,9 @@ class RoundedStochastically(InMemory):
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         # No disk can fail under one rank alone, so none has to wait for a word from the others.
-        mine = {bucket: bucket for bucket in buckets if _passes(bucket)}
-        self._steps.append(
-            BucketSteps(optimizer, mine, _InTurn(), bring=self._bring, put=self._put_back, transport=LocalTransport())
-        )
-
-    def before_forward(self) -> None:
-        for steps in self._steps:
-            steps.come_last()
-
-    def after_step(self, buckets: Sequence[Bucket]) -> None:
-        for steps in self._steps:
-            steps.give_back_gradients()
+        mine, step = {bucket: bucket for bucket in buckets if _passes(bucket)}, self._step_of(optimizer)
+        how = {"step": step, "bring": self._bring, "put": self._put_back}
+        self._add(BucketSteps(optimizer, mine, InTurn(), transport=LocalTransport(), **how), step)
 
     @contextmanager
     def at_hand(self, bucket: Bucket) -> Iterator[None]:
@@ -68,10 +67,6 @@ class RoundedStochastically(InMemory):
         # What the masters of a former run were rounded to has been loaded as the parameters.
         if not row.slot.bucket.is_away:
             super().put_master(row, values)
-
-    def close(self, buckets: Sequence[Bucket]) -> None:
-        for steps in self._steps:
-            steps.release()
 
     def _bring(self, bucket: Bucket, _shard: Bucket, _buffer: None) -> None:
         master = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
@@ -103,13 +98,6 @@ def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) 
     offset = count * counters_for(row.slot.interval.numel) + counters_for(start - before)
     round_stochastically(padded, rounded, seed=_key_of(row.slot.name), offset=offset)
     own[source.start : source.stop].copy_(rounded[before:])
-
-
-class _InTurn:
-    """One bucket after another, with nothing to be fetched."""
-
-    def walk(self, buckets: Sequence[Bucket], spared: int) -> Iterator[tuple[Bucket, None]]:
-        yield from ((bucket, None) for bucket in buckets)
 
 
 def _passes(bucket: Bucket) -> bool:

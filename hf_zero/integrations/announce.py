@@ -59,6 +59,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
             f"optimizer state ({optimizers})",
             "told after the first step" if plan.optimizer is None else f"{mib(plan.optimizer)} MiB",
         ),
+        *_kernel_rows(engine),
         *_offload_rows(engine),
         ("bytes a rank", f"{mib(plan.total)} MiB of state{_not_in_memory(engine)}"),
     ]
@@ -70,6 +71,14 @@ def _padding(engine: ZeroEngine) -> str:
     gaps = sum(gap.numel for layout in layouts for gap in layout.padding)
     share = gaps / max(1, sum(layout.numel for layout in layouts))
     return f"{share:.1%} padding" + (" (parameters are not cut)" if any(layout.intact for layout in layouts) else "")
+
+
+def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    kernels = engine.memory_report().kernels
+    if kernels is None or not kernels.all_buckets:
+        return []
+    why = f"; not all: {'; '.join(kernels.hindrances)}" if kernels.hindrances else ""
+    return [("kernels", f"step {kernels.buckets} of {kernels.all_buckets} buckets{why}")]
 
 
 def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
