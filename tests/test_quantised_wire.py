@@ -299,7 +299,7 @@ def moved_away(rank: int, world_size: int, nvme: str) -> list[list[float]]:
     outcomes = []
     for stage, place in itertools.product((1, 2, 3), places):
         _, _, engine, losses = start(setting(stage, BOTH, offload=place), steps=4)
-        # What a dropped engine still sends would meet the next one's messages.
+        # No gather of one engine is left under way when the next one is built.
         engine.finish_parameters()
         outcomes.append(losses)
     return outcomes
