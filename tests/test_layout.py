@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.layout.blocks import BLOCK_NUMEL, IN_BLOCKS
 from hf_zero.layout.intervals import Interval, doubly_covered, uncovered
 from hf_zero.layout.reshard import pieces_for
 from hf_zero.layout.shards import rows_of_shard
@@ -54,6 +55,14 @@ def test_rows_of_all_ranks_cover_every_parameter_once(specs, shards, cap):
     for spec in specs:
         assert not uncovered(Interval(0, spec.numel), found[spec.name])
         assert not doubly_covered(found[spec.name])
+
+
+@given(any_parameters, worlds, caps)
+def test_where_state_is_in_blocks_no_shard_cuts_one(specs, shards, cap):
+    for bucket in plan_buckets(specs, bucket_numel=cap, shards=shards, align=IN_BLOCKS):
+        for rank in range(shards):
+            for row in rows_of_shard(bucket, rank):
+                assert row.in_parameter.start % BLOCK_NUMEL == row.in_shard.start % BLOCK_NUMEL == 0
 
 
 @given(any_parameters, caps)

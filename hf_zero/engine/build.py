@@ -221,7 +221,7 @@ def build_buckets(
         bucket_numel=bucket_numel,
         shards=groups.shard_size,
         first_index=first_index,
-        shard_align_numel=wire.shard_align_numel,
+        align=wire.align,
     )
     for layout in layouts:
         parameters = [parameter_of[slot.name] for slot in layout.slots]

@@ -7,7 +7,7 @@ from ..comm.steps import StepsInOrder
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..kernels.quantise import BlockFormat
-from ..layout.slots import SHARD_ALIGN_NUMEL
+from ..layout.slots import USUAL_ALIGNMENT, Alignment
 from .gathers import ExactGather, Gather, QuantisedGather
 from .quantised_reductions import QuantisedReduction, choose_route
 from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
@@ -26,7 +26,7 @@ class Wire:
         forward, backward: the same for parameters that are dropped in between.
         exact: of parameters that are looked at, edited or saved.
         weight_format: the blocks in which `gather` sends them; None where it sends them as they are.
-        shard_align_numel: that shards must be multiples of, so that none ends inside a block.
+        align: of shards, so that none ends inside a block.
     """
 
     reduction: Reduction
@@ -35,7 +35,7 @@ class Wire:
     backward: Gather
     exact: Gather
     weight_format: BlockFormat | None = None
-    shard_align_numel: int = SHARD_ALIGN_NUMEL
+    align: Alignment = USUAL_ALIGNMENT
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of lasting memory by kind."""
@@ -59,11 +59,11 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
     if groups.node is not None:
         forward = ForwardGather(gather, transport, groups.node)
         backward = BackwardGather(forward, transport)
-    align = SHARD_ALIGN_NUMEL
+    align = USUAL_ALIGNMENT
     if not weights is gradients is None:
-        # Both are powers of two. Shards of gradients are cut once more between several groups.
+        # Shards of gradients are cut once more between several groups.
         parts = 1 if gradients is None else groups.replicate.size
-        align = max(align, config.comm.block_numel) * parts
+        align = Alignment(shard_numel=max(align.shard_numel, config.comm.block_numel) * parts)
     return Wire(
         reduction=reduction,
         gather=gather,
@@ -71,7 +71,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
         backward=backward,
         exact=exact,
         weight_format=weights,
-        shard_align_numel=align,
+        align=align,
     )
 
 

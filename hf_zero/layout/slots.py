@@ -16,6 +16,25 @@ SHARD_ALIGN_NUMEL = 128
 
 
 @dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """Elements that slots start at multiples of, and that shards are multiples of."""
+
+    slot_numel: int = SLOT_ALIGN_NUMEL
+    shard_numel: int = SHARD_ALIGN_NUMEL
+
+    def and_also(self, other: "Alignment") -> "Alignment":
+        """What suits both."""
+        return Alignment(
+            slot_numel=math.lcm(self.slot_numel, other.slot_numel),
+            shard_numel=math.lcm(self.shard_numel, other.shard_numel),
+        )
+
+
+USUAL_ALIGNMENT = Alignment()
+"""Where nothing lies in blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
     """What the layout needs to know of one parameter.
 
@@ -41,7 +60,7 @@ class Slot:
 class BucketLayout:
     """Parameters whose gradients are reduced together: their slots in order, and the padded size.
 
-    `numel` is a multiple of the number of shards times `SHARD_ALIGN_NUMEL`, so that every rank's shard is equal. `oversize`
+    `numel` is a multiple of the number of shards times their alignment, so that every rank's shard is equal. `oversize`
     marks a bucket with a parameter that is larger than a bucket should be. In an `intact` one no shard cuts a slot.
     """
 
@@ -74,27 +93,28 @@ def _align(value: int, to: int) -> int:
 class _OpenBucket:
     """A bucket that still takes parameters of its key, one behind the other."""
 
-    def __init__(self, key: Hashable):
+    def __init__(self, key: Hashable, align: Alignment):
         self.key = key
+        self._align = align
         self.slots: list[Slot] = []
         self.end = 0
         self.last_arrival = 0
 
     def takes(self, numel: int, bucket_numel: int) -> bool:
-        return not self.slots or _align(self.end, SLOT_ALIGN_NUMEL) + numel <= bucket_numel
+        return not self.slots or _align(self.end, self._align.slot_numel) + numel <= bucket_numel
 
     def add(self, spec: ParameterSpec, arrival: int) -> None:
-        start = _align(self.end, SLOT_ALIGN_NUMEL)
+        start = _align(self.end, self._align.slot_numel)
         self.end = start + spec.numel
         self.slots.append(Slot(name=spec.name, interval=Interval(start, self.end)))
         self.last_arrival = arrival
 
-    def close(self, bucket_numel: int, shards: int, shard_align_numel: int) -> BucketLayout:
+    def close(self, bucket_numel: int, shards: int) -> BucketLayout:
         return BucketLayout(
             index=self.last_arrival,
             key=self.key,
             slots=tuple(self.slots),
-            numel=_align(self.end, shards * shard_align_numel),
+            numel=_align(self.end, shards * self._align.shard_numel),
             shards=shards,
             oversize=self.end > bucket_numel,
         )
@@ -106,7 +126,7 @@ def plan_buckets(
     bucket_numel: int,
     shards: int,
     first_index: int = 0,
-    shard_align_numel: int = SHARD_ALIGN_NUMEL,
+    align: Alignment = USUAL_ALIGNMENT,
 ) -> tuple[BucketLayout, ...]:
     """Lays parameters out in buckets, in the order their gradients arrive: the reverse of registration.
 
@@ -120,7 +140,7 @@ def plan_buckets(
         bucket_numel: elements a bucket should not pass.
         shards: ranks in the shard group.
         first_index: number of the first bucket.
-        shard_align_numel: a multiple of `SHARD_ALIGN_NUMEL` that shards are multiples of.
+        align: of slots and shards.
     """
     arriving: dict[tuple[bool, Hashable], list[tuple[int, ParameterSpec]]] = {}
     for arrival, spec in enumerate(reversed(parameters)):
@@ -128,34 +148,34 @@ def plan_buckets(
     buckets = [
         bucket
         for (intact, _), specs in arriving.items()
-        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, shards, shard_align_numel)
+        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, shards, align)
     ]
     buckets.sort(key=lambda bucket: bucket.index)
     return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets, start=first_index))
 
 
 def _in_a_row(
-    specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, shard_align_numel: int
+    specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, align: Alignment
 ) -> Iterator[BucketLayout]:
     """Buckets of one key, cut into shards wherever that falls; numbered by the arrival of the last gradient."""
-    bucket = _OpenBucket(specs[0][1].key)
+    bucket = _OpenBucket(specs[0][1].key, align)
     for arrival, spec in specs:
         if not bucket.takes(spec.numel, bucket_numel):
-            yield bucket.close(bucket_numel, shards, shard_align_numel)
-            bucket = _OpenBucket(spec.key)
+            yield bucket.close(bucket_numel, shards)
+            bucket = _OpenBucket(spec.key, align)
         bucket.add(spec, arrival)
-    yield bucket.close(bucket_numel, shards, shard_align_numel)
+    yield bucket.close(bucket_numel, shards)
 
 
 def _dealt(
-    specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, shard_align_numel: int
+    specs: Sequence[tuple[int, ParameterSpec]], bucket_numel: int, shards: int, align: Alignment
 ) -> Iterator[BucketLayout]:
     """The same for intact parameters."""
     for indices in group([spec.numel for _, spec in specs], bucket_numel=bucket_numel, shards=shards):
         mine = [specs[index][1] for index in indices]
-        places = deal([spec.numel for spec in mine], shards=shards, align_numel=SLOT_ALIGN_NUMEL)
+        places = deal([spec.numel for spec in mine], shards=shards, align_numel=align.slot_numel)
         end = max(start + spec.numel for (_, start), spec in zip(places, mine))
-        shard_numel = _align(end, shard_align_numel)
+        shard_numel = _align(end, align.shard_numel)
         slots = [
             Slot(name=spec.name, interval=Interval(0, spec.numel).shift(shard * shard_numel + start))
             for (shard, start), spec in zip(places, mine)
