@@ -1,16 +1,14 @@
 """bfloat16 parameters without a master: stepped in float32 on a copy that passes, and rounded by chance."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from ..comm.local import LocalTransport
 from ..kernels.stochastic import REGION_NUMEL, counters_for, round_stochastically
-from .bucket_holder import SteppedByBucket
-from .bucket_steps import BucketStep, BucketSteps, InTurn
 from .buckets import Bucket, Row
+from .in_turn_holder import SteppedInTurn
 
 STEP = "rounding_step"
 """State of each parameter beside the optimizer's own: how often it has been rounded."""
@@ -18,8 +16,8 @@ STEP = "rounding_step"
 _KEY_BITS = 63
 
 
-class RoundedStochastically(SteppedByBucket):
-    """Steps a bucket at a time: its parameters become a float32 master for that moment, and are the master rounded after.
+class RoundedStochastically(SteppedInTurn):
+    """A bucket's parameters become a float32 master for the moment of its step, and are the master rounded after.
 
     [Note: whose random bits]
     An element's bits depend on its parameter's name, its place in the parameter and how often the parameter has been rounded,
@@ -29,29 +27,11 @@ class RoundedStochastically(SteppedByBucket):
 
     Moments stay in float32, where the optimizer made them: 10 bytes a parameter under Adam, where a master makes it 14.
     Stochastic rounding in training: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
-
-    Args:
-        step_of: makes what steps an optimizer's buckets.
     """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        step_of: Callable[[torch.optim.Optimizer], BucketStep],
-    ):
-        super().__init__()
-        self._optimizers = optimizers
-        self._step_of = step_of
 
     def take(self, bucket: Bucket) -> None:
         if _passes(bucket):
             bucket.put_away(_absent(bucket))
-
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        # No disk can fail under one rank alone, so none has to wait for a word from the others.
-        mine, step = {bucket: bucket for bucket in buckets if _passes(bucket)}, self._step_of(optimizer)
-        how = {"step": step, "bring": self._bring, "put": self._put_back}
-        self._add(BucketSteps(optimizer, mine, InTurn(), transport=LocalTransport(), **how), step)
 
     @contextmanager
     def at_hand(self, bucket: Bucket) -> Iterator[None]:
@@ -68,13 +48,16 @@ class RoundedStochastically(SteppedByBucket):
         if not row.slot.bucket.is_away:
             super().put_master(row, values)
 
+    def _passes(self, bucket: Bucket) -> bool:
+        return _passes(bucket)
+
     def _bring(self, bucket: Bucket, _shard: Bucket, _buffer: None) -> None:
         master = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
         bucket.bring(master.copy_(bucket.own))
 
     @torch.no_grad()
     def _put_back(self, bucket: Bucket, _shard: Bucket, _buffer: None) -> None:
-        register = self._optimizers[bucket.layout.key[2]].state
+        register = self._register(bucket)
         for row in bucket.rows:
             if row.tensor.grad is not None:
                 state = register[row.tensor]
