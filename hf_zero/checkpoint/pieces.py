@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -50,13 +51,30 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+class Values(Protocol):
+    """A 1-D tensor, or what becomes one, part by part, when it is looked at."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def itemsize(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def numel(self) -> int: ...
+    def __getitem__(self, part: slice) -> "Values": ...
+    def detach(self) -> torch.Tensor:
+        """The tensor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A run of bytes of one file: `values`, 1-D and contiguous, belong at byte `offset` of `path`."""
 
     path: Path
     offset: int
-    values: torch.Tensor
+    values: Values
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +137,9 @@ def lay_out(
 def write_all(pieces: Iterable[Piece]) -> None:
     """Writes pieces one after the other."""
     for piece in pieces:
-        piece.write()
+        # What is no tensor yet never is all at once.
+        for chunk in _chunks(piece):
+            chunk.write()
 
 
 class LivePieces:
@@ -185,7 +205,7 @@ class LivePieces:
 
 def _chunks(piece: Piece) -> Iterable[Piece]:
     numel = max(1, _CHUNK_BYTES // piece.values.itemsize)
-    flat = piece.values.detach().reshape(-1)
+    flat = piece.values.detach().reshape(-1) if torch.is_tensor(piece.values) else piece.values
     for start in range(0, flat.numel(), numel):
         yield replace(piece, offset=piece.offset + start * flat.itemsize, values=flat[start : start + numel])
 

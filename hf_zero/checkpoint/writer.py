@@ -9,10 +9,10 @@ import torch
 
 from ..layout.intervals import Interval
 from .manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
-from .pieces import LivePieces, Piece, lay_out, write_all
+from .pieces import LivePieces, Piece, Values, lay_out, write_all
 from .together import Exchange, together
 
-Row = tuple[str, str, Interval, torch.Tensor]
+Row = tuple[str, str, Interval, Values]
 """Kind, name, interval of the parameter, and the 1-D tensor of those elements."""
 
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "safetensors")

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .checks import AUTO, DTYPES, ConfigError, class_names, one_of, parse_bytes, refuse, unknown_key
+from .checks import AUTO, DTYPES, ConfigError, class_names, not_built, one_of, parse_bytes, refuse, unknown_key
 from .parts import CheckpointConfig, CommConfig, OffloadConfig
 
 _NESTED = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
@@ -30,6 +30,8 @@ class ZeroConfig:
             through an fp32 master copy held by the shard; float16 needs loss scaling too, which accelerate and Trainer then do.
         rounding: how a bfloat16 parameter is made of the optimizer's float32 update: `nearest`, from a master that the shard
             keeps; `stochastic`, by chance in proportion to the distance, from the parameter itself, so that no master is kept.
+        moments: `32bit` leaves the optimizer's moments as it makes them; `8bit` keeps them in blocks of 256 8-bit codes with a
+            scale each between steps, and steps a bucket at a time.
         reduce_dtype: dtype in which gradients travel; `auto` is each parameter's dtype.
         split_parameters: whether a parameter may be cut, so that ranks have parts of it. `auto` cuts for element-wise
             optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
@@ -54,6 +56,7 @@ class ZeroConfig:
     grad_accumulation: str = AUTO
     param_dtype: str = AUTO
     rounding: str = "nearest"
+    moments: str = "32bit"
     reduce_dtype: str = AUTO
     split_parameters: bool | str = AUTO
     overlap_param_gather: bool = True
@@ -110,8 +113,28 @@ class ZeroConfig:
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
+        self._check_moments()
         self._refuse_settings_of_shards()
         self._refuse_settings_of_stage_3()
+
+    def _check_moments(self) -> None:
+        one_of("moments", self.moments, ("32bit", "8bit"))
+        offload = self.offload
+        if not self.quantises_moments:
+            return
+        if offload.optimizer == "nvme" or (offload.moves_state and offload.params == "nvme"):
+            raise not_built(
+                "moments",
+                f"{self.moments} with offload.optimizer: {offload.optimizer}, offload.params: {offload.params}",
+                "state beside files has 32-bit moments. Leave `moments` at 32bit, or set `offload.optimizer` to none, or to cpu "
+                "without `offload.params: nvme`",
+            )
+        if offload.delay or offload.speculate_bytes not in (AUTO, 0):
+            name = "delay" if offload.delay else "speculate_bytes"
+            raise ConfigError(
+                f"hf_zero config: `moments: {self.moments}` and `offload.{name}: {getattr(offload, name)}`, which steps on "
+                "32-bit copies of moments. Leave one of the two out."
+            )
 
     def _refuse_settings_of_stage_3(self) -> None:
         for field_ in dataclasses.fields(self):
@@ -151,7 +174,12 @@ class ZeroConfig:
         """True when an optimizer never has all of a rank's parameters before it."""
         offload = self.offload
         in_files = offload.optimizer == "nvme" or (offload.optimizer == "cpu" and offload.params == "nvme")
-        return in_files or self.rounding == "stochastic"
+        return in_files or self.rounding == "stochastic" or self.quantises_moments
+
+    @property
+    def quantises_moments(self) -> bool:
+        """Whether moments are kept in 8-bit blocks."""
+        return self.moments == "8bit"
 
     @property
     def accumulates_locally(self) -> bool:

@@ -11,6 +11,7 @@ from ..comm.groups import Groups
 from ..comm.transport import Transport
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..kernels.checks import FLOAT_DTYPES
+from ..layout.blocks import IN_BLOCKS
 from ..layout.slots import ParameterSpec, plan_buckets
 from ..offload.parameter_shards import ParameterTier
 from ..offload.placement import Placement
@@ -221,7 +222,7 @@ def build_buckets(
         bucket_numel=bucket_numel,
         shards=groups.shard_size,
         first_index=first_index,
-        align=wire.align,
+        align=wire.align.and_also(IN_BLOCKS) if config.quantises_moments else wire.align,
     )
     for layout in layouts:
         parameters = [parameter_of[slot.name] for slot in layout.slots]

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from ..config import ZeroConfig
+from ..layout.blocks import is_in_blocks
 from .buckets import Bucket
 from .precision import Precision
 from .reports import render
@@ -23,7 +24,7 @@ class DtypeRow:
         accumulation: of a gradient that waits for further micro-batches.
         step: of the reduced gradient, and of the tensors that the optimizer updates.
         master: of the copy that is kept from step to step.
-        moments: of the optimizer's state with one value an element.
+        moments: of the optimizer's state with one value an element, between steps.
     """
 
     parameter: str
@@ -72,7 +73,10 @@ def report_dtypes(
         index, group = bucket.layout.key[2:]
         optimizer = optimizers[index] if index >= 0 else None
         tried = state_kinds(optimizer, optimizer.param_groups[group], bucket.precision.master) if optimizer else None
-        rows.append(dtypes_of(bucket.precision, config, [dtype for _, dtype in tried or ()]))
+        moments = {dtype for _, dtype in tried or ()}
+        if config.quantises_moments and moments:
+            moments = {torch.uint8 if is_in_blocks(slot.parameter.numel()) else torch.float32 for slot in bucket.slots}
+        rows.append(dtypes_of(bucket.precision, config, moments))
     return DtypeReport(rows=tuple(dict.fromkeys(rows)))
 
 

@@ -11,6 +11,7 @@ import torch
 from ..device import Arrival
 from ..offload.parameter_shards import Region
 from .buckets import Bucket, Row
+from .packed_state import PackedPart
 from .reports import EarlyReport, KernelReport
 
 DUE = "delayed "
@@ -73,7 +74,7 @@ class StateHolder(ABC):
         """What the optimizer's register has under `name` for a row, with its values, which may be a copy."""
 
     @abstractmethod
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         """A row's state or master, live, without taking memory for it. `tensor` is what the register or the row has."""
 
     @abstractmethod
@@ -91,6 +92,10 @@ class StateHolder(ABC):
     @abstractmethod
     def close(self, buckets: Sequence[Bucket]) -> None:
         """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+
+    def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
+        return sum(tensor.nbytes for tensor in tensors)
 
     # ---- of those that step out of time; the others take every bucket's step when the script asks for it ----
 

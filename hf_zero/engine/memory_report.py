@@ -138,34 +138,42 @@ def _state_rows(
     window_bytes, copies = holder.window_bytes(), holder.copy_bytes()
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
     ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
-    rows = _in_tiers("optimizer state", buckets, lambda bucket: _state_bytes(bucket, optimizers), ddp_share)
+    shown = {bucket: _state_tensors(bucket, optimizers) for bucket in buckets}
+    rows = _in_tiers(
+        "optimizer state",
+        buckets,
+        lambda bucket: holder.state_bytes(bucket, shown[bucket]),
+        lambda bucket: sum(tensor.nbytes for tensor in shown[bucket]) * ddp_share,
+    )
     if window_bytes:
-        rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0))
+        # The first buckets are those that move, if any do.
+        where = buckets[0].tier.scratch_name
+        rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
     if copies:
         rows.append(MemoryRow(kind="copies of the state", bytes=copies, ddp_bytes=0, where="host memory"))
     return rows
 
 
 def _in_tiers(
-    kind: str, buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int], ddp_share: float = 0.0
+    kind: str,
+    buckets: Sequence[Bucket],
+    nbytes_of: Callable[[Bucket], int],
+    ddp_bytes_of: Callable[[Bucket], float] = lambda _: 0.0,
 ) -> list[MemoryRow]:
-    """A row for each tier that holds something, and at least one. `ddp_share`: what DDP holds, as a multiple."""
-    found: dict[str, int] = {}
+    """A row for each tier that holds something, and at least one."""
+    found: dict[str, tuple[int, float]] = {}
     for bucket in buckets:
-        found[bucket.tier.name] = found.get(bucket.tier.name, 0) + nbytes_of(bucket)
+        nbytes, ddp_bytes = found.get(bucket.tier.name, (0, 0.0))
+        found[bucket.tier.name] = (nbytes + nbytes_of(bucket), ddp_bytes + ddp_bytes_of(bucket))
     first = next(iter(found), "device")
-    held = {name: nbytes for name, nbytes in found.items() if nbytes} or {first: 0}
+    held = {name: sums for name, sums in found.items() if sums[0]} or {first: (0, 0.0)}
     return [
-        MemoryRow(kind=kind, bytes=nbytes, ddp_bytes=round(nbytes * ddp_share), where=name)
-        for name, nbytes in held.items()
+        MemoryRow(kind=kind, bytes=nbytes, ddp_bytes=round(ddp_bytes), where=name)
+        for name, (nbytes, ddp_bytes) in held.items()
     ]
 
 
-def _state_bytes(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> int:
-    """Bytes of a bucket's optimizer state, without scalars such as the step count."""
-    return sum(
-        value.nbytes
-        for row in bucket.rows
-        for value in state_of(optimizers, row).values()
-        if torch.is_tensor(value) and value.dim() > 0
-    )
+def _state_tensors(bucket: Bucket, optimizers: Sequence[ShardedOptimizer]) -> list[torch.Tensor]:
+    """What the register has of a bucket's optimizer state, without scalars such as the step count."""
+    states = [state_of(optimizers, row).values() for row in bucket.rows]
+    return [value for state in states for value in state if torch.is_tensor(value) and value.dim() > 0]

@@ -52,7 +52,7 @@ def resolve_precision(
     """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master.
 
     Raises:
-        ConfigError: `rounding: stochastic` for other dtypes than bfloat16.
+        ConfigError: `rounding: stochastic` for other dtypes than bfloat16; `moments: 8bit` for float64.
     """
     param = model_dtype if config.param_dtype == AUTO else getattr(torch, config.param_dtype)
     stochastic = config.rounding == "stochastic"
@@ -62,6 +62,11 @@ def resolve_precision(
             "`param_dtype: bfloat16`, or leave `rounding` at nearest."
         )
     master = torch.float32 if param.itemsize < 4 else param
+    if config.quantises_moments and master != torch.float32:
+        raise ConfigError(
+            f"hf_zero config: `moments: {config.moments}` is for moments in float32, and some parameters are trained in {param}. "
+            "Leave `moments` at 32bit, or set `param_dtype: float32`."
+        )
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
     return Precision(param=param, reduce=reduce, master=master, weights=weights, apart=apart, stochastic=stochastic)
 

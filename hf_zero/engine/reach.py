@@ -60,7 +60,7 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
         raise ValueError(
             f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some of them are "
             "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
-            "stochastic`, which step a bucket at a time; or use another optimizer."
+            "stochastic` and `moments: 8bit`, which step a bucket at a time; or use another optimizer."
         )
     split = config.split_parameters
     if split is True and reach in (Reach.PARAMETER, Reach.MODEL):

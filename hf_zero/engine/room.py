@@ -23,6 +23,7 @@ from ..offload.tier import Tier
 from .bucket_steps import OwnStep
 from .delayed_holder import Delayed
 from .early_holder import SteppedEarly
+from .eight_bit_holder import InEightBits, RoundedInEightBits
 from .file_holder import InFiles, MastersInFiles
 from .holder import InMemory, StateHolder
 from .kernel_holder import SteppedByKernels
@@ -72,6 +73,8 @@ def choose_holder(
         return MastersInFiles(tier, optimizers, transport)
     if isinstance(tier, NvmeTier):
         return InFiles(tier, optimizers, transport)
+    if config.quantises_moments:
+        return (RoundedInEightBits if config.rounding == "stochastic" else InEightBits)(optimizers)
     if config.rounding == "stochastic":
         return RoundedStochastically(
             optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
@@ -130,6 +133,7 @@ def bytes_elsewhere(
             lambda p: resolve_precision(config, wanted_dtype(p), apart=parameter_tier.masters_apart(tier)),
             groups.shard_size,
             with_gradients=not on_disk,
+            in_blocks=config.quantises_moments,
         )
         # At least: whole buckets move.
         moved = int(offload.ratio * moved)

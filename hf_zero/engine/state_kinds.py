@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layout.blocks import block_bytes, is_in_blocks
 from .precision import Precision
 
 _SHAPE = (4, 4)
@@ -114,6 +115,7 @@ def tier_bytes_needed(
     shards: int,
     *,
     with_gradients: bool,
+    in_blocks: bool,
 ) -> int:
     """Bytes of masters and optimizer state that one of `shards` ranks keeps of its part; `with_gradients`, of those too.
 
@@ -121,8 +123,9 @@ def tier_bytes_needed(
 
     Args:
         owner: (optimizer, group) of each trained parameter.
+        in_blocks: large parameters have their state in 8-bit blocks.
     """
-    kinds: dict[tuple, int] = {}
+    kinds: dict[tuple, list[int]] = {}
     total = 0
     for parameter, (index, group) in owner.items():
         precision = precision_of(parameter)
@@ -130,8 +133,11 @@ def tier_bytes_needed(
         if key not in kinds:
             optimizer = optimizers[index] if index >= 0 else None
             found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
-            kinds[key] = sum(dtype.itemsize for _, dtype in found or ())
+            kinds[key] = [dtype.itemsize for _, dtype in found or ()]
         master = precision.master.itemsize if precision.has_master else 0
         gradient = precision.master.itemsize if with_gradients else 0
-        total += parameter.numel() * (kinds[key] + master + gradient)
+        numel = parameter.numel()
+        packed = in_blocks and is_in_blocks(numel)
+        state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
+        total += state + numel * (master + gradient)
     return total // shards

@@ -10,6 +10,7 @@ from ..layout.intervals import Interval
 from .buckets import Row
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
+from .packed_state import PackedPart
 
 MASTER = "master"
 """The kind of the fp32 copy."""
@@ -34,20 +35,20 @@ class StateRow:
         interval: of the state tensor's elements, row-major.
         own_shape: of a state tensor that has not one value an element of the parameter (a factor of rows, say), and then lies
             on one rank; None for the others, which have the parameter's shape.
-        tensor: 1-D, of `interval.numel` elements, the live state.
+        tensor: 1-D, of `interval.numel` elements, the live state; what is packed becomes a tensor by its `detach`.
     """
 
     kind: str
     name: str
     interval: Interval
     own_shape: tuple[int, ...] | None
-    tensor: torch.Tensor
+    tensor: torch.Tensor | PackedPart
 
 
 def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder) -> Iterator[StateRow]:
     """All that is a tensor with dimensions: masters with more digits than the parameters, and optimizer state.
 
-    What `holder` has in files is read when the tensor is looked at, so that a row at a time passes through memory.
+    What `holder` has in files or in blocks is read when the tensor is looked at, so that a part at a time passes through memory.
     """
     for row in rows:
         state = state_of(optimizers, row) | holder.beside(row)
@@ -61,7 +62,7 @@ def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], hold
                 name=row.slot.name,
                 interval=row.layout.in_parameter,
                 own_shape=None,
-                tensor=tensor.reshape(-1),
+                tensor=tensor.reshape(-1) if torch.is_tensor(tensor) else tensor,
             )
         for kind, tensor in own_shaped_state(state, row).items():
             yield StateRow(

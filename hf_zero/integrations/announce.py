@@ -56,7 +56,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ("fp32 masters", f"{mib(plan.masters)} MiB"),
         ("gradients", f"{mib(plan.gradients)} MiB, and at most {mib(plan.gradient_buffers)} MiB in passing"),
         (
-            f"optimizer state ({optimizers})",
+            f"optimizer state ({optimizers}{', 8-bit moments' if config.quantises_moments else ''})",
             "told after the first step" if plan.optimizer is None else f"{mib(plan.optimizer)} MiB",
         ),
         *_kernel_rows(engine),
@@ -171,7 +171,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
         master_bytes=precision.master.itemsize,
         has_master=precision.has_master,
         keeps_master=bucket.keeps_master,
-        state_bytes=None if values is None else values * precision.master.itemsize,
+        state_values=values,
         sharded=isinstance(bucket.memory, GatheredMemory),
         trained=bucket.trained,
         apart=bucket.tier.is_apart,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import CommConfig, ZeroConfig
+from ..layout.blocks import moment_bytes
 from ..layout.pool import pool_numel
 from ..layout.slots import BucketLayout
 
@@ -27,11 +28,11 @@ _RESIDUAL_BYTES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCost:
-    """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master, and in state.
+    """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master.
 
-    `state_bytes` is None for an optimizer whose state is not known beforehand. `sharded` parameters are kept as a shard
-    (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced gradients are in other memory.
-    `keeps_master`: the master is there between steps, too.
+    `state_values`: values of optimizer state an element, each as wide as the master; None for an optimizer whose state is not
+    known beforehand. `sharded` parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state.
+    `apart`: masters and reduced gradients are in other memory. `keeps_master`: the master is there between steps, too.
     """
 
     layout: BucketLayout
@@ -40,7 +41,7 @@ class BucketCost:
     master_bytes: int
     has_master: bool
     keeps_master: bool
-    state_bytes: int | None
+    state_values: int | None
     sharded: bool = False
     trained: bool = True
     apart: bool = False
@@ -119,7 +120,7 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int =
     pooled = config.stage >= 2 and (whole[False] > 0 or any(cost.apart for cost in costs))
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
     buffers = pool_numel([cost.layout for cost in costs], config.grad_buffers)
-    known = all(cost.state_bytes is not None for cost in costs)
+    known = all(cost.state_values is not None for cost in costs)
     return StatePlan(
         parameters=sum(cost.parameter_bytes for cost in costs),
         frozen=frozen,
@@ -127,8 +128,14 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int =
         gradients=gradients,
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
         gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
-        optimizer=sum(cost.layout.shard_numel * (cost.state_bytes or 0) for cost in costs) if known else None,
+        optimizer=sum(_state_bytes(cost, config) for cost in costs) if known else None,
     )
+
+
+def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int:
+    if config.quantises_moments:
+        return cost.state_values * moment_bytes(cost.layout, cost.master_bytes)
+    return cost.state_values * cost.layout.shard_numel * cost.master_bytes
 
 
 def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:

@@ -1,0 +1,85 @@
+"""One state tensor of a rank's shard in 8-bit blocks, and parts of it that become float32 when they are looked at."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..kernels.dynamic import DynamicCode, dequantise_dynamic, quantise_dynamic
+from ..layout.blocks import BLOCK_NUMEL, blocks
+from ..layout.intervals import Interval
+from ..offload.tier import Tier
+
+
+class PackedState:
+    """Codes and scales of a flat float32 tensor laid out as a shard; zeros at first.
+
+    Attributes:
+        codes: (numel,) uint8.
+        scales: (blocks,) float32.
+    """
+
+    def __init__(self, numel: int, code: DynamicCode, tier: Tier):
+        self._code = code
+        self.codes = tier.empty(numel, torch.uint8).fill_(code.zero)
+        self.scales = tier.empty(blocks(numel), torch.float32).zero_()
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+    def pack(self, values: torch.Tensor) -> None:
+        """Takes all values, (numel,) float32."""
+        quantise_dynamic(values, self.codes, self.scales, self._code)
+
+    def unpack(self, out: torch.Tensor) -> None:
+        """Gives all values, (numel,) float32."""
+        dequantise_dynamic(self.codes, self.scales, out, self._code)
+
+    def pack_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Takes the elements `interval`, which begins with a block and is followed by padding up to the next one."""
+        quantise_dynamic(values, *self._cut(interval), self._code)
+
+    def part(self, interval: Interval) -> torch.Tensor:
+        """The elements `interval`, which begins anywhere, as float32 in memory of their own."""
+        before = interval.start % BLOCK_NUMEL
+        codes, scales = self._cut(Interval(interval.start - before, interval.stop))
+        out = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+        dequantise_dynamic(codes, scales, out, self._code)
+        return out[before:]
+
+    def _cut(self, interval: Interval) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = slice(interval.start // BLOCK_NUMEL, blocks(interval.stop))
+        return self.codes[interval.start : interval.stop], self.scales[scales]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPart:
+    """Elements of a packed state that take no memory until `detach` makes a tensor of them.
+
+    What else it has is named and answers as that tensor, 1-D and float32, would.
+    """
+
+    state: PackedState
+    interval: Interval
+
+    dtype = torch.float32
+    itemsize = torch.float32.itemsize
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self.interval.numel])
+
+    @property
+    def nbytes(self) -> int:
+        return self.interval.numel * self.itemsize
+
+    def numel(self) -> int:
+        return self.interval.numel
+
+    def __getitem__(self, part: slice) -> "PackedPart":
+        start, stop, _ = part.indices(self.interval.numel)
+        return replace(self, interval=Interval(start, stop).shift(self.interval.start))
+
+    def detach(self) -> torch.Tensor:
+        """The values as they are now."""
+        return self.state.part(self.interval)
