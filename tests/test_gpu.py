@@ -16,6 +16,8 @@ from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.integrations.checkpointing import load_engine
 from hf_zero.kernels.choose import has_triton
+from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
+from hf_zero.layout.blocks import blocks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -213,6 +215,28 @@ def test_state_in_host_memory_is_stepped_there_and_the_rest_by_kernels():
     for ratio in (1.0, 0.4):
         found = losses({"stage": 2, "offload": {**offload, "ratio": ratio}}, torch.float32)
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_moments_in_8_bits_follow_those_in_32(stage):
+    assert losses({"stage": stage, "moments": "8bit"}, torch.float32) == pytest.approx(
+        losses(stage, torch.float32), rel=0.02
+    )
+
+
+@pytest.mark.parametrize("code", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+def test_blocks_are_those_of_the_host_bit_for_bit(code):
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).mul_(1e-3).abs_()
+    values *= 1.0 if not code.signed else torch.tensor([1.0, -1.0]).repeat(50_000)
+    packed = []
+    for device in ("cpu", "cuda"):
+        codes = torch.empty(len(values), dtype=torch.uint8, device=device)
+        scales = torch.empty(blocks(len(values)), device=device)
+        out = torch.empty(len(values), device=device)
+        quantise_dynamic(values.to(device), codes, scales, code)
+        dequantise_dynamic(codes, scales, out, code)
+        packed.append([tensor.cpu() for tensor in (codes, scales, out)])
+    assert all(torch.equal(here, there) for here, there in zip(*packed))
 
 
 def test_closing_gives_memory_back():

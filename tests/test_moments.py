@@ -1,6 +1,7 @@
 """Moments in 8 bits: what they take, that they train, and that checkpoints hold all there is to them on any layout."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +135,22 @@ def test_a_small_gpt_learns_a_text_as_with_32_bits():
     assert quantised[-1] < exact[0] - 1
 
 
+class Lion(torch.optim.Optimizer):
+    """A user's own: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms". Makes a new momentum at each step."""
+
+    def __init__(self, parameters, lr: float):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                momentum = state.get("exp_avg", torch.zeros_like(parameter))
+                parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
+                state["exp_avg"] = momentum.lerp(parameter.grad, 0.01)
+
+
 OPTIMIZERS = {
     "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
     "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
@@ -145,6 +162,7 @@ OPTIMIZERS = {
     "RMSprop, momentum": lambda p: torch.optim.RMSprop(p, lr=1e-4, momentum=0.9),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "Lion": lambda p: Lion(p, lr=1e-4),
 }
 
 
@@ -175,9 +193,19 @@ def test_without_moments_nothing_changes():
     assert losses[0] == losses[1]
 
 
-def on_all_layouts(rank: int, world_size: int, more: dict) -> list[float]:
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Looks at whole matrices, which are then not cut."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name]
+    mine = set(matrices)
+    return [
+        torch.optim.Muon(matrices, lr=1e-2),
+        torch.optim.AdamW([p for p in model.parameters() if p not in mine], lr=1e-3),
+    ]
+
+
+def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Callable | None = None) -> list[float]:
     """The losses of the same batch on every rank, which come to the same at each stage."""
-    job = Job(make_model=gpt, make_batch=of_one_seed, steps=4)
+    job = Job(make_model=gpt, make_batch=of_one_seed, make_optimizer=make_optimizer, steps=4)
     layouts = ({"stage": 0}, {"stage": 1}, {"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 3, "bucket_bytes": "1GiB"})
     first, *others = [train(rank, world_size, replace(job, settings={**IN_8_BITS, **more, **each})) for each in layouts]
     for other in others:
@@ -194,6 +222,13 @@ def test_blocks_are_the_same_on_every_layout(place):
     more = {"more": PLACES[place]}
     assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=more) == [alone, alone]
     assert alone[-1] < alone[0] - 0.05
+
+
+@pytest.mark.slow
+def test_matrices_that_are_not_cut_have_the_same_blocks_too():
+    alone = on_all_layouts(0, 1, {}, muon)
+    arguments = {"more": {}, "make_optimizer": muon}
+    assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=arguments) == [alone, alone]
 
 
 def whole_states(engine: ZeroEngine, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:

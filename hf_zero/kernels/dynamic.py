@@ -33,7 +33,7 @@ _DECADES = 7
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _PREFIXES = 1 << 16
 
-_HOST_CHUNK_NUMEL = 1 << 15
+_HOST_CHUNK_NUMEL = 1 << 17
 """Elements taken through all passes at a time on a CPU, so that they stay in a core's cache."""
 
 _DEVICE_CHUNK_NUMEL = 1 << 22
