@@ -77,7 +77,7 @@ class InEightBits(SteppedInTurn):
         kept = super().put(row, state)
         for name, value in self._packable(row, kept):
             if not self._is_stand_in(value):
-                self._states_of(row.slot.bucket)[name].pack_part(row.layout.in_shard, value.reshape(-1))
+                self._states_of(row.slot.bucket)[name].pack_part(row.layout.in_shard, value.reshape(-1).float())
                 kept[name] = self._stand_in(row)
         return kept
 
