@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .groups import Groups, RankGroup
+from .ledger import Ledger
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
 from .transport import CommunicationError, Handle, Label, Transport
@@ -14,16 +15,18 @@ from .transport import CommunicationError, Handle, Label, Transport
 class CollectiveTransport(Transport):
     """One call of the backend a bucket. Works on any backend; on gloo its reduce-scatter moves twice what it must."""
 
-    def __init__(self, groups: Groups):
-        super().__init__()
+    def __init__(self, groups: Groups, ledger: Ledger | None = None):
+        super().__init__(ledger)
         self._groups = groups
-        self._world = RankGroup(ranks=tuple(range(groups.world_size)), place=groups.rank)
         self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
 
-    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.shard, flat.nbytes)
+    def start_reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        group = among or self._groups.shard
+        self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=self._groups.shard.handle, async_op=True)
+        work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
 
         def complete() -> None:
             work.wait()
@@ -57,13 +60,13 @@ class CollectiveTransport(Transport):
         sent = tensor.nbytes if self._groups.rank == 0 else 0
         self.ledger.count(label.kind, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
         with self.ledger.waiting(label.kind):
-            dist.broadcast(tensor, src=0)
+            dist.broadcast(tensor, src=self._groups.world.ranks[0], group=self._groups.world.handle)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return self._agree(values, label, dist.ReduceOp.SUM, self._groups.shard, self._groups.shard.handle)
 
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._agree(values, label, dist.ReduceOp.MAX, self._world, self._groups.control)
+        return self._agree(values, label, dist.ReduceOp.MAX, self._groups.world, self._groups.control)
 
     def meet(self, purpose: str, timeout_s: float) -> None:
         if self._groups.backend != "fake":

@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,7 +41,8 @@ class Groups:
 
     The shard group holds one copy of the sharded state between its ranks; the replicate group holds the ranks that own
     the same shard. Stage 0 is a shard group of one rank in a replicate group of all; stages 1 to 3 are a shard group of all,
-    unless `comm.shard_group_size` makes several, of neighbouring ranks.
+    unless `comm.shard_group_size` makes several, of neighbouring ranks. With `comm.sync_every` the shard groups step by
+    themselves most of the time: each replicate group is this rank alone then, and `outer` has those that it was made of.
 
     Attributes:
         world_size, rank: of all ranks that train the model.
@@ -54,6 +55,8 @@ class Groups:
             does not stop the device's queue.
         nodes: the node of each rank.
         node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
+        outer: the ranks that hold the same shard of models that only outer steps bring together; None where there are none.
+        shard_control: as `control`, for the shard group.
     """
 
     world_size: int
@@ -65,29 +68,35 @@ class Groups:
     control: dist.ProcessGroup | None = None
     nodes: tuple[int, ...] = (0,)
     node: RankGroup | None = None
+    outer: RankGroup | None = None
+    shard_control: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
         """The groups of this process. Collective: every rank calls it. Needs no process group at world size 1.
 
         Raises:
-            ConfigError: `comm.shard_group_size` does not divide the ranks.
+            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             alone = RankGroup(ranks=(0,), place=0)
             return cls(world_size=1, rank=0, backend="local", shard=alone, replicate=alone, gather=alone)
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        size = _shard_size(stage, comm, world_size)
         timeout = timedelta(seconds=comm.timeout_s)
-        shards = [range(start, start + size) for start in range(0, world_size, size)]
-        shard = _make(shards, rank, timeout)
-        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout)
-        backend, control, gather = _backend_for(device_type), None, shard
-        if backend not in ("gloo", "fake"):
-            if stage == 3:
-                gather = _make(shards, rank, timeout, backend=backend)
-            control = dist.new_group(backend="gloo", timeout=timeout)
+        backend = _backend_for(device_type)
+        has_queue = backend not in ("gloo", "fake")
+        control = dist.new_group(backend="gloo", timeout=timeout) if has_queue else None
         nodes = _nodes(comm, world_size, control)
+        size = _shard_size(stage, comm, nodes)
+        shards = [range(start, start + size) for start in range(0, world_size, size)]
+        shard = gather = _make(shards, rank, timeout)
+        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout)
+        if has_queue and stage == 3:
+            gather = _make(shards, rank, timeout, backend=backend)
+        outer, shard_control = None, control
+        if comm.sync_every > 1:
+            outer, replicate = replicate, RankGroup(ranks=(rank,), place=0)
+            shard_control = _make(shards, rank, timeout, backend="gloo").handle if has_queue else shard.handle
         node = None
         if comm.secondary_shard == "node":
             node = _make(_within_nodes(shards, nodes), rank, timeout, backend=backend)
@@ -101,7 +110,29 @@ class Groups:
             control=control,
             nodes=nodes,
             node=node,
+            outer=outer,
+            shard_control=shard_control,
         )
+
+    def of_a_step(self) -> "Groups":
+        """The ranks that take each step together, as if there were no others."""
+        if self.outer is None:
+            return self
+        return replace(
+            self,
+            world_size=self.shard.size,
+            rank=self.shard.place,
+            backend=self.backend if self.shard.size > 1 else "local",
+            control=self.shard_control,
+            outer=None,
+        )
+
+    @property
+    def world(self) -> RankGroup:
+        """All ranks, in order."""
+        if self.shard.size == self.world_size:
+            return self.shard
+        return RankGroup(ranks=tuple(range(self.world_size)), place=self.rank)
 
     @property
     def shard_size(self) -> int:
@@ -113,18 +144,29 @@ class Groups:
 
     def peers_elsewhere(self, group: RankGroup) -> int:
         """How many of a group's other ranks are on other nodes."""
-        return sum(self.nodes[rank] != self.nodes[self.rank] for rank in group.ranks)
+        here = self.nodes[group.ranks[group.place]]
+        return sum(self.nodes[rank] != here for rank in group.ranks)
 
 
-def _shard_size(stage: int, comm: CommConfig, world_size: int) -> int:
+def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
     if stage == 0:
         return 1
-    size = world_size if comm.shard_group_size == AUTO else comm.shard_group_size
-    if world_size % size:
-        fitting = ", ".join(str(n) for n in range(2, world_size + 1) if world_size % n == 0)
+    world_size, size, least = len(nodes), comm.shard_group_size, 2
+    if size == AUTO:
+        size = world_size
+        if comm.sync_every > 1:
+            # Links inside a node are fast; where there is one node only, no two ranks are nearer than others.
+            size = nodes.count(nodes[0]) if len(set(nodes)) > 1 else 1
+    most = world_size
+    if comm.sync_every > 1:
+        least, most = 1, world_size - 1
+    fitting = [n for n in range(least, most + 1) if world_size % n == 0]
+    if size not in fitting:
+        wrong = f"does not divide the {world_size} ranks of this run"
+        if world_size % size == 0:
+            wrong = f"makes one group of the {world_size} ranks of this run, and `comm.sync_every` is of several"
         raise ConfigError(
-            f"hf_zero config: `comm.shard_group_size` is {size}, which does not divide the {world_size} ranks of this run; "
-            f"allowed: {fitting}, auto."
+            f"hf_zero config: `comm.shard_group_size` is {size}, which {wrong}; allowed: {', '.join(map(str, fitting))}, auto."
         )
     return size
 

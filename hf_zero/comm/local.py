@@ -9,7 +9,9 @@ from .transport import Handle, Label, Transport
 class LocalTransport(Transport):
     """The transport of world size 1, with or without a process group."""
 
-    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
+    def start_reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
         if out.data_ptr() != flat.data_ptr() or out.dtype != flat.dtype:
             out.copy_(flat)
         return self._nothing(label)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
 from .groups import Groups, RankGroup
+from .ledger import Ledger
 from .transport import Handle, Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
@@ -21,26 +22,28 @@ _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 class PointToPointTransport(CollectiveTransport):
     """The transport for gloo on host tensors. Small agreements and all-reduces stay gloo's own."""
 
-    def __init__(self, groups: Groups, timeout_s: float):
-        super().__init__(groups)
+    def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
+        super().__init__(groups, ledger)
         self._timeout = timedelta(seconds=timeout_s)
 
-    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        self._count(label, self._groups.shard, flat.nbytes)
-        own_rank, size = self._groups.shard_rank, self._groups.shard_size
-        parts = list(flat.chunk(size))
-        received = {peer: torch.empty_like(parts[peer]) for peer in self._peers[1:]}
+    def start_reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        group = among or self._groups.shard
+        self._count(label, group, flat.nbytes)
+        parts = list(flat.chunk(group.size))
+        received = {peer: torch.empty_like(parts[peer]) for peer in group.peers[1:]}
         # `out` takes the first peer's part, unless it lies in `flat` itself or has another dtype.
-        first = self._peers[0]
+        first = group.peers[0]
         received[first] = out if self._is_scratch(out, flat) else torch.empty_like(parts[first])
         tag = _REDUCE_TAG + label.channel
-        works = [self._receive(received[peer], peer, tag) for peer in self._peers]
-        works += [self._send(parts[peer], peer, tag) for peer in self._peers]
+        works = [dist.irecv(received[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
+        works += [dist.isend(parts[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
 
         def complete() -> None:
             self._wait(works)
-            received[own_rank] = parts[own_rank]
-            sum_in_rank_order([received[rank] for rank in range(size)], out)
+            received[group.place] = parts[group.place]
+            sum_in_rank_order([received[place] for place in range(group.size)], out)
 
         return Handle(label, self.ledger, complete)
 
@@ -69,20 +72,10 @@ class PointToPointTransport(CollectiveTransport):
         places[group.place].copy_(parts[group.place])
         return Handle(label, self.ledger, lambda: self._wait(works))
 
-    @property
-    def _peers(self) -> list[int]:
-        return self._groups.shard.peers
-
     @staticmethod
     def _is_scratch(out: torch.Tensor, flat: torch.Tensor) -> bool:
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return out.dtype == flat.dtype and not begin <= out.data_ptr() < end
-
-    def _receive(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return dist.irecv(tensor, src=self._groups.shard.ranks[peer], tag=tag)
-
-    def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return dist.isend(tensor, dst=self._groups.shard.ranks[peer], tag=tag)
 
     def _wait(self, works: list[dist.Work]) -> None:
         for work in works:

@@ -63,16 +63,22 @@ class Transport(ABC):
     """Moves flat, contiguous buffers between the ranks of one engine.
 
     `start_…` returns at once with a `Handle`. All ranks must start the same collectives in the same order.
+
+    Args:
+        ledger: to count in; by default a new one.
     """
 
-    def __init__(self):
-        self.ledger = Ledger()
+    def __init__(self, ledger: Ledger | None = None):
+        self.ledger = ledger or Ledger()
 
     @abstractmethod
-    def start_reduce_scatter(self, flat: torch.Tensor, out: torch.Tensor, label: Label) -> Handle:
-        """Sums `flat` (shard_size x n elements) over the ranks; this rank's n elements land in `out`.
+    def start_reduce_scatter(
+        self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
+    ) -> Handle:
+        """Sums `flat` (ranks x n elements) over the ranks; this rank's n elements land in `out`.
 
-        `out` may be this rank's part of `flat`. The rest of `flat` is undefined afterwards.
+        `out` may be this rank's part of `flat`. The rest of `flat` is undefined afterwards. The ranks are those of `among`,
+        by default of the shard group.
         """
 
     @abstractmethod

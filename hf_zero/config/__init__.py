@@ -5,7 +5,7 @@ arguments or the script itself.
 """
 
 from .checks import AUTO, DTYPES, ConfigError, parse_bytes
-from .parts import CheckpointConfig, CommConfig, OffloadConfig
+from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
 from .zero import ZeroConfig
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "CommConfig",
     "ConfigError",
     "OffloadConfig",
+    "OuterConfig",
     "ZeroConfig",
     "parse_bytes",
 ]

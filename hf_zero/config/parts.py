@@ -1,6 +1,6 @@
-"""The settings that stand below a key of their own: `offload`, `comm`, `checkpoint`."""
+"""The settings that stand below a key of their own: `offload`, `comm`, `comm.outer`, `checkpoint`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .checks import AUTO, ConfigError, not_built, one_of, parse_bytes, refuse
 
@@ -118,11 +118,28 @@ class OffloadConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    """The optimizer of outer steps: SGD with Nesterov's momentum, on the way that models have gone since the last one."""
+
+    lr: float = 0.7
+    """1.0 without momentum is the plain mean of the models."""
+    momentum: float = 0.9
+    """0 keeps no state."""
+
+    def __post_init__(self):
+        if isinstance(self.lr, bool) or not isinstance(self.lr, int | float) or not 0 < self.lr <= 2:
+            raise refuse("comm.outer.lr", self.lr, "a number above 0, up to 2")
+        if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise refuse("comm.outer.momentum", self.momentum, "a number from 0, below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CommConfig:
     """How bytes travel between ranks."""
 
     shard_group_size: int | str = AUTO
-    """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node."""
+    """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node.
+    With `sync_every`, `auto` is the ranks of a node, or 1 where there is one node only."""
     node_size: int | str = AUTO
     """Neighbouring ranks that are on one node; `auto` is what the launcher says."""
     secondary_shard: str = "none"
@@ -137,13 +154,19 @@ class CommConfig:
     """Elements that share a scale in a quantised tensor."""
     error_feedback: bool = True
     """What quantising loses of a gradient is kept, and sent with the next one."""
+    sync_every: int = 1
+    """Steps that each shard group takes by itself before an outer step brings the models of all together (DiLoCo): the links
+    between them carry 1/sync_every of the bytes. Not exact. 1: all ranks take each step together."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """`sync_every`: learning rate and momentum of the outer steps."""
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer never joined is an error that names it."""
     gather_timeout_s: float = 120.0
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
     def __post_init__(self):
-        for name, least in (("shard_group_size", 2), ("node_size", 1)):
+        self._check_outer()
+        for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             value = getattr(self, name)
             if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
@@ -156,6 +179,22 @@ class CommConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise refuse(f"comm.{name}", value, "a number of seconds above 0")
+
+    def _check_outer(self) -> None:
+        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
+            raise refuse("comm.sync_every", self.sync_every, "a whole number of steps, from 1")
+        if not isinstance(self.outer, OuterConfig):
+            raise refuse("comm.outer", self.outer, "a mapping of lr, momentum")
+        if self.sync_every == 1 and self.outer != OuterConfig():
+            raise ConfigError(
+                "hf_zero config: `comm.outer` is of outer steps, and with `comm.sync_every: 1` there are none. Set "
+                "`comm.sync_every` to 16, say, or leave it out."
+            )
+        if self.sync_every > 1 and self.gradients != "none":
+            raise ConfigError(
+                f"hf_zero config: `comm.gradients: {self.gradients}` with `comm.sync_every: {self.sync_every}`: gradients stay "
+                "inside a shard group then, where links are fast. Leave one of them out."
+            )
 
     @property
     def quantises(self) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import yaml
 
 from .checks import AUTO, DTYPES, ConfigError, class_names, not_built, one_of, parse_bytes, refuse, unknown_key
-from .parts import CheckpointConfig, CommConfig, OffloadConfig
+from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
 
 _NESTED = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
+_NESTED_IN_COMM = {"outer": OuterConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ class ZeroConfig:
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
         self._check_moments()
         self._refuse_settings_of_shards()
+        self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
 
     def _check_moments(self) -> None:
@@ -168,6 +170,22 @@ class ZeroConfig:
                     f"hf_zero config: `comm.{name}: {value}` is of stages 1 to 3, where {name} travel by shards (stage is "
                     "0, which all-reduces whole gradients and sends no weights). Set `stage: 1`, or leave it at none."
                 )
+
+    def _refuse_settings_beside_outer_steps(self) -> None:
+        if self.comm.sync_every == 1:
+            return
+        offload = self.offload
+        moved = {f"offload.{name}": getattr(offload, name) for name in ("optimizer", "params")}
+        others = {name: value for name, value in moved.items() if value != "none"}
+        if self.rounding != "nearest":
+            others["rounding"] = self.rounding
+        if self.param_dtype == "float16":
+            others["param_dtype"] = self.param_dtype
+        for name, value in others.items():
+            raise ConfigError(
+                f"hf_zero config: `{name}: {value}` does not go with `comm.sync_every: {self.comm.sync_every}`: outer steps need "
+                "each rank's masters on the training device, and all groups at the same step. Leave one of the two out."
+            )
 
     @property
     def steps_by_bucket(self) -> bool:
@@ -267,12 +285,12 @@ def _names(kind: type) -> list[str]:
 
 
 def _build(kind: type, settings: Mapping[str, Any], prefix: str):
-    nested = _NESTED if kind is ZeroConfig else {}
+    nested = {ZeroConfig: _NESTED, CommConfig: _NESTED_IN_COMM}.get(kind, {})
     arguments = {}
     for name, value in settings.items():
         if name not in _names(kind):
             raise unknown_key(str(name), prefix, _names(kind))
         if name in nested and isinstance(value, Mapping):
-            value = _build(nested[name], value, f"{name}.")
+            value = _build(nested[name], value, f"{prefix}{name}.")
         arguments[name] = value
     return kind(**arguments)

@@ -68,6 +68,13 @@ class Row:
     def is_parameter(self) -> bool:
         return self.tensor is self.slot.parameter
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the next step has one for this row."""
+        # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
+        gone = not self.is_parameter and self.slot.parameter.grad is None
+        return self.tensor.grad is not None and not gone
+
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
         return _part(shard, self.layout.in_shard, self.tensor.shape)

@@ -24,21 +24,22 @@ class ModelBuffers:
     def before_forward(self) -> None:
         """Collective where it is due: a training forward, unless the last one was under no_sync."""
         if self._due and self._model.training and torch.is_grad_enabled():
-            self.broadcast()
+            broadcast_buffers(self._model, self._transport)
 
     def after_forward(self, *, under_no_sync: bool) -> None:
         """Notes whether the next training forward starts from rank 0's buffers."""
         self._due = self._wanted and not under_no_sync
 
-    def broadcast(self) -> None:
-        """Collective. Rank 0's values on every rank, in place."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in self._model.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        for dtype, buffers in by_dtype.items():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            # gloo has no boolean broadcast; bytes travel the same.
-            self._transport.broadcast(flat.view(torch.uint8) if dtype == torch.bool else flat, _LABEL)
-            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
-                with torch.no_grad():
-                    buffer.copy_(values.view(buffer.shape))
+
+def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
+    """Rank 0's buffers on every rank, in place. Collective."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for buffer in model.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for dtype, buffers in by_dtype.items():
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+        # gloo has no boolean broadcast; bytes travel the same.
+        transport.broadcast(flat.view(torch.uint8) if dtype == torch.bool else flat, _LABEL)
+        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
+            with torch.no_grad():
+                buffer.copy_(values.view(buffer.shape))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..comm.choose import choose_transport
+from ..comm.choose import choose_step_transport, choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
@@ -14,8 +14,8 @@ from ..device import Arrival, downlink
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
-from .buckets import Bucket, ParameterSlot, Row
-from .buffers import ModelBuffers
+from .buckets import Bucket, Row
+from .buffers import ModelBuffers, broadcast_buffers
 from .build import build_parts, check_parameters, owners
 from .clip import clamp_values, scale_gradients
 from .dtypes import DtypeReport, report_dtypes
@@ -25,11 +25,12 @@ from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
 from .homes import Homes, refuse_unfrozen
 from .hooks import WeakHook
-from .look import Look
+from .look import Look, slot_of
 from .memory import GatheredMemory, WholeMemory
 from .memory_report import Places, report_memory
 from .nonfinite import NonFiniteCheck
 from .optimizer import ShardedOptimizer
+from .outer import choose_outer
 from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
@@ -86,21 +87,23 @@ class ZeroEngine:
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
+        self._step_groups = self.groups.of_a_step()
+        self._step_transport = choose_step_transport(self.transport, self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         self.config, trials = settle_formats(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials
-        several = self.groups.world_size > 1
-        self._buffers = ModelBuffers(model, self.transport, wanted=several and self.config.broadcast_buffers)
-        self._buffers.broadcast()
+        several = self._step_groups.world_size > 1
+        broadcast_buffers(model, self.transport)
+        self._buffers = ModelBuffers(model, self._step_transport, wanted=several and self.config.broadcast_buffers)
         offload = self.config.offload
         self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
         needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
         refuse_unless_it_fits(self.config, needed, self.transport)
-        self.nonfinite = NonFiniteCheck(self.config, self.transport, replicated=self._is_replicated)
+        self.nonfinite = NonFiniteCheck(self.config, self._step_transport, replicated=self._is_replicated)
         self._holder = choose_holder(
             self.config, self.tier, optimizers, self.transport, nonfinite=self.nonfinite, state_bytes=needed.host
         )
-        self._wire = choose_wire(self.config, self.groups, self.transport)
+        self._wire = choose_wire(self.config, self._step_groups, self._step_transport)
         self._parts = build_parts(
             model,
             owner,
@@ -130,17 +133,22 @@ class ZeroEngine:
             reshard_after_forward=reshards_after_forward(self.config, model, self.device, self.transport),
         )
         self._gradients = Gradients(
-            self.buckets, self._store, self.transport, self.groups.world_size, self.sharded.schedule.end_backward
+            self.buckets,
+            self._store,
+            self._step_transport,
+            self._step_groups.world_size,
+            self.sharded.schedule.end_backward,
         )
+        self._outer = choose_outer(self.transport, self.groups.outer, comm, self.buckets)
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
         self._parameters = ParameterGather(model, whole, self._wire.gather)
         self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.gather_timeout_s)
-        self._look = Look(self._row_of, self.transport, self._holder, replicated=self._is_replicated)
+        self._look = Look(self._row_of, self._step_transport, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self.activations = choose_activations(offload, self.device)
         self._norm = choose_norm(
-            self.config, self.buckets, self.transport, replicated=self._is_replicated, device=self.device
+            self.config, self.buckets, self._step_transport, replicated=self._is_replicated, device=self.device
         )
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
@@ -189,6 +197,22 @@ class ZeroEngine:
         """Waits for the parameter all-gathers behind the last step. Reads through the model's modules do so themselves."""
         self._parameters.finish_all()
 
+    def synchronise(self) -> None:
+        """Takes the outer step of `comm.sync_every` before its time, if local steps wait for it. Collective.
+
+        Saves do it, so that a checkpoint is of one model.
+        """
+        self.finish_parameters()
+        if self.groups.outer is None:
+            return
+        self.sharded.schedule.reshard_all()
+        changed = self._outer.finish()
+        for bucket in changed:
+            bucket.write_back()
+        self._share(changed)
+        self.finish_parameters()
+        broadcast_buffers(self.model, self.transport)
+
     # ---- looking in ----
 
     @contextmanager
@@ -206,7 +230,7 @@ class ZeroEngine:
             MemoryError: they do not fit.
             RuntimeError: an edit without `writeback`.
         """
-        self.finish_parameters()
+        (self.synchronise if writeback else self.finish_parameters)()
         parameters = parameters_in(self.model if target is None else target)
         with self.sharded.whole.gathered(parameters, writeback=writeback), self._exact.at_hand("hf_zero.gathered"):
             yield
@@ -217,33 +241,34 @@ class ZeroEngine:
                 for bucket in {self._slot_of[p].bucket for p in parameters if p in self._slot_of}:
                     with self._holder.at_hand(bucket):
                         bucket.follow_values()
+                self._outer.start_from_masters()
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
-        return self._look.gradient(self._slot(parameter), has_gradient=self._has_gradient)
+        return self._look.gradient(slot_of(parameter, self._slot_of))
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:
         """The optimizer's state of a whole parameter: tensors with one value an element in its shape, the rest as it is.
 
         Collective. Empty before the first step.
         """
-        return self._look.state(self._slot(parameter), self.optimizers)
+        return self._look.state(slot_of(parameter, self._slot_of), self.optimizers)
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
-        self.finish_parameters()
+        self.synchronise()
         with self._exact.at_hand("the model's state dict"):
             return self.sharded.whole_state_dict(wanted=wanted)
 
     @property
     def saves_together(self) -> bool:
         """Whether the model's own tensors are not what is to be saved; `whole_state_dict` is."""
-        return not (self.sharded.is_empty and self._exact.is_empty)
+        return not (self.sharded.is_empty and self._exact.is_empty and self.groups.outer is None)
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
         places = Places(self.tier, self.parameter_tier, self._holder, self.activations)
-        held = self._store.held_bytes() | self._wire.held_bytes()
+        held = self._store.held_bytes() | self._wire.held_bytes() | {"outer steps": self._outer.held_bytes}
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, places, self.device)
 
     def dtype_report(self) -> DtypeReport:
@@ -259,7 +284,8 @@ class ZeroEngine:
 
     def state_rows(self) -> Iterator[StateRow]:
         """This rank's masters and optimizer state, row by row, for a checkpoint."""
-        return state_rows(self.optimizers, list(self._row_of.values()), self._holder)
+        yield from state_rows(self.optimizers, list(self._row_of.values()), self._holder, self._outer.replica)
+        yield from self._outer.rows()
 
     def residual_rows(self) -> Iterator[StateRow]:
         """What this rank has not sent of its gradients (error feedback), copied; rows of whole parameters."""
@@ -278,7 +304,9 @@ class ZeroEngine:
         """Replaces what `state_rows` and `residual_rows` give, after parameters are loaded; arguments: see `fill_rows`."""
         self._follow_edits()
         self._wire.reduction.fill(self.buckets, read, kinds_of)
-        fill_rows(self.optimizers, list(self._row_of.values()), read, kinds_of, scalars_of, self._holder)
+        rows, replica = list(self._row_of.values()), self._outer.replica
+        fill_rows(self.optimizers, rows, read, kinds_of, scalars_of, self._holder, replica)
+        self._outer.fill(read, kinds_of)
 
     def parameters_in_buckets(self) -> list[nn.Parameter]:
         """All that `own_weights` hands out parts of, on some rank."""
@@ -295,9 +323,9 @@ class ZeroEngine:
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""
-        if not self._is_replicated:
-            self._parameters.start(b for b in self.buckets if isinstance(b.memory, WholeMemory))
-            self.finish_parameters()
+        self._outer.start_from_masters()
+        self._share(self.buckets)
+        self.finish_parameters()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name → shape of every trained parameter."""
@@ -347,7 +375,7 @@ class ZeroEngine:
         Args:
             rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
         """
-        self.finish_parameters()
+        self.synchronise()
         with self._exact.at_hand("ZeroEngine.close"):
             for slot in self._slot_of.values():
                 if slot.parameter not in self.sharded.unit_of:
@@ -371,8 +399,8 @@ class ZeroEngine:
     def _make_store(self) -> GradientStore:
         most = self.config.grad_buffers if self._holder.steps_early else None
         landing = Landing(downlink=downlink(self.device), landed=self._landed, most_under_way=most)
-        sizes = {"world_size": self.groups.world_size, "replicated": self._is_replicated}
-        return choose_store(self.buckets, self.config, self.transport, self._wire.reduction, landing, **sizes)
+        sizes = {"world_size": self._step_groups.world_size, "replicated": self._is_replicated}
+        return choose_store(self.buckets, self.config, self._step_transport, self._wire.reduction, landing, **sizes)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
@@ -431,18 +459,13 @@ class ZeroEngine:
         # The last gathers still send from the shards that the optimizer is about to write.
         self._parameters.finish_all()
         self.sharded.schedule.reshard_all()
-        unreduced = self._gradients.unreduced()
-        if unreduced:
-            raise RuntimeError(
-                f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
-                "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
-            )
+        self._gradients.refuse_unreduced()
         refuse_unfrozen(self._frozen)
         self._homes.refuse_strays()
         for bucket in buckets:
             bucket.follow_edits()
             for row in bucket.rows:
-                if not self._has_gradient(row):
+                if not row.has_gradient:
                     row.tensor.grad = None
         self.nonfinite.refuse_unscaled(optimizer, buckets)
         if self.nonfinite.is_due(optimizer):
@@ -457,6 +480,8 @@ class ZeroEngine:
 
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
         self._holder.after_step(buckets)
+        for bucket in self._outer.after_step(buckets):
+            bucket.write_back()
         for bucket in buckets:
             if bucket.whole:
                 continue
@@ -466,27 +491,16 @@ class ZeroEngine:
             for slot in bucket.slots:
                 slot.parameter.grad = None
             self._store.release(bucket)
-        if not self._is_replicated:
-            self._parameters.start(b for b in reversed(buckets) if isinstance(b.memory, WholeMemory))
-            if self.config.overlap_param_gather:
-                self._parameters.guard()
-            else:
-                self._parameters.finish_all()
+        self._share(reversed(buckets))
+        if not self.config.overlap_param_gather:
+            self._parameters.finish_all()
         self.parameter_tier.end_step()
 
-    def _has_gradient(self, row: Row) -> bool:
-        # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
-        gone = not row.is_parameter and row.slot.parameter.grad is None
-        return row.tensor.grad is not None and not gone
+    def _share(self, buckets: Iterable[Bucket]) -> None:
+        if not self._is_replicated:
+            self._parameters.start(bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory))
+            self._parameters.guard()
 
     def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
         rows = [self._row_of[p] for p in parameters if p in self._row_of]
-        return [row for row in rows if self._has_gradient(row)]
-
-    def _slot(self, parameter: nn.Parameter) -> ParameterSlot:
-        if parameter not in self._slot_of:
-            raise ValueError(
-                f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
-                "parameter object (model.get_parameter(name)), not a copy or a frozen one."
-            )
-        return self._slot_of[parameter]
+        return [row for row in rows if row.has_gradient]

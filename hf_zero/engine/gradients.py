@@ -61,9 +61,14 @@ class Gradients:
             for slot in self._slots
         ]
 
-    def unreduced(self) -> list[str]:
-        """Names of parameters whose gradient was accumulated without communication and not reduced since."""
-        return [slot.name for slot in self._held if slot.parameter.grad is not None]
+    def refuse_unreduced(self) -> None:
+        """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
+        unreduced = [slot.name for slot in self._held if slot.parameter.grad is not None]
+        if unreduced:
+            raise RuntimeError(
+                f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
+                "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
+            )
 
     def recover(self) -> None:
         """Puts away what a backward left behind that an exception ended. Called outside any backward.

@@ -1,6 +1,6 @@
 """Whole gradients and optimizer states of single parameters, put together from the ranks' rows."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -31,10 +31,10 @@ class Look:
         self._replicated = replicated
 
     @torch.no_grad()
-    def gradient(self, slot: ParameterSlot, *, has_gradient: Callable[[Row], bool]) -> torch.Tensor | None:
+    def gradient(self, slot: ParameterSlot) -> torch.Tensor | None:
         """The reduced gradient in the parameter's shape; None where no rank has any."""
         row = self._row_of.get(slot.parameter)
-        return self._gather(slot, None if row is None or not has_gradient(row) else row.tensor.grad)
+        return self._gather(slot, None if row is None or not row.has_gradient else row.tensor.grad)
 
     @torch.no_grad()
     def state(self, slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer]) -> dict[str, torch.Tensor | object]:
@@ -69,3 +69,13 @@ class Look:
             own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine.reshape(-1))
         self._transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
         return slot.view_of(flat).clone()
+
+
+def slot_of(parameter: nn.Parameter, slots: Mapping[nn.Parameter, ParameterSlot]) -> ParameterSlot:
+    """A trained parameter's slot; raises `ValueError` for another tensor."""
+    if parameter not in slots:
+        raise ValueError(
+            f"hf_zero: no trained parameter of this engine's model: {tuple(parameter.shape)}. Pass the model's own "
+            "parameter object (model.get_parameter(name)), not a copy or a frozen one."
+        )
+    return slots[parameter]

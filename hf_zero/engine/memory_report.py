@@ -113,7 +113,7 @@ def _gradient_rows(
     buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], held_bytes: Mapping[str, int]
 ) -> list[MemoryRow]:
     trained_bytes = sum(parameter.nbytes for parameter in trained)
-    kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
+    kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards", "outer steps")}
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
     where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
     where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)

@@ -1,6 +1,6 @@
 """The state of this rank's rows as (kind, name, interval, tensor), out for a checkpoint and back in from one."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,14 @@ MASTER = "master"
 """The kind of the fp32 copy."""
 
 RESIDUAL = "residual."
-"""Begins the kind of what a rank, whose number follows, has not sent of its gradients: rows of whole parameters. Every
-other kind is the optimizer's own name for a state tensor."""
+"""Begins the kind of what a rank, whose number follows, has not sent of its gradients: rows of whole parameters."""
+
+OUTER = "outer."
+"""Begins the kind of what outer steps keep; their optimizer's own name for it follows."""
+
+REPLICA = "replica."
+"""Begins the kind of optimizer state of a model that only outer steps bring together with others, behind the first: its
+number follows, and the optimizer's own name. Every other kind is such a name, of the first model's or the only one's."""
 
 
 Read = Callable[[str, str, Interval], torch.Tensor]
@@ -45,20 +51,26 @@ class StateRow:
     tensor: torch.Tensor | PackedPart
 
 
-def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder) -> Iterator[StateRow]:
+def state_rows(
+    optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], holder: StateHolder, replica: int
+) -> Iterator[StateRow]:
     """All that is a tensor with dimensions: masters with more digits than the parameters, and optimizer state.
 
     What `holder` has in files or in blocks is read when the tensor is looked at, so that a part at a time passes through memory.
+
+    Args:
+        replica: of which model the state is. Masters are the same in all, and the first's only.
     """
+    prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
         state = state_of(optimizers, row) | holder.beside(row)
         tensors = elementwise_state(state, row)
-        if row.slot.bucket.precision.rounds:
+        if row.slot.bucket.precision.rounds and not replica:
             tensors = {MASTER: row.tensor.detach(), **tensors}
         for kind, there in tensors.items():
             tensor = holder.view(row, kind, there)
             yield StateRow(
-                kind=kind,
+                kind=prefix + kind,
                 name=row.slot.name,
                 interval=row.layout.in_parameter,
                 own_shape=None,
@@ -66,7 +78,7 @@ def state_rows(optimizers: Sequence[ShardedOptimizer], rows: Sequence[Row], hold
             )
         for kind, tensor in own_shaped_state(state, row).items():
             yield StateRow(
-                kind=kind,
+                kind=prefix + kind,
                 name=row.slot.name,
                 interval=Interval(0, tensor.numel()),
                 own_shape=tuple(tensor.shape),
@@ -93,6 +105,7 @@ def fill_rows(
     kinds_of: KindsOf,
     scalars_of: Callable[[str], dict[str, Any]],
     holder: StateHolder,
+    replica: int,
 ) -> None:
     """Replaces the state of `rows` by what a checkpoint holds.
 
@@ -101,17 +114,19 @@ def fill_rows(
         kinds_of: name → kinds of which the checkpoint has a tensor with one value an element.
         scalars_of: name → the parameter's scalars, and its state tensors of a shape of their own.
         holder: who takes them.
+        replica: of which model the state is to be; one that the checkpoint does not have gets the first's.
 
     Raises:
         ValueError: a state tensor of a shape of its own for a parameter of which this rank has a part only.
     """
     for row in rows:
         name, interval = row.slot.name, row.layout.in_parameter
-        state = {kind: _placed(value, kind, row) for kind, value in scalars_of(name).items()}
-        for kind in kinds_of(name):
-            if kind.startswith(RESIDUAL):
-                continue
-            values = read(kind, name, interval)
+        scalars = scalars_of(name)
+        state = {
+            kind: _placed(scalars[saved], kind, row) for kind, saved in _kinds_for(replica, scalars.keys()).items()
+        }
+        for kind, saved in _kinds_for(replica, kinds_of(name)).items():
+            values = read(saved, name, interval)
             if kind == MASTER:
                 if row.slot.bucket.precision.has_master:
                     holder.put_master(row, values)
@@ -121,6 +136,13 @@ def fill_rows(
         if owner is not None:
             group = owner.optimizer.param_groups[row.slot.bucket.layout.key[3]]
             owner.optimizer.state[row.tensor] = holder.put(row, _with_step_in_place(state, row, group))
+
+
+def _kinds_for(replica: int, saved: Iterable[str]) -> dict[str, str]:
+    """Kind of a model's state → the kind under which a checkpoint has it."""
+    kinds = {kind: kind for kind in saved if not kind.startswith((RESIDUAL, OUTER, REPLICA))}
+    prefix = f"{REPLICA}{replica}."
+    return kinds | {kind.removeprefix(prefix): kind for kind in saved if kind.startswith(prefix)}
 
 
 def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimizer | None:

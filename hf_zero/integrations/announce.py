@@ -44,6 +44,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
         *_quantised_rows(engine, plan),
+        *_outer_rows(engine),
         ("dtypes", dtypes),
         ("who casts", cast_owner),
         (
@@ -130,6 +131,19 @@ def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]
     kept = f", {mib(plan.residuals)} MiB of residuals" if plan.residuals else ""
     travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}; blocks of {comm.block_numel}"
     return [("quantised", travels)]
+
+
+def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """What only outer steps bring together."""
+    comm, outer = engine.config.comm, engine.groups.outer
+    if outer is None:
+        return []
+    anchors = sum(-(-bucket.layout.shard_numel // outer.size) * bucket.master.itemsize for bucket in engine.buckets)
+    held = anchors * (2 if comm.outer.momentum else 1)
+    travels = (
+        f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
+    )
+    return [("outer steps", f"{travels}; {mib(held)} MiB")]
 
 
 def _not_in_memory(engine: ZeroEngine) -> str:

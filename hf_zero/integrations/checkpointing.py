@@ -35,8 +35,7 @@ def plan_state(
         weights: this rank's rows of the model itself.
     """
     groups = engine.groups
-    writes = with_state and _writes_state(engine)
-    rows = list(engine.state_rows()) if writes else []
+    rows = list(engine.state_rows()) if with_state and _writes_state(engine) else []
     # Each rank has residuals of its own, of a replicate group too.
     rows += engine.residual_rows() if with_state else []
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -50,7 +49,7 @@ def plan_state(
         stage=engine.config.stage,
         rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in rows)],
         shapes=engine.parameter_shapes(),
-        scalars=engine.state_scalars() if writes else {},
+        scalars=engine.state_scalars() if with_state and _has_first_copy(engine) else {},
         optimizers=[
             {
                 "class": type(optimizer).__name__,
@@ -67,7 +66,11 @@ def plan_state(
 
 
 def _writes_state(engine: ZeroEngine) -> bool:
-    """Ranks of a replicate group hold the same rows; the first of them writes."""
+    """Ranks of a replicate group hold the same rows, of which the first writes, unless each has optimizer state of its own."""
+    return _has_first_copy(engine) or engine.groups.outer is not None
+
+
+def _has_first_copy(engine: ZeroEngine) -> bool:
     return engine.groups.rank == engine.groups.shard_rank
 
 

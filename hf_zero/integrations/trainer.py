@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..checkpoint.foreign.find import is_foreign
@@ -62,6 +63,7 @@ class ZeroTrainerMixin:
         resume_from_checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
+            _warn_of_early_outer_steps(self)
         try:
             return super().train(
                 resume_from_checkpoint=resume_from_checkpoint,
@@ -75,6 +77,8 @@ class ZeroTrainerMixin:
             raise
 
     def _finalize_training(self, *args, **kwargs):
+        for engine in self.accelerator.zero_engines:
+            engine.synchronise()
         # What follows looks for the checkpoints that there are.
         if self._checkpoint_saver is not None:
             self._checkpoint_saver.finish()
@@ -229,6 +233,21 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
     return engine if engine in trainer.accelerator.zero_engines else None
+
+
+def _warn_of_early_outer_steps(trainer: Trainer) -> None:
+    """Names saves that come between outer steps, and evaluations that see models apart."""
+    every = trainer.accelerator.zero_config.comm.sync_every
+    plans = {
+        "save_steps": (trainer.args.save_strategy, trainer.args.save_steps, "a save takes the next outer step early"),
+        "eval_steps": (trainer.args.eval_strategy, trainer.args.eval_steps, "each group evaluates a model of its own"),
+    }
+    for name, (strategy, steps, what) in plans.items():
+        if strategy == IntervalStrategy.STEPS and steps >= 1 and steps % every:
+            logger.warning(
+                f"hf_zero: {name} is {steps:g}, not a multiple of comm.sync_every ({every}): {what}. Set {name} to a multiple of "
+                f"{every}."
+            )
 
 
 def _warn_of_scaled_loss(trainer: Trainer) -> None:

@@ -118,6 +118,7 @@ class CheckpointSaver:
 
     def _save(self, run_folder: Path, final: Path) -> None:
         engine, trainer = self.engine, self._trainer
+        engine.synchronise()
         exchange = engine.transport.exchange
         disk = find_disk(run_folder, engine.groups.rank, exchange, then=_THEN)
         is_full = self._is_full(run_folder)
