@@ -64,7 +64,9 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
     return {name: (checkpoint / name).read_bytes() for name in names}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
+)
 def test_what_is_written_behind_training_is_what_was_there_at_the_save(stage, tmp_path):
     at_once, copying, tight = (tmp_path / name for name in ("at once", "copying", "tight"))
     on_ranks(saves, output_dir=str(at_once), settings=f"stage={stage},checkpoint.async_save=false")
@@ -124,7 +126,7 @@ def saves_as_transformers_does(rank: int, world_size: int, output_dir: str, sett
     return watches.gathered_bytes
 
 
-@pytest.mark.parametrize("model", ["bert", "gpt2"])
+@pytest.mark.parametrize("model", [pytest.param("bert", marks=pytest.mark.slow), "gpt2"])
 @pytest.mark.parametrize("settings", ["stage=0", "stage=1", "stage=2,param_dtype=bfloat16", "stage=3"])
 def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(settings, model, tmp_path):
     gathered = on_ranks(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)

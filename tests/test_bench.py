@@ -154,12 +154,13 @@ def test_step_compares_engines_end_to_end(tmp_path):
 
 def test_io_saves_and_resumes_end_to_end(tmp_path):
     figures_path = tmp_path / "io.json"
-    command = [sys.executable, STEP_SCRIPT.with_name("io.py"), "--quick", "--folder", tmp_path, "--json", figures_path]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    command = [sys.executable, STEP_SCRIPT.with_name("io.py"), "--quick", "--stages", "3"]
+    command += ["--folder", tmp_path, "--json", figures_path]
+    subprocess.run(command, check=True, capture_output=True, timeout=240)
     figures = json.loads(figures_path.read_text())
-    assert {"stage 1: stall", "stage 3: at once", "torch.save", "DCP", "safetensors"} <= figures["saves"].keys()
+    assert {"stage 3: stall", "stage 3: at once", "torch.save", "DCP", "safetensors"} <= figures["saves"].keys()
     assert all(seconds > 0 for way in figures["saves"].values() for seconds in way)
-    assert figures["resumes"].keys() == {"DDP", "stage 1", "stage 3"}
+    assert figures["resumes"].keys() == {"DDP", "stage 3"}
 
 
 @pytest.mark.parametrize(("world_size", "status"), [(2, 1), (3, 0)])

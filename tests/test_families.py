@@ -335,7 +335,7 @@ def test_accumulation_and_clip_are_close(name, change):
     assert_close(replace(JOBS[name], **change), [RESHARDED, KEPT])
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_more_ranks_are_close(name, world_size):
     assert_close(replace(JOBS[name], accumulation=2, max_norm=0.3), [RESHARDED, KEPT], world_size)

@@ -129,7 +129,9 @@ def goes_on_at(stage: int, checkpoints: list[str], out: str) -> list[dict]:
     return outcomes
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_runs_of_fsdp_and_deepspeed_go_on_at_every_stage_as_the_same_run_of_plain_trainer(
     world_size, plain, sharded, zeroed, tmp_path
 ):

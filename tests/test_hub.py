@@ -326,7 +326,10 @@ def test_an_offline_client_says_so(plain, server, monkeypatch):
     assert line == (f"hf_zero: this push has committed nothing to {REPO}: HF_HUB_OFFLINE is set; unset it to push.")
 
 
-@pytest.mark.parametrize("fault", ["none", "refused", "echoed", "broken"])
+@pytest.mark.parametrize(
+    "fault",
+    ["none", pytest.param("refused", marks=pytest.mark.slow), "echoed", pytest.param("broken", marks=pytest.mark.slow)],
+)
 def test_no_token_is_ever_shown_or_sent_with_the_files(fault, trained, tmp_path):
     with HubServer() as server:
         if fault == "refused":

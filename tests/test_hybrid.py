@@ -81,7 +81,7 @@ def counts(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict[str
     return sent, sum(bucket.layout.numel for bucket in engine.buckets)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bytes_between_nodes_are_what_the_formula_says(stage):
     arguments = {"stage": stage, "comm": hybrid(2)}
     for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):

@@ -102,7 +102,9 @@ def watched(rank: int, world_size: int, jobs: list[Job]) -> list[tuple[list[str]
     return outcomes
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_all_ranks_compute_with_the_same_weights_at_every_step(world_size):
     exact = Job(steps=4, accumulation=2, settings=setting(2, {}, grad_accumulation="local"))
     variants = [setting(stage, BOTH) for stage in (1, 2, 3)]

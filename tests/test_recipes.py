@@ -150,7 +150,7 @@ def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, caches):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name, extension", [("bert", "tsv"), ("gpt", "txt")])
+@pytest.mark.parametrize("name, extension", [("bert", "tsv"), pytest.param("gpt", "txt", marks=pytest.mark.slow)])
 def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_path, caches, name, extension):
     """At learning rate 0, one pass over the training rows has the loss that evaluation on the same rows has."""
     text = write(tmp_path / f"reviews.{extension}", REVIEWS[:32])

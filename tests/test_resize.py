@@ -45,7 +45,7 @@ def trained_across_a_resize(rank: int, world_size: int, settings: dict | None, v
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY + 30, VOCABULARY - 11])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_training_goes_on_as_under_ddp(stage, vocabulary):
     arguments = {"settings": None, "vocabulary": vocabulary}
     expected = run_ranks(trained_across_a_resize, world_size=2, time_limit_s=60, keyword_arguments=arguments)

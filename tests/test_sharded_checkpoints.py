@@ -208,7 +208,7 @@ def with_adapters(model: PreTrainedModel) -> PeftModel:
     return get_peft_model(model, LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM"))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_path):
     adapters = {"settings": f"stage={stage}", "model": "gpt2", "adapt": with_adapters}
     whole = on_ranks(trains, output_dir=str(tmp_path / "run"), **adapters)

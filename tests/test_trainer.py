@@ -49,7 +49,10 @@ def ddp(tmp_path_factory):
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
 @pytest.mark.parametrize(
     "door",
-    ["flag 0", "flag 1", "flag 2", "flag 3", "callback 2", "callback 3", "both 1", "both 3", "seq2seq 2", "seq2seq 3"],
+    [
+        *("flag 0", "flag 1", "flag 2", "flag 3", "callback 2", "both 1", "seq2seq 3"),
+        *(pytest.param(door, marks=pytest.mark.slow) for door in ("callback 3", "both 3", "seq2seq 2")),
+    ],
 )
 def test_every_door_has_ddps_losses_with_dropout_and_warmup(door, model, ddp, tmp_path):
     expected = ddp(model)
