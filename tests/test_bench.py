@@ -152,6 +152,7 @@ def test_step_compares_engines_end_to_end(tmp_path):
     assert engines["ddp"]["peak_bytes"] > 0
 
 
+@pytest.mark.timeout(300)
 def test_io_saves_and_resumes_end_to_end(tmp_path):
     figures_path = tmp_path / "io.json"
     command = [sys.executable, STEP_SCRIPT.with_name("io.py"), "--quick", "--stages", "3"]

@@ -226,6 +226,7 @@ def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_
     assert not list(disk.glob("hf_zero-run-*"))
 
 
+@pytest.mark.timeout(300)
 def test_the_benchmark_runs_from_end_to_end(tmp_path):
     script, figures = ROOT / "scripts" / "bench" / "offload.py", tmp_path / "figures.json"
     command = [sys.executable, str(script), "--model", "tiny", "--steps", "1", "--rounds", "1"]
