@@ -87,23 +87,23 @@ class ZeroEngine:
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
-        self._step_groups = self.groups.of_a_step()
-        self._step_transport = choose_step_transport(self.transport, self.groups, self.device.type, comm.timeout_s)
+        self._peers = self.groups.of_a_step()
+        self._stepping = choose_step_transport(self.transport, self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         self.config, trials = settle_formats(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials
-        several = self._step_groups.world_size > 1
+        several = self._peers.world_size > 1
         broadcast_buffers(model, self.transport)
-        self._buffers = ModelBuffers(model, self._step_transport, wanted=several and self.config.broadcast_buffers)
+        self._buffers = ModelBuffers(model, self._stepping, wanted=several and self.config.broadcast_buffers)
         offload = self.config.offload
         self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
         needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
         refuse_unless_it_fits(self.config, needed, self.transport)
-        self.nonfinite = NonFiniteCheck(self.config, self._step_transport, replicated=self._is_replicated)
+        self.nonfinite = NonFiniteCheck(self.config, self._stepping, replicated=self._is_replicated)
         self._holder = choose_holder(
             self.config, self.tier, optimizers, self.transport, nonfinite=self.nonfinite, state_bytes=needed.host
         )
-        self._wire = choose_wire(self.config, self._step_groups, self._step_transport)
+        self._wire = choose_wire(self.config, self._peers, self._stepping)
         self._parts = build_parts(
             model,
             owner,
@@ -133,22 +133,18 @@ class ZeroEngine:
             reshard_after_forward=reshards_after_forward(self.config, model, self.device, self.transport),
         )
         self._gradients = Gradients(
-            self.buckets,
-            self._store,
-            self._step_transport,
-            self._step_groups.world_size,
-            self.sharded.schedule.end_backward,
+            self.buckets, self._store, self._stepping, self._peers.world_size, self.sharded.schedule.end_backward
         )
         self._outer = choose_outer(self.transport, self.groups.outer, comm, self.buckets)
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
         self._parameters = ParameterGather(model, whole, self._wire.gather)
         self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.gather_timeout_s)
-        self._look = Look(self._row_of, self._step_transport, self._holder, replicated=self._is_replicated)
+        self._look = Look(self._row_of, self._stepping, self._holder, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self.activations = choose_activations(offload, self.device)
         self._norm = choose_norm(
-            self.config, self.buckets, self._step_transport, replicated=self._is_replicated, device=self.device
+            self.config, self.buckets, self._stepping, replicated=self._is_replicated, device=self.device
         )
         self._no_sync_depth = 0
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
@@ -399,8 +395,8 @@ class ZeroEngine:
     def _make_store(self) -> GradientStore:
         most = self.config.grad_buffers if self._holder.steps_early else None
         landing = Landing(downlink=downlink(self.device), landed=self._landed, most_under_way=most)
-        sizes = {"world_size": self._step_groups.world_size, "replicated": self._is_replicated}
-        return choose_store(self.buckets, self.config, self._step_transport, self._wire.reduction, landing, **sizes)
+        sizes = {"world_size": self._peers.world_size, "replicated": self._is_replicated}
+        return choose_store(self.buckets, self.config, self._stepping, self._wire.reduction, landing, **sizes)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
