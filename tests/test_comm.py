@@ -1,5 +1,6 @@
 """What travels: the right sums, the bytes that a collective needs and no more, errors with a name."""
 
+import gc
 import time
 
 import numpy as np
@@ -235,3 +236,26 @@ def test_every_rank_starts_from_rank_0s_parameters(stage):
     assert np.array_equal(first, second)
     torch.manual_seed(0)
     assert np.array_equal(first, torch.cat([p.detach().flatten() for p in gpt2().parameters()]).numpy())
+
+
+def drops_a_handle(rank: int, world_size: int) -> None:
+    groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
+    transport = PointToPointTransport(groups, 30)
+    label = Label(kind="all-gather parameters", subject="bucket 0")
+    flat = torch.zeros(2 << 18)
+    own = flat.chunk(2)[rank].fill_(rank + 1)
+    if rank == 1:
+        # By then, the other rank has nobody left who waits for what is sent here.
+        time.sleep(1)
+    handle = transport.start_all_gather(flat, own, label)
+    del transport, handle
+    gc.collect()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, rank)
+    assert everyone == [0, 1]
+    PointToPointTransport(groups, 30)
+    assert flat[0] == 1 and flat[-1] == 2
+
+
+def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing():
+    run_ranks(drops_a_handle, world_size=2, time_limit_s=40)

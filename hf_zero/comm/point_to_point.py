@@ -4,6 +4,7 @@ gloo has no reduce-scatter of its own: the stock one is an all-reduce and a copy
 rank sends a peer the peer's part and adds what it receives in rank order, so that the sum does not depend on timing.
 """
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -13,10 +14,32 @@ from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
 from .groups import Groups, RankGroup
 from .ledger import Ledger
-from .transport import Handle, Label
+from .transport import CommunicationError, Handle, Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 """Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
+
+
+_ABANDONED: list[dist.Work] = []
+"""Sends and receives that were under way when the last reference to their handle went, as with an engine that is dropped
+behind its last step. gloo takes a receive back whose work object goes, and the pair of ranks hangs in what it does next; so
+they are kept here until the next transport is made."""
+
+
+class _Transfers:
+    """The sends and receives of one collective."""
+
+    def __init__(self, works: list[dist.Work], timeout: timedelta):
+        self._works = works
+        self._timeout = timeout
+        self._keep = weakref.finalize(self, _ABANDONED.extend, works)
+        self._keep.atexit = False
+
+    def wait(self) -> None:
+        """Raises `RuntimeError` for one that does not end in time, or whose peer has ended."""
+        self._keep.detach()
+        for work in self._works:
+            work.wait(self._timeout)
 
 
 class PointToPointTransport(CollectiveTransport):
@@ -25,6 +48,7 @@ class PointToPointTransport(CollectiveTransport):
     def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
         super().__init__(groups, ledger)
         self._timeout = timedelta(seconds=timeout_s)
+        self._finish_abandoned()
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -39,9 +63,10 @@ class PointToPointTransport(CollectiveTransport):
         tag = _REDUCE_TAG + label.channel
         works = [dist.irecv(received[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
         works += [dist.isend(parts[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
+        transfers = _Transfers(works, self._timeout)
 
         def complete() -> None:
-            self._wait(works)
+            transfers.wait()
             received[group.place] = parts[group.place]
             sum_in_rank_order([received[place] for place in range(group.size)], out)
 
@@ -58,7 +83,7 @@ class PointToPointTransport(CollectiveTransport):
         works += [dist.isend(own, dst=group.ranks[peer], tag=tag) for peer in group.peers]
         if own.data_ptr() != parts[group.place].data_ptr():
             parts[group.place].copy_(own)
-        return Handle(label, self.ledger, lambda: self._wait(works))
+        return Handle(label, self.ledger, _Transfers(works, self._timeout).wait)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -70,13 +95,19 @@ class PointToPointTransport(CollectiveTransport):
         works = [dist.irecv(places[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
         works += [dist.isend(parts[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
         places[group.place].copy_(parts[group.place])
-        return Handle(label, self.ledger, lambda: self._wait(works))
+        return Handle(label, self.ledger, _Transfers(works, self._timeout).wait)
+
+    def _finish_abandoned(self) -> None:
+        while _ABANDONED:
+            try:
+                _ABANDONED.pop().wait(self._timeout)
+            except RuntimeError as error:
+                raise CommunicationError(
+                    f"hf_zero: what an engine that is gone had under way did not arrive: {error}\nA peer ended, or took another "
+                    "number of steps with it."
+                ) from error
 
     @staticmethod
     def _is_scratch(out: torch.Tensor, flat: torch.Tensor) -> bool:
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         return out.dtype == flat.dtype and not begin <= out.data_ptr() < end
-
-    def _wait(self, works: list[dist.Work]) -> None:
-        for work in works:
-            work.wait(self._timeout)

@@ -299,6 +299,8 @@ class ZeroAcceleratorMixin:
             load_engine(engine, _zero_folder(folder, index))
 
     def free_memory(self, *objects):
+        for engine in self.zero_engines:
+            engine.finish_parameters()
         # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
         self.zero_engines = []
         return super().free_memory(*objects)
