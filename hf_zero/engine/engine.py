@@ -87,6 +87,7 @@ class ZeroEngine:
         comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
+        self._is_replicated = self.groups.shard_size == 1
         self._peers = self.groups.of_a_step()
         self._stepping = choose_step_transport(self.transport, self.groups, self.device.type, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
@@ -387,10 +388,6 @@ class ZeroEngine:
         detach((self.model, self._entry, *self.model.parameters()))
 
     # ---- how it is put together ----
-
-    @property
-    def _is_replicated(self) -> bool:
-        return self.groups.shard_size == 1
 
     def _make_store(self) -> GradientStore:
         most = self.config.grad_buffers if self._holder.steps_early else None
