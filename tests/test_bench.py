@@ -75,6 +75,8 @@ def exchange_bytes(rank: int, world_size: int, *, numel: int) -> dict[str, int]:
         dist.recv(tensor, src=0)
     dist.barrier()
     after = tcp_bytes()
+    # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
+    dist.barrier()
     return {"rank": rank, "sent": after.sent - before.sent, "received": after.received - before.received}
 
 

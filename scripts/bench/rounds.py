@@ -54,6 +54,8 @@ class Station:
         waited_ms = None if waited_before_ms is None else (self.engine.waited_ms() - waited_before_ms) / steps
         dist.barrier()
         bytes_after = tcp_bytes()
+        # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
+        dist.barrier()
         self.visits.append(
             Visit(
                 cpu_ms=1e3 * cpu_s / steps,
