@@ -28,12 +28,12 @@ class Texts(Dataset):
 
 
 def make_accelerator(door: str, **arguments) -> Accelerator:
-    """ "ddp", or a way in and a stage: "plugin 2", "attach 1", "class 2", "variable 2", "yaml 3"."""
+    """ "ddp", or a way in and a stage: "plugin 2" (or settings), "attach 1", "class 2", "variable 2", "yaml 3"."""
     kind, _, stage = door.partition(" ")
     if kind == "ddp":
         return Accelerator(**arguments)
     if kind == "plugin":
-        return Accelerator(parallelism_config=ZeroPlugin(stage=int(stage)), **arguments)
+        return Accelerator(parallelism_config=ZeroPlugin(stage), **arguments)
     if kind == "attach":
         plugin = ZeroPlugin(int(stage))
         return plugin.attach(Accelerator(**arguments))

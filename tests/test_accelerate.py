@@ -89,13 +89,14 @@ def test_compiled_model_has_ddps_losses(stage, ddp):
         assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_save_state_and_load_state_continue_bit_for_bit(stage, tmp_path):
-    whole = run_on_ranks(launched, door=f"plugin {stage}", steps=8, save_to=str(tmp_path / "state"))
+@pytest.mark.parametrize("settings", ["0", "1", "2", "3", "stage=2,comm.sync_every=3"])
+def test_save_state_and_load_state_continue_bit_for_bit(settings, tmp_path):
+    door = f"plugin {settings}"
+    whole = run_on_ranks(launched, door=door, steps=8, save_to=str(tmp_path / "state"))
     saved = load_file(tmp_path / "state" / "model.safetensors")
     assert len(saved) == len(whole[0]["state"]) - 1
     assert not list((tmp_path / "state").glob("optimizer*"))
-    resumed = run_on_ranks(launched, door=f"plugin {stage}", steps=8, load_from=str(tmp_path / "state"))
+    resumed = run_on_ranks(launched, door=door, steps=8, load_from=str(tmp_path / "state"))
     for a, b in zip(whole, resumed):
         assert b["losses"] == a["losses"][-4:]
         assert b["state"] == a["state"]

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_zero import ConfigError, ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, gathered
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.engine.loaded import is_loaded
 
 pytestmark = pytest.mark.timeout(180)
@@ -121,7 +122,7 @@ def test_resumed_run_continues_bit_for_bit(stage, tmp_path):
     assert {name: value.tolist() for name, value in reloaded.items()} == whole[0]["state"]
 
 
-def resumes_quantised(rank: int, world_size: int, root: str, door: str) -> dict:
+def whole_and_resumed(rank: int, world_size: int, root: str, door: str) -> dict:
     whole = run(rank, world_size, door, "bert", f"{root}/whole", **SAVING)
     checkpoint = f"{root}/whole/checkpoint-15"
     resumed = run(rank, world_size, door, "bert", f"{root}/resumed", resume=checkpoint, seed=77, **SAVING)
@@ -131,7 +132,7 @@ def resumes_quantised(rank: int, world_size: int, root: str, door: str) -> dict:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(stage, tmp_path):
     door = f"flag stage={stage},comm.gradients=int8,comm.weights=int8"
-    for outcome in run_on_ranks(resumes_quantised, root=str(tmp_path), door=door):
+    for outcome in run_on_ranks(whole_and_resumed, root=str(tmp_path), door=door):
         whole, resumed = outcome["whole"], outcome["resumed"]
         assert resumed["losses"] == whole["losses"] and resumed["state"] == whole["state"]
         assert 0 < whole["log"]["zero/gradient_error"] < 0.1
@@ -139,6 +140,15 @@ def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     # What is saved are the masters, not what is left of them after the wire: few values of a block are equal.
     assert len(weights[0]["bert.embeddings.word_embeddings.weight"].flatten()[256:512].unique()) > 250
+
+
+def test_a_run_of_steps_apart_resumes_bit_for_bit_from_a_save_between_outer_steps(tmp_path):
+    for outcome in run_on_ranks(whole_and_resumed, root=str(tmp_path), door="flag stage=1,comm.sync_every=4"):
+        assert outcome["resumed"]["losses"] == outcome["whole"]["losses"]
+        assert outcome["resumed"]["state"] == outcome["whole"]["state"]
+    kinds = {row.kind for row in Manifest.read(tmp_path / "whole" / "checkpoint-15" / "zero").rows}
+    moments = {"exp_avg", "exp_avg_sq"}
+    assert kinds == {"outer.momentum_buffer", *moments, *(f"replica.1.{kind}" for kind in moments)}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
