@@ -195,10 +195,7 @@ class ZeroEngine:
         self._parameters.finish_all()
 
     def synchronise(self) -> None:
-        """Takes the outer step of `comm.sync_every` before its time, if local steps wait for it. Collective.
-
-        Saves do it, so that a checkpoint is of one model.
-        """
+        """Takes the outer step of `comm.sync_every` now, if local steps wait for it; saves do it. Collective."""
         self.finish_parameters()
         if self.groups.outer is None:
             return
@@ -227,7 +224,9 @@ class ZeroEngine:
             MemoryError: they do not fit.
             RuntimeError: an edit without `writeback`.
         """
-        (self.synchronise if writeback else self.finish_parameters)()
+        self.finish_parameters()
+        if writeback:
+            self.synchronise()
         parameters = parameters_in(self.model if target is None else target)
         with self.sharded.whole.gathered(parameters, writeback=writeback), self._exact.at_hand("hf_zero.gathered"):
             yield
