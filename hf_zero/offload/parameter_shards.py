@@ -191,6 +191,8 @@ class FileMover:
         """Writes a region's buffer. Waits for the oldest write where too many are under way."""
         while len(self._writing) >= self._most_writes:
             self._writing.popleft()[1].result()
+        # Of the step in which it is handed over, whenever the disk gets to it.
+        stored.written_bytes += buffer.nbytes
         self._writing.append((stored, self._threads.submit(stored.write_region, kind, buffer)))
 
     def finish_write(self, stored: StoredShard | None) -> None:

@@ -65,9 +65,8 @@ class StoredShard:
         return buffer[: self._numel * dtype.itemsize].view(dtype)
 
     def write_region(self, kind: str, buffer: torch.Tensor) -> None:
-        """Replaces all of one kind by a buffer (uint8) of `region_bytes`."""
+        """Replaces all of one kind by a buffer (uint8) of `region_bytes`, which the caller has counted."""
         self.file.write(buffer, self._regions[kind][0])
-        self.written_bytes += buffer.nbytes
 
     def read_part(self, kind: str, interval: Interval) -> torch.Tensor:
         """The elements `interval` of one kind, in memory of their own."""
