@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from hf_zero.read_ahead import ask_for, read_as_asked
+from hf_zero.checkpoint.manifest import CheckpointError
+from hf_zero.checkpoint.mapped import mapped_tensors
+from hf_zero.read_ahead import ask_for
 
 NUMEL = 8 << 20
 """Elements of the file: 32 MiB, more than any disk's read-ahead."""
@@ -38,11 +39,9 @@ def bytes_in_memory(values: torch.Tensor) -> int:
 @pytest.fixture
 def far(tmp_path):
     """The second half of the file, where no reading of its header comes to."""
-    with safe_open(forgotten_file(tmp_path), framework="pt") as file:
-        values = file.get_tensor("weight")[NUMEL // 2 :]
-        read_as_asked(values)
-        assert bytes_in_memory(values) == 0
-        yield values
+    values = mapped_tensors(forgotten_file(tmp_path))["weight"][NUMEL // 2 :]
+    assert bytes_in_memory(values) == 0
+    return values
 
 
 def test_single_values_cost_a_page_each(far):
@@ -60,6 +59,27 @@ def test_what_is_asked_for_is_read_and_what_lies_beside_it_is_not(far):
 
 @pytest.mark.parametrize("values", [torch.ones(3), torch.empty(0), torch.ones(4, 4).t()], ids=["3", "none", "strided"])
 def test_memory_of_other_kinds_keeps_its_values(values):
-    read_as_asked(values)
     ask_for(values)
     assert torch.equal(values, torch.ones_like(values))
+
+
+def test_tensors_have_their_shapes_and_values_and_a_damaged_file_is_refused(tmp_path):
+    tensors = {
+        "matrix": torch.randn(3, 5),
+        "half": torch.randn(7).bfloat16(),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(2, dtype=torch.int64),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    mapped = mapped_tensors(path)
+    assert mapped.keys() == tensors.keys()
+    assert all(
+        torch.equal(mapped[name], tensors[name]) and mapped[name].dtype == tensors[name].dtype for name in tensors
+    )
+    mapped["matrix"].zero_()
+    assert torch.equal(load_file(path)["matrix"], tensors["matrix"])
+    for size in (path.stat().st_size - 1, 4, 0):
+        os.truncate(path, size)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read .*header"):
+            mapped_tensors(path)

@@ -68,10 +68,16 @@ def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _fetch(file: IO[bytes], begin: int, nbytes: int) -> None:
-    """Has the system begin to read just these bytes, and not, as its own read-ahead, some of the next rank's."""
+    """Has the system begin to read just these bytes."""
+    _refuse_read_ahead(file)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def _refuse_read_ahead(file: IO[bytes]) -> None:
+    """The system would read, of its own, some of what another rank looks at."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def share_of(sizes: Mapping[str, int], rank: int, world_size: int) -> list[Chunk]:
@@ -134,24 +140,43 @@ def _faults_of_file(folder: Path, name: str, record: FileRecord, indices: Sequen
     ]
 
 
+@dataclass(frozen=True)
+class TensorSpan:
+    """Where a tensor lies in a safetensors file: from byte `begin` up to `end`; its dtype as safetensors spells it ("F32")."""
+
+    begin: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def is_whole_safetensors(path: Path) -> bool:
     """Whether a file is as long as its header says."""
-    spans = _spans_in(path)
-    return spans is not None and path.stat().st_size == max(end for _, end, _ in spans.values())
+    header = _header_of(path)
+    if header is None:
+        return False
+    header_bytes, spans = header
+    return path.stat().st_size == max([header_bytes, *(span.end for span in spans.values())])
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, int]]:
     """Each tensor of a safetensors file: the byte at which it begins, and bytes an element. {} for a file that is not whole."""
-    spans = _spans_in(path) if path.is_file() else None
-    return {
-        name: (begin, (end - begin) // numel) for name, (begin, end, numel) in (spans or {}).items() if name and numel
-    }
+    spans = spans_in(path) or {}
+    numels = {name: math.prod(span.shape) for name, span in spans.items()}
+    return {name: (span.begin, (span.end - span.begin) // numels[name]) for name, span in spans.items() if numels[name]}
 
 
-def _spans_in(path: Path) -> dict[str, tuple[int, int, int]] | None:
-    """Tensor → its first byte, the byte after it and its elements; "" is the header. None where that is no header."""
+def spans_in(path: Path) -> dict[str, TensorSpan] | None:
+    """Tensor → where it lies in a safetensors file; None for what is no such file."""
+    header = _header_of(path) if path.is_file() else None
+    return None if header is None else header[1]
+
+
+def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
+    """A safetensors file's bytes up to its first tensor, and its tensors; None where it does not begin with a header."""
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
+        _refuse_read_ahead(file)
         prefix = file.read(8)
         if len(prefix) < 8:
             return None
@@ -159,15 +184,15 @@ def _spans_in(path: Path) -> dict[str, tuple[int, int, int]] | None:
         if header_bytes > min(_LARGEST_HEADER_BYTES, size - 8):
             return None
         start = 8 + header_bytes
-        spans = {"": (0, start, 0)}
+        spans = {}
         try:
             for name, entry in json.loads(file.read(header_bytes)).items():
                 if name != "__metadata__":
                     begin, end = entry["data_offsets"]
-                    spans[name] = start + begin, start + end, math.prod(entry["shape"])
+                    spans[name] = TensorSpan(start + begin, start + end, tuple(entry["shape"]), entry["dtype"])
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
-        return spans
+        return start, spans
 
 
 def sync(path: Path) -> None:

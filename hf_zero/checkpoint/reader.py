@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..layout.intervals import Interval
 from ..layout.reshard import pieces_for
-from ..read_ahead import ask_for, read_as_asked
+from ..read_ahead import ask_for
 from .manifest import CheckpointError, Manifest, SavedRow
+from .mapped import mapped_tensors
 
 
 class CheckpointReader:
@@ -26,8 +25,7 @@ class CheckpointReader:
         self._folder = folder
         self._folders = [folder, *others]
         self.manifest = Manifest.read(folder)
-        self._files: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._files: dict[str, dict[str, torch.Tensor]] = {}
         self._rows: dict[tuple[str, str], list[tuple[Interval, SavedRow]]] = {}
         for row in self.manifest.rows:
             self._rows.setdefault((row.kind, row.name), []).append((row.interval, row))
@@ -36,7 +34,6 @@ class CheckpointReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
         self._files.clear()
 
     def kinds_of(self, name: str) -> tuple[str, ...]:
@@ -94,13 +91,12 @@ class CheckpointReader:
         path = found[0]
         try:
             if row.file not in self._files:
-                self._files[row.file] = self._stack.enter_context(safe_open(path, framework="pt"))
-            values = self._files[row.file].get_tensor(row.key)[interval.start : interval.stop]
-        except (OSError, SafetensorError) as error:
+                self._files[row.file] = mapped_tensors(path)
+            values = self._files[row.file][row.key][interval.start : interval.stop]
+        except (OSError, KeyError) as error:
             raise CheckpointError(
                 f"hf_zero: {path} cannot be read ({error}); the checkpoint is damaged, resume from an earlier one."
             ) from error
-        read_as_asked(values)
         ask_for(values)
         return values.clone()
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel, core_model_loading
 
+from ..checkpoint.mapped import mapped_tensors
 from ..config import ZeroConfig
 from ..engine.agreement import FILES_ATTRIBUTE
 from ..engine.loaded import mark_loaded, wanted_dtype
-from ..read_ahead import read_as_asked
 from .weights import weight_files
 
 _HEADER_BYTES = 64 * 1024
@@ -93,8 +92,7 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     files = [folder / name for name in weight_files(folder)]
     views: dict[str, torch.Tensor] = {}
     for file in files:
-        with safe_open(file, framework="pt") as opened:
-            views.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118 (no mapping)
+        views |= mapped_tensors(file)
     tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
     held = {id(tensors[name]) for name in views if name in tensors}
     if not views.keys() <= tensors.keys() or not all(id(p) in held for p in model.parameters()):
@@ -104,8 +102,6 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     for name, view in views.items():
         if isinstance(tensors[name], torch.nn.Parameter):
             wanted = wanted_dtype(tensors[name])
-            # Ranks have just read what each will take: what is still missing is little.
-            read_as_asked(view)
             tensors[name].data = view
             mark_loaded(tensors[name], wanted)
         else:
