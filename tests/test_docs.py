@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -207,7 +208,7 @@ def test_the_rooms_are_those_whose_imports_are_checked():
 
 
 def test_measured_figures_are_those_of_the_named_run():
-    [source] = re.findall(r"`(scripts/bench/results/\S+?\.json)`", README)
+    [source] = re.findall(r"`(scripts/bench/results/step-\S+?\.json)`", README)
     measured = {engine["name"]: engine for engine in json.loads((ROOT / source).read_text())["engines"]}
     rows = table_under(README, "engine")
     assert [ENGINE_NAMES[row[0]] for row in rows] == list(measured)
@@ -217,3 +218,31 @@ def test_measured_figures_are_those_of_the_named_run():
         assert wire == f"{engine['sent_bytes'] / 1e6:.1f}", name
         assert peak == f"{engine['peak_bytes'] / 2**20:.0f}", name
         assert engine["loss_difference"] == 0.0, "the README says that all losses are bitwise equal"
+
+
+def test_measured_figures_of_checkpoints_are_those_of_the_named_run():
+    [source] = re.findall(r"`(scripts/bench/results/io-\S+?\.json)`", README)
+    figures = json.loads((ROOT / source).read_text())
+    said = " ".join(README.split("Checkpoints of GPT-2")[1].split("\n\n")[0].split())
+
+    def seconds(table: str, name: str) -> str:
+        found = figures[table][name]
+        return f"{statistics.median(found['seconds'] if isinstance(found, dict) else found):.1f} s"
+
+    def megabytes(name: str) -> str:
+        return f"{max(figures['resumes'][name]['read_bytes']) / 1e6:.0f}"
+
+    def merged(way: str) -> str:
+        found = figures["merges"][way]
+        return f"{found['seconds']:.1f} s and {found['peak_bytes'] / 2**20:.0f} MiB"
+
+    assert f"takes {seconds('saves', 'stage 1: at once')} at stages 1 and 3" in said
+    assert seconds("saves", "stage 1: at once") == seconds("saves", "stage 3: at once")
+    assert f"torch.save of the same {seconds('saves', 'torch.save')}, DCP from FSDP2 {seconds('saves', 'DCP')}" in said
+    assert max(statistics.median(figures["saves"][f"stage {stage}: stall"]) for stage in (1, 3)) < 0.065
+    assert f"{seconds('resumes', 'stage 3')} at stage 3 and {seconds('resumes', 'stage 1')} at stage 1" in said
+    assert f"plain Trainer's {seconds('resumes', 'DDP')}" in said
+    assert f"{megabytes('stage 3')} MB at stage 3 and {megabytes('stage 1')} MB at stage 1" in said
+    assert f"plain Trainer reads {megabytes('DDP')}" in said
+    assert f"takes {merged('hf-zero consolidate')}" in said
+    assert f"`accelerate merge-weights` {merged('accelerate merge-weights')}" in said
