@@ -32,7 +32,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_zero.checkpoint import commit as committing
 from hf_zero.checkpoint.commit import begin, clear_leftovers, commit, temporary_of
-from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.disks import Disk, find_disk
 from hf_zero.checkpoint.files import FileRecord, files_below
 from hf_zero.checkpoint.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
@@ -803,3 +803,9 @@ def test_a_killed_rotation_leaves_no_half_of_a_checkpoint(checkpoint, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         committing.discard(checkpoint)
     assert not checkpoint.exists() and temporary_of(checkpoint).is_dir()
+
+
+def test_what_a_killed_run_left_while_it_looked_at_its_disk_goes_with_the_next_save(tmp_path):
+    (tmp_path / ".hf_zero-ofadeadrun").touch()
+    assert find_disk(tmp_path, 0, alone, then="").ranks == (0,)
+    assert not list(tmp_path.iterdir())

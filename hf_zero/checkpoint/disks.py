@@ -6,6 +6,8 @@ from pathlib import Path
 
 from .together import Exchange, together
 
+_MARK = ".hf_zero-"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
@@ -63,7 +65,7 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
     Raises:
         CheckpointError: on every rank, where one cannot write there.
     """
-    mark = folder / f".hf_zero-{uuid.uuid4().hex}"
+    mark = folder / f"{_MARK}{uuid.uuid4().hex}"
 
     def put() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,4 +76,8 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
     seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
     exchange(None)
     mark.unlink()
+    for left in folder.glob(f"{_MARK}*"):
+        # By a run that was killed in here.
+        if left.name not in names:
+            left.unlink(missing_ok=True)
     return Disk(ranks=seen, rank=rank, world_size=len(names))
