@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,7 +20,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from test_checkpoint import save_engine
 from torch import nn
-from training import Job, Unruly, fused_adamw, gpt2, gpt2_batch, train
+from training import Job, Unruly, fused_adamw, gpt2, gpt2_batch, steps, train
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
@@ -116,18 +115,6 @@ def prepared(stage: int, *, make_optimizer=fused_adamw, **more) -> tuple[nn.Modu
     model = gpt2()
     optimizer = make_optimizer(model)
     return model, optimizer, ZeroEngine(model, [optimizer], settings_for(stage, **{"kernels": "always", **more}))
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Sequence[int]) -> list[float]:
-    """Losses of steps on the same batches on every rank."""
-    losses = []
-    for seed in seeds:
-        loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def goes_on(rank: int, world_size: int, folder: str) -> None:

@@ -11,7 +11,7 @@ from ranks import run_ranks
 from test_checkpoint import save_engine
 from test_stochastic_rounding import of_one_seed
 from torch import nn
-from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, train
+from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, steps, train
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_zero import ZeroConfig
@@ -56,17 +56,6 @@ def prepared(settings: dict, **kwargs) -> tuple[nn.Module, torch.optim.Optimizer
     model = gpt()
     optimizer = adamw_in_two_groups(model, **kwargs)
     return model, optimizer, ZeroEngine(model, [optimizer], settings)
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
-    losses = []
-    for seed in seeds:
-        loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def bytes_there(value: object, seen: set[int]) -> int:
@@ -265,14 +254,14 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
         model, optimizer, engine = prepared({**IN_8_BITS, **more})
         model.load_state_dict(weights)
         load_engine(engine, f"{folder}/zero")
-        refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt"))
+        refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
         assert steps(model, optimizer, range(3, 6)) == expected, more
         refuse_difference(whole_states(engine, model), end)
     # From 8 bits to 32, whose moments are then float32 in memory, and from those to 8 again.
     model, optimizer, engine = prepared({**IN_32_BITS, "stage": 3})
     model.load_state_dict(weights)
     load_engine(engine, f"{folder}/zero")
-    refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt"))
+    refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
     assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=0.01)
     save_engine(engine, f"{folder}/in 32 bits")
     model, optimizer, engine = prepared({**IN_8_BITS, "stage": 1})
@@ -284,9 +273,9 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
 def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> None:
     for stage in (0, 3):
         model, optimizer, engine = prepared({**IN_8_BITS, "stage": stage, "bucket_bytes": "100KiB"})
-        model.load_state_dict(torch.load(f"{folder}/weights.pt"))
+        model.load_state_dict(torch.load(f"{folder}/weights.pt", weights_only=True))
         load_engine(engine, f"{folder}/zero")
-        refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt"))
+        refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
         assert all(loss < 6 for loss in steps(model, optimizer, range(3, 5)))
 
 

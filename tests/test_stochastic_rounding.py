@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks
 from test_checkpoint import save_engine
 from torch import nn
-from training import Job, Outcome, adamw_in_two_groups, gpt2, gpt2_batch, train
+from training import Job, Outcome, adamw_in_two_groups, gpt2, gpt2_batch, steps, train
 
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
@@ -49,17 +49,6 @@ def test_bits_depend_on_the_parameter_and_the_step_alone():
     # One run in bfloat16 beside another: as near as its digits allow, and learning.
     assert losses == pytest.approx(exact, rel=0.02)
     assert losses[-1] < losses[0] - 0.5
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> list[float]:
-    losses = []
-    for seed in seeds:
-        loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:

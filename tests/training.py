@@ -1,6 +1,6 @@
 """Small models and one training loop for all engines: the tests compare what it returns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -193,6 +193,18 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
             optimizer.zero_grad()
     tensors = {name: value.detach().float().numpy().copy() for name, value in model.state_dict().items()}
     return Outcome(losses, norms, tensors, [name for name, _ in model.named_parameters()])
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> list[float]:
+    """Losses of GPT-2 steps on the same batches on every rank."""
+    losses = []
+    for seed in seeds:
+        loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def clip_stock(model: nn.Module, max_norm: float) -> torch.Tensor:
