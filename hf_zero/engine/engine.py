@@ -79,12 +79,9 @@ class ZeroEngine:
         self._trials = ()
         self._assemble(optimizers, device)
 
-    def _assemble(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
-        model = self.model
-        check_parameters(model, self.config)
-        owner = owners(model, optimizers)
+    def _meet(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
+        model, comm = self.model, self.config.comm
         self.device = device or next(model.parameters()).device
-        comm = self.config.comm
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
         self._is_replicated = self.groups.shard_size == 1
@@ -93,10 +90,15 @@ class ZeroEngine:
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         self.config, trials = settle_formats(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials
-        several = self._peers.world_size > 1
         broadcast_buffers(model, self.transport)
+
+    def _assemble(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
+        model = self.model
+        check_parameters(model, self.config)
+        owner = owners(model, optimizers)
+        self._meet(optimizers, device)
+        offload, comm, several = self.config.offload, self.config.comm, self._peers.world_size > 1
         self._buffers = ModelBuffers(model, self._stepping, wanted=several and self.config.broadcast_buffers)
-        offload = self.config.offload
         self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
         needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
         refuse_unless_it_fits(self.config, needed, self.transport)
