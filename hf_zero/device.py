@@ -302,7 +302,7 @@ class Arrival:
         """Returns when it has been made."""
 
 
-class _Event(Arrival):
+class _Copied(Arrival):
     def __init__(self, event: torch.Event):
         self._event = event
 
@@ -335,7 +335,7 @@ class _StreamDownlink(Downlink):
             event.record(self._stream)
         # The allocator must not hand the memory out again before the copy has read it.
         source.record_stream(self._stream)
-        return _Event(event)
+        return _Copied(event)
 
 
 def downlink(device: torch.device) -> Downlink:
