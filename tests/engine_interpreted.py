@@ -9,16 +9,19 @@ import sys
 from functools import partial
 
 import torch
+from plain_lion import Lion
 from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
 
 adamw = partial(torch.optim.AdamW, lr=0.01)
 sgd = partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)
+lion = partial(Lion, lr=0.01, weight_decay=0.1)
 CASES = {
     "AdamW": (adamw, {"stage": 2}),
     "AdamW with masters": (adamw, {"stage": 3, "param_dtype": "bfloat16"}),
     "SGD": (sgd, {"stage": 0}),
+    "Lion": (lion, {"stage": 2, "param_dtype": "bfloat16"}),
     "AdamW, rounded by chance": (adamw, {"stage": 1, "param_dtype": "bfloat16", "rounding": "stochastic"}),
 }
 

@@ -17,12 +17,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_lion import Lion, PlainLion
 from ranks import run_ranks
 from test_checkpoint import save_engine
 from torch import nn
-from training import Job, Unruly, fused_adamw, gpt2, gpt2_batch, steps, train
+from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, steps, train
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.kernel_forms import form_of
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.engine.runs import runs_of
@@ -42,6 +44,10 @@ def adam(model: nn.Module, **more) -> torch.optim.Optimizer:
 
 def sgd(model: nn.Module, **more) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3, **more)
+
+
+def lion(model: nn.Module, **more) -> torch.optim.Optimizer:
+    return Lion(model.parameters(), lr=1e-3, weight_decay=0.1, **more)
 
 
 def unruly_batch(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
@@ -87,6 +93,55 @@ def test_losses_are_those_of_torchs_steps(world_size):
         assert {name: error for name, error in errors.items() if error > 1e-6} == {}
 
 
+def lions_beside_ddp(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """(worst error of a loss, of a weight) against DDP, which steps by the Lion's own arithmetic."""
+    found = []
+    for more in ({}, {"decoupled_weight_decay": True, "betas": (0.95, 0.98)}):
+        job = replace(CLIPPED, make_optimizer=partial(lion, **more))
+        pairs = compare_with_ddp(rank, world_size, job, [settings_for(stage, kernels="always") for stage in (1, 3)])
+        for ddp, mine in pairs:
+            weights = [abs(mine.tensors[name] - ddp.tensors[name]).max() for name in ddp.tensors]
+            found.append((mine.loss_error(ddp), float(max(weights))))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_lion_follows_ddp(world_size):
+    for errors in run_ranks(lions_beside_ddp, world_size=world_size, time_limit_s=120):
+        # Steps have one size, 1e-3: a sign that another last digit turned would show.
+        assert errors and all(loss < 1e-6 and weight < 1e-6 for loss, weight in errors), errors
+
+
+def test_lions_of_the_package_are_stepped_by_the_kernel():
+    """Under the state's own name, and by nobody else's Lion."""
+    for make_optimizer, taken in ((lion, 1), (lambda model: PlainLion(model.parameters()), 0)):
+        model, optimizer, engine = small(make_optimizer=make_optimizer)
+        small_steps(model, optimizer, 2)
+        assert engine.memory_report().kernels.buckets == taken
+        assert {row.kind for row in engine.state_rows()} == {"exp_avg"}
+        assert [set(state) for state in optimizer.state.values()] == [{"exp_avg"}] * len(optimizer.state)
+
+
+@pytest.mark.parametrize("module", ["lion_pytorch", "lion_pytorch.foreach"])
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_the_plain_lion_is_that_of_lion_pytorch(module, is_decoupled):
+    package = pytest.importorskip(module, reason="lion-pytorch, of the extra `dev`, is not installed")
+    ends = []
+    for kind in (PlainLion, package.Lion):
+        model = Small()
+        optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1, decoupled_weight_decay=is_decoupled)
+        assert (form_of(optimizer) is None) == (kind is PlainLion)
+        for step in range(4):
+            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([*model.parameters(), *(state["exp_avg"] for state in optimizer.state.values())])
+    for plain, theirs in zip(*ends, strict=True):
+        # Its foreach form adds by `lerp`.
+        torch.testing.assert_close(plain, theirs, rtol=1e-5 if "foreach" in module else 0, atol=0)
+
+
 def of_all_layouts(rank: int, world_size: int) -> list[float]:
     """The losses, which are the same bits at every stage; of bfloat16 parameters, which are their masters rounded."""
     runs = []
@@ -119,7 +174,7 @@ def prepared(stage: int, *, make_optimizer=fused_adamw, **more) -> tuple[nn.Modu
 
 def goes_on(rank: int, world_size: int, folder: str) -> None:
     """A checkpoint of either way of stepping is gone on with by either, at another stage."""
-    for make_optimizer in (fused_adamw, sgd):
+    for make_optimizer in (fused_adamw, sgd, lion):
         made = partial(prepared, make_optimizer=make_optimizer)
         ends = []
         for writes in ("never", "always"):
@@ -158,10 +213,16 @@ class Small(nn.Module):
         return sum((part.square() * (index + 1)).sum() for index, part in enumerate(self.parts))
 
 
-def small(sizes: tuple[int, ...] = (32, 5, 48), **more) -> tuple[Small, torch.optim.Optimizer, ZeroEngine]:
+def small_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def small(
+    sizes: tuple[int, ...] = (32, 5, 48), *, make_optimizer=small_adamw, **more
+) -> tuple[Small, torch.optim.Optimizer, ZeroEngine]:
     torch.manual_seed(0)
     model = Small(sizes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = make_optimizer(model)
     return model, optimizer, ZeroEngine(model, [optimizer], {"stage": 2, "kernels": "always", **more})
 
 

@@ -41,8 +41,8 @@ class ZeroConfig:
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: refuse to step with a NaN or infinite gradient.
-        kernels: whether fused kernels measure gradients and step AdamW, Adam and SGD in place of torch: `auto` where triton runs
-            on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
+        kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
+            runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
         reshard_after_forward: drop a unit's gathered parameters after its forward and gather them again for its backward;
             `false` keeps them until the optimizer's step, with the memory and traffic of stage 2; `auto` keeps them where

@@ -1,4 +1,4 @@
-"""What kernels know of torch's optimizers: which settings they have a form for, and which state is whose."""
+"""What kernels know of optimizers: which settings they have a form for, and which state is whose."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..kernels.adamw import AdamW, adamw
+from ..kernels.lion import Lion, lion
 from ..kernels.sgd import SGD, sgd
 from .buckets import Row
 from .flat_state import FlatState
@@ -33,7 +34,10 @@ class Place:
 
 
 class KernelForm(ABC):
-    """One optimizer of torch as a kernel does it: the same state under the same names.
+    """One optimizer as a kernel does it: the same state under the same names.
+
+    Args:
+        optimizer: for settings that its groups do not have.
 
     Attributes:
         usual: settings for which the kernel has one form only, with the value that this form has.
@@ -42,6 +46,9 @@ class KernelForm(ABC):
 
     usual: ClassVar[Mapping[str, Any]]
     numbers: ClassVar[Sequence[str]]
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
 
     def hindrance(self, group: Group) -> str | None:
         """Why the kernel cannot step this group, in words; None if it can."""
@@ -79,7 +86,8 @@ class AdamWForm(KernelForm):
     }
     numbers = ("lr", "betas", "eps", "weight_decay")
 
-    def __init__(self):
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer)
         # `step`, its version and its value when it was last written here.
         self._counts: dict[Row, tuple[torch.Tensor, int, int]] = {}
 
@@ -164,17 +172,54 @@ class SGDForm(KernelForm):
         )
 
 
+class LionForm(KernelForm):
+    """`lion_pytorch.Lion` (the package lion-pytorch), which keeps no count of its steps. The phase is always 0."""
+
+    usual: ClassVar[Mapping[str, Any]] = {}
+    numbers = ("lr", "betas", "weight_decay")
+
+    def state_names(self, group: Group) -> Sequence[str]:
+        return ("exp_avg",)
+
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: FlatState) -> Mapping[Row, int]:
+        for row, state in states.items():
+            flat.settle(row, "exp_avg", state)
+        return dict.fromkeys(states, 0)
+
+    def step(self, group: Group, phase: int, place: Place) -> None:
+        settings = Lion(
+            lr=float(group["lr"]),
+            betas=(float(group["betas"][0]), float(group["betas"][1])),
+            weight_decay=self._weight_decay(group),
+        )
+        lion(
+            place.weights, place.gradient, place.states["exp_avg"], settings, copy=place.copy, found_inf=place.found_inf
+        )
+
+    def _weight_decay(self, group: Group) -> float:
+        """With `decoupled_weight_decay`, so much of a weight goes each step as the group says when lr is what it began as."""
+        # Releases before 0.2.3 have no such option.
+        is_decoupled = getattr(self._optimizer, "decoupled_wd", False)
+        return float(group["weight_decay"]) / (self._optimizer._init_lr if is_decoupled else 1.0)
+
+
 _FORMS: dict[type[torch.optim.Optimizer], type[KernelForm]] = {
     torch.optim.AdamW: AdamWForm,
     torch.optim.Adam: AdamWForm,
     torch.optim.SGD: SGDForm,
 }
+_FORMS_BY_NAME: dict[str, type[KernelForm]] = {
+    "lion_pytorch.foreach.Lion": LionForm,
+    "lion_pytorch.lion_pytorch.Lion": LionForm,
+}
+"""Of packages that need not be installed."""
 
 
 def form_of(optimizer: torch.optim.Optimizer) -> KernelForm | None:
-    """The kernel's form of an optimizer; None where no kernel does what it does, as for a class made from one of torch's."""
-    made = _FORMS.get(type(optimizer))
-    return None if made is None else made()
+    """The kernel's form of an optimizer; None where no kernel does what it does, as for a class made from one of these."""
+    kind = type(optimizer)
+    made = _FORMS.get(kind) or _FORMS_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
+    return None if made is None else made(optimizer)
 
 
 def _has_tensor(value: Any) -> bool:
