@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.kernels import adamw, fill, lion, quantise, sgd, statistics, stepping, stochastic
+from hf_zero.kernels.block_format import BlockFormat, Code
+from hf_zero.kernels.fp8 import FP8
+from hf_zero.kernels.int4 import INT4
+from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lazy import Kernel
 
 ARCHITECTURES = (80, 90)
@@ -41,6 +45,7 @@ class Case:
     Attributes:
         types: of the runtime arguments, as Triton writes them; pointers and whole numbers known to be divisible by 16.
         constants: the other arguments.
+        architectures: those that have the instructions it is made of.
     """
 
     kernel: Kernel
@@ -48,6 +53,7 @@ class Case:
     promise: Promise
     constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = 4
+    architectures: tuple[int, ...] = ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,47 +132,49 @@ for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights
 
 
 def block_case(
-    kernel: Kernel, bits: int, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise
+    kernel: Kernel, code: Code, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise
 ) -> Case:
-    """A kernel of quantise.py on blocks of 256."""
-    rows, warps = quantise._launch(quantise.BlockFormat(bits=bits))
+    """A code's kernel on blocks of 256."""
+    rows, warps = quantise._launch(BlockFormat(code=code))
     return Case(
         kernel=kernel,
         types={"codes": "*u8", "scales": "*fp32", "numel": "i64", "blocks": "i64", **types},
         constants={"ROWS": rows, "SIZE": 256, **constants},
         num_warps=warps,
         promise=promise,
+        architectures=(90,) if code is FP8 else ARCHITECTURES,
     )
 
 
-QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "ROUND": quantise._ROUND_TO_INTEGER, "INTERPRETED": False}
+QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
 SUM_CONSTANTS = {"RANKS": 2, "INTERPRETED": False}
-CASES |= {
-    "quantise 8 bits": block_case(
-        quantise._quantise_bytes,
-        8,
+for code in (INT8, FP8):
+    CASES[f"quantise {code}"] = block_case(
+        code.quantise_kernel,
+        code,
         BF16_WITH_RESIDUAL,
         QUANTISE_CONSTANTS,
         Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
-    ),
-    "quantise 4 bits": block_case(
-        quantise._quantise_halves,
-        4,
+    )
+    CASES[f"sum of {code}"] = block_case(
+        code.sum_kernel,
+        code,
+        {"out": "*fp32"},
+        SUM_CONSTANTS,
+        Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
+    )
+CASES |= {
+    "quantise int4": block_case(
+        INT4.quantise_kernel,
+        INT4,
         BF16_WITH_RESIDUAL,
         QUANTISE_CONSTANTS,
         Promise(registers=48, shared_bytes=64, loads={"64": 2, "128": 2}, stores={"32": 2, "128": 2}),
     ),
-    "sum of 8 bits": block_case(
-        quantise._sum_bytes,
-        8,
-        {"out": "*fp32"},
-        SUM_CONSTANTS,
-        Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
-    ),
-    "sum of 4 bits": block_case(
-        quantise._sum_halves,
-        4,
+    "sum of int4": block_case(
+        INT4.sum_kernel,
+        INT4,
         {"out": "*bf16"},
         SUM_CONSTANTS,
         Promise(registers=48, loads={"32": 4}, stores={"64": 2}),
@@ -277,7 +285,7 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 
 def main() -> None:
     found = {
-        name: {str(architecture): vars(compile_case(case, architecture)) for architecture in ARCHITECTURES}
+        name: {str(architecture): vars(compile_case(case, architecture)) for architecture in case.architectures}
         for name, case in CASES.items()
     }
     for name, case in CASES.items():

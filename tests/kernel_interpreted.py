@@ -17,8 +17,9 @@ import torch
 from optimizer_steps import STEPPERS, Stepper, make_tensors, worst_error
 
 from hf_zero.kernels import fill, quantise, statistics, stochastic
+from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.fill import Piece
-from hf_zero.kernels.quantise import BlockFormat
+from hf_zero.kernels.fp8 import FP8
 
 SIZES = (0, 1, 127, 128, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -174,7 +175,16 @@ def optimizers_carry_what_is_not_finite():
         step_guarded(stepper, tensors, torch.bfloat16)
 
 
-FORMATS = [BlockFormat(bits=bits, block_numel=block_numel) for bits in (8, 4) for block_numel in (32, 256, 1024)]
+# In triton 3.9's interpreter 22 % of random float32 below 2^-6, and 2 % above, are another float8_e4m3fn than torch's and the
+# GPU's: it truncates below 2^-6, and above it rounds ties up and loses a carry into an odd exponent. The kernel gives it numbers
+# that are rounded already, and those it converts exactly. Both ways it takes all codes rightly but the two for NaN, which it
+# reads as 480 and which quantising never writes.
+FORMATS = [
+    BlockFormat(code=code, block_numel=block_numel)
+    for code in quantise.CODES.values()
+    for block_numel in (32, 256, 1024)
+]
+NAN_OF_FLOAT8 = 127
 
 
 def with_strangers(flat: torch.Tensor) -> torch.Tensor:
@@ -216,6 +226,8 @@ def dequantised_sums_are_the_references_bit_for_bit():
                 guard = Guarded()
                 codes = normal(ranks * format.code_bytes(numel), numel).mul_(60).add_(136).clamp_(17, 254)
                 codes = codes.to(torch.uint8).view(ranks, format.code_bytes(numel))
+                if format.code is FP8:
+                    codes[codes == NAN_OF_FLOAT8] = 0
                 scales = normal(ranks * format.blocks(numel), numel + 1).abs_().view(ranks, format.blocks(numel))
                 if numel > 1000:
                     scales[0, 1] = math.inf

@@ -158,11 +158,12 @@ def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -
     [
         (2, {"gradients": "int8", "weights": "int8"}, 0.28),
         (3, {"gradients": "int8", "weights": "int8"}, 0.28),
+        (3, {"gradients": "fp8", "weights": "fp8"}, 0.28),
         (2, {"gradients": "int4", "weights": "int8"}, 0.21),
     ],
-    ids=["2, int8", "3, int8", "2, int4 and int8"],
+    ids=["2, int8", "3, int8", "3, fp8", "2, int4 and int8"],
 )
-def test_blocks_of_integers_take_a_quarter_at_the_socket(stage, comm, share):
+def test_blocks_take_a_quarter_at_the_socket(stage, comm, share):
     """1 byte in place of 4, and 4 bytes of scale for 256 elements: 0.254; half a byte and as much: 0.129."""
     arguments = {"stage": stage, "comm": comm}
     by_rank = run_ranks(bytes_with_and_without, world_size=2, time_limit_s=90, keyword_arguments=arguments)

@@ -1,7 +1,8 @@
-"""Gradients and weights that travel in blocks of integers: what arrives, what stays exact, what is carried on."""
+"""Gradients and weights that travel in blocks: what arrives, what stays exact, what is carried on."""
 
 import hashlib
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +21,20 @@ from hf_zero.comm.quantised import QuantisedAllGather, QuantisedReduceScatter
 from hf_zero.comm.transport import Label
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.integrations.announce import state_plan
 from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
-from hf_zero.kernels.quantise import BlockFormat, round_to_blocks
+from hf_zero.kernels.block_format import BlockFormat
+from hf_zero.kernels.fp8 import FP8
+from hf_zero.kernels.int4 import INT4
+from hf_zero.kernels.int8 import INT8
+from hf_zero.kernels.quantise import round_to_blocks
 
 pytestmark = pytest.mark.timeout(180)
 
 SMALL_BUCKETS = "20KiB"
 BOTH = {"gradients": "int8", "weights": "int8"}
+BOTH_FP8 = {"gradients": "fp8", "weights": "fp8"}
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
 
 
@@ -49,7 +56,7 @@ def both_collectives(rank: int, world_size: int) -> None:
     groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
     for transport, format, dtype in itertools.product(
         (PointToPointTransport(groups, 30), CollectiveTransport(groups)),
-        (BlockFormat(bits=8), BlockFormat(bits=4, block_numel=64)),
+        (BlockFormat(code=INT8), BlockFormat(code=FP8), BlockFormat(code=INT4, block_numel=64)),
         (torch.float32, torch.bfloat16),
     ):
         numel = 768 * world_size
@@ -110,6 +117,7 @@ def test_all_ranks_compute_with_the_same_weights_at_every_step(world_size):
     variants = [setting(stage, BOTH) for stage in (1, 2, 3)]
     variants += [setting(stage, BOTH, grad_accumulation="local") for stage in (2, 3)]
     variants += [setting(2, {"gradients": "int4", "block_numel": 32}), setting(3, BOTH, persist_below_numel=100)]
+    variants += [setting(stage, BOTH_FP8) for stage in (2, 3)]
     arguments = {"jobs": [exact, *(replace(exact, settings=settings) for settings in variants)]}
     by_rank = run_ranks(watched, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
     for index, settings in enumerate([{}, *variants]):
@@ -152,6 +160,27 @@ def test_without_error_feedback_what_is_small_in_its_block_is_never_learned():
     for depths in run_ranks(went_down, world_size=2, time_limit_s=60):
         assert depths[True] == pytest.approx(-0.5, abs=0.01)
         assert depths[False] == 0.0
+
+
+def one_rank_has_nan(rank: int, world_size: int) -> None:
+    for code, strange in itertools.product(("int8", "fp8", "int4"), (math.nan, math.inf)):
+        model = Slope()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ZeroEngine(model, [optimizer], {"stage": 2, "comm": {"gradients": code}})
+        before = model.weight.detach().clone()
+        model(strange if rank == 1 else 1.0).backward()
+        with pytest.raises(NonFiniteGradientError, match="weight"):
+            optimizer.step()
+        assert torch.equal(model.weight, before)
+        optimizer.zero_grad()
+        model(1.0).backward()
+        optimizer.step()
+        # No residual has kept anything of it.
+        assert model.weight[0].item() == pytest.approx(-0.1, rel=1e-3)
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks():
+    run_ranks(one_rank_has_nan, world_size=2, time_limit_s=60)
 
 
 def start(settings: dict, steps: int = 3, dtype: torch.dtype = torch.float32):
@@ -262,8 +291,8 @@ def resume(settings: dict, folder: Path):
 
 
 def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
-    for stage in (1, 2, 3):
-        settings = setting(stage, {**BOTH, "gradients": "int4"})
+    for stage, comm in ((1, BOTH_FP8), (2, {**BOTH, "gradients": "int4"}), (3, {**BOTH, "gradients": "int4"})):
+        settings = setting(stage, comm)
         folder = Path(root) / f"stage{stage}"
         model, optimizer, engine, _ = start(settings)
         save(engine, model, folder)
@@ -311,7 +340,8 @@ def test_offload_changes_no_loss(tmp_path):
 
 def measured(rank: int, world_size: int) -> list[tuple[float | None, int, int, int]]:
     found = []
-    for comm in ({}, {"gradients": "int8"}, {"gradients": "int4"}, {"gradients": "int4", "error_feedback": False}):
+    int4 = {"gradients": "int4"}
+    for comm in ({}, {"gradients": "int8"}, {"gradients": "fp8"}, int4, {**int4, "error_feedback": False}):
         _, _, engine, _ = start(setting(2, comm), steps=2)
         rows = {row.kind: row.bytes for row in engine.memory_report().rows}
         padded = sum(bucket.layout.numel for bucket in engine.buckets)
@@ -327,12 +357,14 @@ def measured(rank: int, world_size: int) -> list[tuple[float | None, int, int, i
 
 
 def test_error_and_residuals_are_reported():
-    for exact, eight, four, without in run_ranks(measured, world_size=2, time_limit_s=60):
+    for exact, eight, float8, four, without in run_ranks(measured, world_size=2, time_limit_s=60):
         assert exact[:3] == (None, 0, 0)
         # A uniform error of half a step of 1 / 127 and 1 / 7 of a block's largest of 256, which is about 2.8 deviations.
         assert eight[0] == pytest.approx(2.8 / 127 / 12**0.5, rel=0.5)
         assert four[0] == pytest.approx(2.8 / 7 / 12**0.5, rel=0.5)
-        assert eight[1] == eight[2] == 2 * eight[3] and without[1] == without[2] == 0
+        # A uniform error of half a step of 2^-3, of numbers that lie evenly in the logarithm between two powers of two.
+        assert float8[0] == pytest.approx((2**-6 / 12 * math.log(2) / 1.5) ** 0.5, rel=0.2)
+        assert eight[1] == eight[2] == float8[1] == float8[2] == 2 * eight[3] and without[1] == without[2] == 0
 
 
 def test_what_cannot_be_quantised_is_refused():
@@ -340,8 +372,16 @@ def test_what_cannot_be_quantised_is_refused():
         ZeroConfig.of({"stage": 0, "comm": {"gradients": "int8"}})
     with pytest.raises(ConfigError, match=r"`comm.weights: int8` is of stages 1 to 3"):
         ZeroConfig.of("stage=0,comm.weights=int8")
-    with pytest.raises(ConfigError, match=r"`comm.weights` is 'int4'; allowed: none, auto, int8"):
+    with pytest.raises(ConfigError, match=r"`comm.weights: fp8` is of stages 1 to 3"):
+        ZeroConfig.of("stage=0,comm.weights=fp8")
+    with pytest.raises(ConfigError, match=r"`comm.weights` is 'int4'; allowed: none, auto, int8, fp8"):
         ZeroConfig.of("comm.weights=int4")
+    with pytest.raises(ConfigError, match=r"`comm.gradients` is 'e4m3'; allowed: none, auto, int8, fp8, int4"):
+        ZeroConfig.of("comm.gradients=e4m3")
+    with pytest.raises(ConfigError, match=r"`comm.weights: fp8` rounds what masters hold, and `rounding: stochastic`"):
+        ZeroConfig.of("stage=2,comm.weights=fp8,param_dtype=bfloat16,rounding=stochastic")
+    with pytest.raises(ConfigError, match=r"`comm.gradients: fp8` with `comm.sync_every: 4`"):
+        ZeroConfig.of("comm.gradients=fp8,comm.sync_every=4")
     with pytest.raises(ConfigError, match=r"`comm.block_numel` is 48; allowed: 32, 64"):
         ZeroConfig.of("comm.block_numel=48")
     model = nn.Linear(4, 4).double()

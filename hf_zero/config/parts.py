@@ -146,10 +146,10 @@ class CommConfig:
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
     gathers stay inside the node."""
     weights: str = "none"
-    """Parameters travel as they are (`none`), or as `int8` in blocks, at stages 1 to 3. `auto` tries both ways with a bucket
-    at the start, and takes `int8` where training will wait less for it."""
+    """Parameters travel as they are (`none`), or in blocks as `int8` or `fp8` (float8_e4m3fn), at stages 1 to 3. `auto` tries
+    `none` and `int8` with a bucket at the start, and takes `int8` where training will wait less for it."""
     gradients: str = "none"
-    """Likewise gradients, in `int8` or `int4`; `auto` chooses between `none` and `int8`."""
+    """Likewise gradients, in `int8`, `fp8` or `int4`; `auto` chooses between `none` and `int8`."""
     block_numel: int = 256
     """Elements that share a scale in a quantised tensor."""
     error_feedback: bool = True
@@ -171,8 +171,8 @@ class CommConfig:
             if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
-        one_of("comm.weights", self.weights, ("none", AUTO, "int8"))
-        one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "int4"))
+        one_of("comm.weights", self.weights, ("none", AUTO, "int8", "fp8"))
+        one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "fp8", "int4"))
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):
@@ -198,7 +198,7 @@ class CommConfig:
 
     @property
     def quantises(self) -> bool:
-        """Whether weights or gradients are asked to travel in blocks of integers. `auto` may come to that."""
+        """Whether weights or gradients are asked to travel in blocks of codes. `auto` may come to that."""
         return not {self.weights, self.gradients} <= {"none", AUTO}
 
 

@@ -48,7 +48,7 @@ class ExactGather(_Forgetful):
 
 
 class QuantisedGather(_Forgetful):
-    """What blocks of integers leave of the parameters, on every rank the same, this rank's own part too.
+    """What blocks leave of the parameters, on every rank the same, this rank's own part too.
 
     Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
     """

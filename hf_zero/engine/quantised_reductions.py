@@ -1,4 +1,4 @@
-"""Sums of gradients that travel in blocks of integers, inside a shard group and between shard groups."""
+"""Sums of gradients that travel in blocks, inside a shard group and between shard groups."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -26,7 +26,7 @@ class OwnWeights:
 def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) -> Iterator[OwnWeights]:
     """This rank's part of every parameter that lies in a bucket, in the parameter's dtype.
 
-    Where parameters have been through blocks of integers, it is their master's. Ranks of a replicate group hold the same
+    Where parameters have been through blocks, it is their master's. Ranks of a replicate group hold the same
     part; the first of them hands it out.
     """
     if groups.rank != groups.shard_rank:

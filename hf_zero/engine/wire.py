@@ -6,14 +6,12 @@ from ..comm.groups import Groups
 from ..comm.steps import StepsInOrder
 from ..comm.transport import Transport
 from ..config import ZeroConfig
-from ..kernels.quantise import BlockFormat
+from ..kernels.quantise import CODES, BlockFormat
 from ..layout.slots import USUAL_ALIGNMENT, Alignment
 from .gathers import ExactGather, Gather, QuantisedGather
 from .quantised_reductions import QuantisedReduction, choose_route
 from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
-
-_BITS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,4 +84,4 @@ def _exact_reduction(transport: Transport, groups: Groups, order: StepsInOrder, 
 
 
 def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
-    return BlockFormat(bits=_BITS[kind], block_numel=config.comm.block_numel) if kind in _BITS else None
+    return BlockFormat(code=CODES[kind], block_numel=config.comm.block_numel) if kind in CODES else None

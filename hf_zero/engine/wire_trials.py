@@ -16,7 +16,7 @@ from ..comm.trial import Trial, slowest_medians
 from ..config import AUTO, ZeroConfig
 from ..device import allocate, wait_for_device
 from ..kernels.checks import FLOAT_DTYPES
-from ..kernels.quantise import BlockFormat, dequantise, dequantise_sum, quantise
+from ..kernels.quantise import CODES, BlockFormat, dequantise, dequantise_sum, quantise
 from .build import bucket_numel_for, parts_of
 from .loaded import wanted_dtype
 from .precision import resolve_precision, untrained_precision
@@ -78,7 +78,7 @@ def _try(
     transport: Transport,
     device: torch.device,
 ) -> Trial:
-    format = BlockFormat(bits=8, block_numel=config.comm.block_numel)
+    format = BlockFormat(code=CODES[_IN_BLOCKS], block_numel=config.comm.block_numel)
     unit = groups.shard_size * groups.replicate.size * format.block_numel
     # With chance of its own: the run's is the script's.
     flat = allocate(-(-numel // unit) * unit, dtype, device).normal_(generator=torch.Generator(device).manual_seed(0))

@@ -124,7 +124,7 @@ def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
-    """What travels in blocks of integers."""
+    """What travels in blocks."""
     comm = engine.config.comm
     if not comm.quantises or engine.groups.shard_size == 1:
         return []

@@ -1,70 +1,31 @@
-"""Gradients as 8-bit or 4-bit integers with one float32 scale a block, what that loses carried to the next step.
+"""Tensors in blocks of 8-bit or 4-bit codes with one float32 scale a block, what that loses carried to the next step.
 
 Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and for each block B codes, the last block's
-padded with zeros. 8-bit codes are one signed byte each, in order. Of 4-bit codes, element i and element i + B/2 of a block
-share byte i, the former in its low half, each plus 8: two runs of neighbours, so that neither a vector unit nor a GPU's
-threads have to take every other element.
+padded with zeros. `int8`, `int4` and `fp8` are the codes; the file of each tells how it is written.
 
-A block's scale is its largest magnitude / 127 (or / 7), at least the smallest normal float32; a code is the element /
-scale, rounded to the nearest integer, ties to even. So a block of zeros gives zeros, and no element is off by more than
-half a scale. **A block with a NaN or an infinity gets the scale inf and codes 0, and comes out as NaN, all of it**: the
-check for non-finite gradients sees it on every rank.
+A block's scale is its largest magnitude / the largest that the code can write, at least the smallest normal float32; a code
+is the element / scale, rounded to the nearest that can be written, ties to even. So a block of zeros gives zeros, and no
+element is off by more than half of a code's step. **A block with a NaN or an infinity gets the scale inf and codes of zeros,
+and comes out as NaN, all of it**: the check for non-finite gradients sees it on every rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 
+from .block_format import BlockFormat
 from .checks import FLOAT_DTYPES, check_flat
-from .choose import runs_triton
-from .lazy import ceil_div, is_interpreted, kernel
-from .rounding import rounded
+from .fp8 import FP8
+from .int4 import INT4
+from .int8 import INT8
+from .lazy import ceil_div, is_interpreted
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
+CODES = {code.name: code for code in (INT8, INT4, FP8)}
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
-_ROUND_TO_INTEGER = 12582912.0
-"""1.5 x 2^23: added to a float32 below 2^22 and taken away again, it leaves the nearest integer, ties to even."""
-
-_CODE_OFFSET = 8
-"""Added to a 4-bit code, which lies between -7 and 7, so that it is not negative."""
 
 _SCRATCH_NUMEL = 1 << 17
 """Elements that the reference takes through all its passes at a time, so that they stay in a core's cache."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockFormat:
-    """How many bits a code has, 8 or 4, and how many elements share a scale, a power of two from 32 to 4096."""
-
-    bits: int
-    block_numel: int = 256
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"hf_zero: codes of {self.bits} bits; 8 and 4 are allowed. Choose one of them.")
-        if not 32 <= self.block_numel <= 4096 or self.block_numel & (self.block_numel - 1):
-            raise ValueError(
-                f"hf_zero: blocks of {self.block_numel} elements; a power of two from 32 to 4096 is allowed. Choose one of them."
-            )
-
-    @property
-    def largest(self) -> int:
-        """The largest code."""
-        return 2 ** (self.bits - 1) - 1
-
-    def blocks(self, numel: int) -> int:
-        """Blocks, and so scales, of a tensor of `numel` elements."""
-        return ceil_div(numel, self.block_numel)
-
-    def code_bytes(self, numel: int) -> int:
-        """Bytes of the codes of a tensor of `numel` elements."""
-        return self.blocks(numel) * self.block_numel * self.bits // 8
 
 
 def quantise(
@@ -85,7 +46,7 @@ def quantise(
         codes: (format.code_bytes(n),) uint8.
         scales: (format.blocks(n),) float32.
         residual: n elements, float32 or bfloat16, zeros at first. bfloat16 keeps 8 binary digits of what is carried, which
-            is itself at most half a scale. None to let the errors go.
+            is itself at most half of a code's step. None to let the errors go.
 
     Raises:
         ValueError: a tensor does not fit.
@@ -95,7 +56,9 @@ def quantise(
     _check_quantised(codes, scales, numel, device, format)
     if residual is not None:
         check_flat("residual", residual, numel=numel, device=device, dtypes=RESIDUAL_DTYPES)
-    (quantise_triton if runs_triton(device) else quantise_reference)(values, codes, scales, format, residual)
+    (quantise_triton if format.code.runs_triton(device) else quantise_reference)(
+        values, codes, scales, format, residual
+    )
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, format: BlockFormat) -> None:
@@ -131,7 +94,7 @@ def dequantise_sum(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
         )
     for rank in range(codes.shape[0]):
         _check_quantised(codes[rank], scales[rank], numel, device, format)
-    (dequantise_sum_triton if runs_triton(device) else dequantise_sum_reference)(codes, scales, out, format)
+    (dequantise_sum_triton if format.code.runs_triton(device) else dequantise_sum_reference)(codes, scales, out, format)
 
 
 def _check_quantised(
@@ -152,7 +115,7 @@ def quantise_reference(
     numel, size = values.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = values.new_empty((2, chunk), dtype=torch.float32)
-    code_rows = codes.view(-1, size * format.bits // 8)
+    code_rows = codes.view(-1, size * format.code.bits // 8)
     for start in range(0, numel, _SCRATCH_NUMEL):
         part = slice(start, min(start + chunk, numel))
         length = part.stop - part.start
@@ -166,12 +129,12 @@ def quantise_reference(
         q = scratch[: len(x)].view(-1, size)
         # An infinity norm is one call and takes fifteen times as long.
         torch.amax(torch.abs(rows, out=q), dim=1, out=scale)
-        scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(format.largest).clamp_(min=SMALLEST_NORMAL)
-        torch.div(rows, scale[:, None], out=q).round_()
+        scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(format.code.largest).clamp_(min=SMALLEST_NORMAL)
+        torch.div(rows, scale[:, None], out=q)
         bad = scale.isinf()
         if bad.any():
             q[bad] = 0
-        _pack(q, code_rows[blocks], format)
+        format.code.write(q, code_rows[blocks])
         if residual is not None:
             error = rows.sub_(q.mul_(scale[:, None])).view(-1)[:length]
             if bad.any():
@@ -184,7 +147,7 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
     numel, size = out.numel(), format.block_numel
     chunk = min(_SCRATCH_NUMEL, format.blocks(numel) * size)
     whole, scratch = out.new_empty((2, chunk), dtype=torch.float32)
-    code_rows = codes.view(len(codes), -1, size * format.bits // 8)
+    code_rows = codes.view(len(codes), -1, size * format.code.bits // 8)
     for start in range(0, numel, _SCRATCH_NUMEL):
         length = min(chunk, numel - start)
         blocks = slice(start // size, start // size + format.blocks(length))
@@ -192,36 +155,17 @@ def dequantise_sum_reference(codes: torch.Tensor, scales: torch.Tensor, out: tor
         total, term = (memory[: shape[0] * size].view(shape) for memory in (whole, scratch))
         for rank in range(len(codes)):
             place = term if rank else total
-            _unpack(code_rows[rank, blocks], place, format)
+            format.code.read(code_rows[rank, blocks], place)
             place.mul_(scales[rank, blocks, None])
             if rank:
                 total.add_(term)
         out[start : start + length].copy_(total.view(-1)[:length])
 
 
-def _pack(q: torch.Tensor, code_rows: torch.Tensor, format: BlockFormat) -> None:
-    """Integers held as float32, (blocks, B), into bytes."""
-    if format.bits == 8:
-        code_rows.view(torch.int8).copy_(q)
-        return
-    low, high = q.chunk(2, dim=1)
-    code_rows.copy_(torch.add(low, high, alpha=16).add_(17 * _CODE_OFFSET))
-
-
-def _unpack(code_rows: torch.Tensor, q: torch.Tensor, format: BlockFormat) -> None:
-    """Bytes into integers held as float32, (blocks, B)."""
-    if format.bits == 8:
-        q.copy_(code_rows.view(torch.int8))
-        return
-    low, high = q.chunk(2, dim=1)
-    low.copy_(code_rows & 15).sub_(_CODE_OFFSET)
-    high.copy_(code_rows >> 4).sub_(_CODE_OFFSET)
-
-
 def _launch(format: BlockFormat) -> tuple[int, int]:
     """Blocks a program and its warps: four elements a thread, for both halves of a byte alike."""
-    tile_numel = max(512 * 8 // format.bits, format.block_numel)
-    return tile_numel // format.block_numel, max(1, tile_numel * format.bits // 8 // 128)
+    tile_numel = max(512 * 8 // format.code.bits, format.block_numel)
+    return tile_numel // format.block_numel, max(1, tile_numel * format.code.bits // 8 // 128)
 
 
 def quantise_triton(
@@ -235,7 +179,7 @@ def quantise_triton(
     rows, warps = _launch(format)
     blocks = format.blocks(values.numel())
     if blocks:
-        (_quantise_bytes if format.bits == 8 else _quantise_halves)[(ceil_div(blocks, rows),)](
+        format.code.quantise_kernel[(ceil_div(blocks, rows),)](
             values,
             codes,
             scales,
@@ -243,7 +187,6 @@ def quantise_triton(
             values.numel(),
             blocks,
             SMALLEST=SMALLEST_NORMAL,
-            ROUND=_ROUND_TO_INTEGER,
             ROWS=rows,
             SIZE=format.block_numel,
             INTERPRETED=is_interpreted(),
@@ -256,7 +199,7 @@ def dequantise_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.
     rows, warps = _launch(format)
     blocks = format.blocks(out.numel())
     if blocks:
-        (_sum_bytes if format.bits == 8 else _sum_halves)[(ceil_div(blocks, rows),)](
+        format.code.sum_kernel[(ceil_div(blocks, rows),)](
             codes,
             scales,
             out,
@@ -268,149 +211,3 @@ def dequantise_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.
             INTERPRETED=is_interpreted(),
             num_warps=warps,
         )
-
-
-@kernel
-def _load(values, residual, offsets, mask):
-    """Values plus residual, and the residual by itself."""
-    x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
-    old = x
-    if residual is not None:
-        old = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
-        x = x + old
-    return x, old
-
-
-@kernel
-def _magnitudes(x):
-    """Magnitudes, inf for NaN."""
-    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
-
-
-@kernel
-def _codes_of(x, scale, ROUND: tl.constexpr):
-    """Integers held as float32; 0 where the scale is inf."""
-    return tl.where(scale < float("inf"), (tl.div_rn(x, scale) + ROUND) - ROUND, 0.0)
-
-
-@kernel
-def _store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
-    kept = tl.where(scale < float("inf"), x - q * scale, old)
-    tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
-
-
-@kernel
-def _quantise_bytes(
-    values,
-    codes,
-    scales,
-    residual,
-    numel,
-    blocks,
-    SMALLEST: tl.constexpr,
-    ROUND: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    mask = offsets < numel
-    x, old = _load(values, residual, offsets, mask)
-    absmax = tl.max(_magnitudes(x), axis=1)
-    scale = tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, 127.0, tl.float32)), SMALLEST)
-    tl.store(scales + row, scale, mask=row < blocks)
-    scale = tl.broadcast_to(scale[:, None], x.shape)
-    q = _codes_of(x, scale, ROUND)
-    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, q.to(tl.int8), mask=(row < blocks)[:, None])
-    if residual is not None:
-        _store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED)
-
-
-@kernel
-def _quantise_halves(
-    values,
-    codes,
-    scales,
-    residual,
-    numel,
-    blocks,
-    SMALLEST: tl.constexpr,
-    ROUND: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    HALF: tl.constexpr = SIZE // 2
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, HALF)[None, :]
-    low_offsets = row[:, None] * SIZE + column
-    high_offsets = low_offsets + HALF
-    low_mask, high_mask = low_offsets < numel, high_offsets < numel
-    low, old_low = _load(values, residual, low_offsets, low_mask)
-    high, old_high = _load(values, residual, high_offsets, high_mask)
-    absmax = tl.max(tl.maximum(_magnitudes(low), _magnitudes(high)), axis=1)
-    scale = tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, 7.0, tl.float32)), SMALLEST)
-    tl.store(scales + row, scale, mask=row < blocks)
-    scale = tl.broadcast_to(scale[:, None], low.shape)
-    q_low, q_high = _codes_of(low, scale, ROUND), _codes_of(high, scale, ROUND)
-    packed = (q_high * 16.0 + q_low + 136.0).to(tl.int32).to(tl.uint8)
-    tl.store(codes + row[:, None] * HALF + column, packed, mask=(row < blocks)[:, None])
-    if residual is not None:
-        _store_residual(residual, low_offsets, low_mask, low, old_low, q_low, scale, INTERPRETED)
-        _store_residual(residual, high_offsets, high_mask, high, old_high, q_high, scale, INTERPRETED)
-
-
-@kernel
-def _sum_bytes(
-    codes,
-    scales,
-    out,
-    numel,
-    blocks,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, SIZE)[None, :]
-    known = row < blocks
-    total = tl.zeros((ROWS, SIZE), dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
-        ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
-        scale = tl.load(scales + ranked, mask=known)
-        place = codes.to(tl.pointer_type(tl.int8)) + ranked[:, None] * SIZE + column
-        total += tl.load(place, mask=known[:, None], other=0).to(tl.float32) * scale[:, None]
-    offsets = row[:, None] * SIZE + column
-    tl.store(out + offsets, rounded(total, out.dtype.element_ty, INTERPRETED), mask=offsets < numel)
-
-
-@kernel
-def _sum_halves(
-    codes,
-    scales,
-    out,
-    numel,
-    blocks,
-    RANKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
-    HALF: tl.constexpr = SIZE // 2
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, HALF)[None, :]
-    known = row < blocks
-    low = tl.zeros((ROWS, HALF), dtype=tl.float32)
-    high = tl.zeros((ROWS, HALF), dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
-        ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
-        scale = tl.load(scales + ranked, mask=known)[:, None]
-        packed = tl.load(codes + ranked[:, None] * HALF + column, mask=known[:, None], other=0).to(tl.int32)
-        low += ((packed & 15) - 8).to(tl.float32) * scale
-        high += ((packed >> 4) - 8).to(tl.float32) * scale
-    offsets = row[:, None] * SIZE + column
-    dtype: tl.constexpr = out.dtype.element_ty
-    tl.store(out + offsets, rounded(low, dtype, INTERPRETED), mask=offsets < numel)
-    tl.store(out + offsets + HALF, rounded(high, dtype, INTERPRETED), mask=offsets + HALF < numel)

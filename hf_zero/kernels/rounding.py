@@ -1,4 +1,4 @@
-"""Rounding of float32 to a 16-bit dtype inside a kernel."""
+"""Rounding of float32 inside a kernel: to a 16-bit dtype, to integers."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def rounded(x, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     else:
         result = x.to(dtype)
     return result
+
+
+@kernel
+def nearest_integer(x):
+    """`x` (float32, below 2^22), ties to even. There is no instruction for it that the interpreter has as well.
+
+    1.5 x 2^23, added and taken away again, leaves no digits behind the point.
+    """
+    return (x + 12582912.0) - 12582912.0

@@ -14,8 +14,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.choose import runs_triton
 from hf_zero.kernels.fill import Piece, fill
+from hf_zero.kernels.fp8 import FP8
+from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lion import Lion, lion
-from hf_zero.kernels.quantise import BlockFormat, dequantise_sum, quantise
+from hf_zero.kernels.quantise import dequantise_sum, quantise
 from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
 from hf_zero.kernels.stochastic import round_stochastically
@@ -58,11 +62,6 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
     weights, exp_avg, exp_avg_sq, residual = (torch.zeros(numel, device=device) for _ in range(4))
     gradient = torch.randn(numel, device=device).bfloat16()
     copy = torch.empty_like(gradient)
-    eight = BlockFormat(bits=8)
-    codes = torch.empty(2, eight.code_bytes(numel), dtype=torch.uint8, device=device)
-    scales = torch.empty(2, eight.blocks(numel), device=device)
-    quantise(gradient, codes[0], scales[0], eight)
-    quantise(gradient, codes[1], scales[1], eight)
     few = numel // 1024 * 1024
     pieces = [Piece(start=at, numel=1024, source=gradient[at : at + 1024]) for at in range(0, min(few, 1 << 22), 1024)]
     filled = sum(piece.numel for piece in pieces)
@@ -83,16 +82,7 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             bytes_an_element=20,
             run=lambda: sgd(weights, gradient, exp_avg, SGD(lr=1e-6, momentum=0.9), copy),
         ),
-        Task(
-            name="quantise 8 bits, error feedback",
-            bytes_an_element=11 + 4 / eight.block_numel,
-            run=lambda: quantise(gradient, codes[0], scales[0], eight, residual),
-        ),
-        Task(
-            name="sum of two ranks' 8 bits",
-            bytes_an_element=6 + 8 / eight.block_numel,
-            run=lambda: dequantise_sum(codes, scales, weights, eight),
-        ),
+        *block_tasks(gradient, residual, weights),
         Task(
             name="stochastic rounding",
             bytes_an_element=6,
@@ -104,6 +94,26 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             run=lambda: fill(weights, pieces),
         ),
     ]
+
+
+def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Iterator[Task]:
+    """Both ways through blocks of each code of 8 bits, the sum of two ranks' into `out`."""
+    for code in (INT8, FP8):
+        format = BlockFormat(code=code)
+        codes = torch.empty(2, format.code_bytes(len(gradient)), dtype=torch.uint8, device=gradient.device)
+        scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
+        for rank in range(2):
+            quantise(gradient, codes[rank], scales[rank], format)
+        yield Task(
+            name=f"quantise {code}, error feedback",
+            bytes_an_element=11 + 4 / format.block_numel,
+            run=partial(quantise, gradient, codes[0], scales[0], format, residual),
+        )
+        yield Task(
+            name=f"sum of two ranks' {code}",
+            bytes_an_element=6 + 8 / format.block_numel,
+            run=partial(dequantise_sum, codes, scales, out, format),
+        )
 
 
 def torch_tasks(numel: int, device: torch.device) -> list[Task]:

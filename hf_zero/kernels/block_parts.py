@@ -1,0 +1,47 @@
+"""What the kernels that quantise blocks have in common, whichever code they write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .lazy import kernel
+from .rounding import rounded
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+
+@kernel
+def load_with_residual(values, residual, offsets, mask):
+    """Values plus residual, and the residual by itself."""
+    x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
+    old = x
+    if residual is not None:
+        old = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = x + old
+    return x, old
+
+
+@kernel
+def magnitudes(x):
+    """Magnitudes, inf for NaN."""
+    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
+
+
+@kernel
+def scale_of(absmax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
+    """The scale at which a block's largest magnitude is written as LARGEST."""
+    return tl.maximum(tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32)), SMALLEST)
+
+
+@kernel
+def in_scales(x, scale):
+    """`x` / `scale`, rounded as the reference rounds; 0 where the scale is inf."""
+    return tl.where(scale < float("inf"), tl.div_rn(x, scale), 0.0)
+
+
+@kernel
+def store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.constexpr):
+    """What writing `q` for `x` loses, or what there was where the block is not finite."""
+    kept = tl.where(scale < float("inf"), x - q * scale, old)
+    tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
