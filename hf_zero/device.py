@@ -3,8 +3,9 @@
 import mmap
 import os
 import re
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,50 @@ def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
+class Moment(ABC):
+    """A point in what a device does for the caller, to tell afterwards how long something took there."""
+
+    @property
+    @abstractmethod
+    def is_past(self) -> bool:
+        """Whether the device has come so far. Asking does not stop it."""
+
+    @abstractmethod
+    def seconds_until(self, later: "Moment") -> float:
+        """From here to a later moment of the same device; both are past."""
+
+
+class _HostMoment(Moment):
+    is_past = True
+
+    def __init__(self):
+        self._seconds = time.perf_counter()
+
+    def seconds_until(self, later: "_HostMoment") -> float:
+        return later._seconds - self._seconds
+
+
+class _QueueMoment(Moment):
+    """An event in the queue that is current: the device comes there after all that the host has asked of it before."""
+
+    def __init__(self, device: torch.device):
+        module = torch.get_device_module(device)
+        self._event = module.Event(enable_timing=True)
+        self._event.record(module.current_stream(device))
+
+    @property
+    def is_past(self) -> bool:
+        return self._event.query()
+
+    def seconds_until(self, later: "_QueueMoment") -> float:
+        return 1e-3 * self._event.elapsed_time(later._event)
+
+
+def clock(device: torch.device) -> Callable[[], Moment]:
+    """What gives the present moment of `device`."""
+    return _HostMoment if device.type == "cpu" else partial(_QueueMoment, device)
+
+
 class Mark(ABC):
     """A point in a `SideQueue`'s work."""
 
@@ -146,7 +191,7 @@ class _Event(Mark):
 
 
 class _StreamQueue(SideQueue):
-    """A stream of its own."""
+    """A stream of its own, of usual priority: copies over the bus take none of the multiprocessors that priorities are about."""
 
     def __init__(self, device: torch.device):
         self._module = torch.get_device_module(device)

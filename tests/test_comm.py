@@ -2,6 +2,7 @@
 
 import gc
 import time
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -13,8 +14,9 @@ from ranks import RankFailedError, run_ranks
 from training import gpt2, gpt2_batch
 from wire import tcp_bytes
 
+import hf_zero.comm.groups as comm_groups
 from hf_zero.comm.collectives import CollectiveTransport
-from hf_zero.comm.groups import Groups
+from hf_zero.comm.groups import Groups, _urgent_options
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig
@@ -263,3 +265,57 @@ def drops_a_handle(rank: int, world_size: int) -> None:
 
 def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing():
     run_ranks(drops_a_handle, world_size=2, time_limit_s=40)
+
+
+GPUS = "cpu:gloo,cuda:nccl"
+URGENT = "nccl, urgent"
+ASKED_FOR = [
+    ("gloo", 3, {}, []),
+    (GPUS, 0, {}, ["gloo"]),
+    (GPUS, 2, {}, ["gloo", URGENT]),
+    (GPUS, 3, {}, ["gloo", URGENT]),
+    (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, ["gloo", *3 * [URGENT]]),
+    (GPUS, 2, {"shard_group_size": 2}, ["gloo", *4 * ["default"], *2 * [URGENT]]),
+    (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, ["gloo", *4 * ["default"], *2 * [URGENT], *2 * ["gloo"]]),
+]
+"""Backends, stage, `comm`, and the groups beside the default one that torch is asked for: backend, options."""
+
+
+def groups_made(rank: int, world_size: int) -> None:
+    """gloo is what is had of all of them, on a host without accelerators."""
+    asked = []
+    make = dist.new_group
+
+    def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
+        asked.append(f"{backend or 'default'}{'' if pg_options is None else ', ' + pg_options}")
+        return make(ranks, timeout, "gloo")
+
+    dist.new_group = new_group
+    comm_groups._urgent_options = lambda backend, timeout: "urgent" if backend == "nccl" else None
+    for backends, stage, comm, made in ASKED_FOR:
+        asked.clear()
+        dist.get_backend_config = lambda backends=backends: backends
+        device_type = "cuda" if "cuda" in backends else "cpu"
+        groups = Groups.create(stage=stage, device_type=device_type, comm=CommConfig(**comm))
+        assert asked == made, (backends, stage, comm)
+        assert (groups.gather.handle is not groups.shard.handle) is (URGENT in made)
+        for group in (groups.gather, groups.shard, groups.replicate):
+            if group.size > 1:
+                dist.all_reduce(torch.ones(1), group=group.handle)
+
+
+def test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_once():
+    run_ranks(groups_made, world_size=4, time_limit_s=60)
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
+def test_nccl_is_asked_for_a_stream_of_high_priority():
+    timeout = timedelta(seconds=7)
+    options = _urgent_options("nccl", timeout)
+    assert isinstance(options, dist.ProcessGroupNCCL.Options)
+    # torch warns where the two differ.
+    assert options.is_high_priority_stream and options._timeout == timeout
+
+
+def test_other_backends_have_no_priorities():
+    assert _urgent_options("gloo", timedelta(seconds=7)) is None

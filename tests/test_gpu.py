@@ -11,6 +11,9 @@ from test_checkpoint import save_engine
 from torch import nn
 from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch
 
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.transport import Handle, Label
+from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
 from hf_zero.engine.nonfinite import NonFiniteGradientError
@@ -244,3 +247,15 @@ def test_closing_gives_memory_back():
     losses(2, torch.float32)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 2**20
+
+
+def test_a_wait_is_counted_by_the_devices_own_clock():
+    device = torch.device("cuda")
+    ledger = Ledger(clock(device))
+    label = Label(kind="all-gather parameters", subject="bucket 0")
+    ledger.count(label.kind, 1, 0)
+    torch.cuda.synchronize()
+    Handle(label, ledger, lambda: torch.cuda._sleep(200_000_000)).finish()
+    assert ledger.rows()[0].wait_seconds == 0
+    torch.cuda.synchronize()
+    assert ledger.rows()[0].wait_seconds > 0.02

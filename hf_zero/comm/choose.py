@@ -1,5 +1,8 @@
 """The transport that suits a backend and a device, chosen once when the engine is built."""
 
+import torch
+
+from ..device import clock
 from .collectives import CollectiveTransport
 from .groups import Groups
 from .ledger import Ledger
@@ -8,20 +11,21 @@ from .point_to_point import PointToPointTransport
 from .transport import Transport
 
 
-def choose_transport(groups: Groups, device_type: str, timeout_s: float, ledger: Ledger | None = None) -> Transport:
+def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:
     """Nothing for one rank, point to point for gloo on the host, the backend's own collectives otherwise."""
+    ledger = ledger or Ledger(clock(device))
     if groups.world_size == 1:
         return LocalTransport(ledger)
-    if groups.backend == "gloo" and device_type == "cpu":
+    if groups.backend == "gloo" and device.type == "cpu":
         return PointToPointTransport(groups, timeout_s, ledger)
     return CollectiveTransport(groups, ledger)
 
 
-def choose_step_transport(transport: Transport, groups: Groups, device_type: str, timeout_s: float) -> Transport:
+def choose_step_transport(transport: Transport, groups: Groups, device: torch.device, timeout_s: float) -> Transport:
     """The transport of the ranks that take each step together: all of `transport`'s, unless outer steps are for the rest.
 
     Both count in one ledger.
     """
     if groups.outer is None:
         return transport
-    return choose_transport(groups.of_a_step(), device_type, timeout_s, transport.ledger)
+    return choose_transport(groups.of_a_step(), device, timeout_s, transport.ledger)

@@ -1,4 +1,14 @@
-"""Which ranks share one copy of the state, which hold the same part of it, and which of them are on one node."""
+"""Which ranks share one copy of the state, which hold the same part of it, and which of them are on one node.
+
+[Note: two communicators]
+A communicator of NCCL takes its collectives one after the other, in one order on all ranks. At stage 3 a layer's gather would so
+wait for the gradients of the layers before it, and forward and backward wait for the gather, where nothing waits for the
+gradients until backward ends; also, gathers follow the order of forward and backward and reductions the order of buckets. Below
+stage 3 a broadcast of buffers before a forward would wait for all gathers behind the step. So on an accelerator the parameters'
+all-gathers have a communicator of their own, with a stream of high priority: a collective that has its data, and finds all
+multiprocessors taken by backward's kernels, goes before the kernels that have not begun. gloo's messages have no such order:
+there a second group has gained nothing, and all go through one.
+"""
 
 import os
 import socket
@@ -48,9 +58,8 @@ class Groups:
         world_size, rank: of all ranks that train the model.
         backend: name of the data backend; "local" for one rank without a process group.
         shard, replicate: this rank's groups.
-        gather: the shard group for the parameter all-gathers. At stage 3 on an accelerator it has a communicator of its own:
-            gathers follow the order of forward and backward and reductions the order of buckets, and one communicator
-            would ask all ranks for one common order of both.
+        gather: the shard group for the parameter all-gathers; with a communicator of its own where that pays, see [Note: two
+            communicators].
         control: process group of the host's small agreements. On an accelerator it is a gloo group, so that agreeing
             does not stop the device's queue.
         nodes: the node of each rank.
@@ -91,15 +100,15 @@ class Groups:
         shards = [range(start, start + size) for start in range(0, world_size, size)]
         shard = gather = _make(shards, rank, timeout)
         replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout)
-        if has_queue and stage == 3:
-            gather = _make(shards, rank, timeout, backend=backend)
+        if has_queue and stage > 0:
+            gather = _make(shards, rank, timeout, backend=backend, is_urgent=True)
         outer, shard_control = None, control
         if comm.sync_every > 1:
             outer, replicate = replicate, RankGroup(ranks=(rank,), place=0)
             shard_control = _make(shards, rank, timeout, backend="gloo").handle if has_queue else shard.handle
         node = None
         if comm.secondary_shard == "node":
-            node = _make(_within_nodes(shards, nodes), rank, timeout, backend=backend)
+            node = _make(_within_nodes(shards, nodes), rank, timeout, backend=backend, is_urgent=True)
         return cls(
             world_size=world_size,
             rank=rank,
@@ -192,21 +201,42 @@ def _within_nodes(shards: Sequence[range], nodes: Sequence[int]) -> list[list[in
     return found
 
 
-def _make(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta, backend: str | None = None) -> RankGroup:
+def _make(
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    timeout: timedelta,
+    backend: str | None = None,
+    *,
+    is_urgent: bool = False,
+) -> RankGroup:
     """This rank's of some groups that together hold all ranks. Every rank makes every group.
 
     Args:
         backend: makes new communicators; without it, a group of the whole world is the default group.
+        is_urgent: on an accelerator, they go before kernels that wait for room.
     """
     own = None
     for members in groups:
         ranks = list(members)
         needs_own = backend is not None or len(groups) > 1
         # A group of one rank never talks.
-        handle = dist.new_group(ranks, timeout, backend) if len(ranks) > 1 and needs_own else None
+        handle = None
+        if len(ranks) > 1 and needs_own:
+            options = _urgent_options(backend, timeout) if is_urgent else None
+            handle = dist.new_group(ranks, timeout, backend, options)
         if rank in ranks:
             own = RankGroup(ranks=tuple(ranks), place=ranks.index(rank), handle=handle)
     return own
+
+
+def _urgent_options(backend: str, timeout: timedelta) -> object | None:
+    """NCCL's options for a stream of high priority; None for other backends, which have none."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    # `new_group` warns of any other.
+    options._timeout = timeout
+    return options
 
 
 def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:

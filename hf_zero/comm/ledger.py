@@ -1,9 +1,21 @@
-"""What communication cost: calls, bytes this rank sent and over which links, and how long, by kind of collective."""
+"""What communication cost: calls, bytes this rank sent and over which links, and how long, by kind of collective.
 
-import time
-from collections.abc import Iterator
+[Note: exposed communication]
+On the host a wait is time in which the host stands still. An accelerator's host goes on, and it is the device's queue that stands
+still, from the moment when it comes to the wait to the moment when what it waits for has arrived. So both are moments of
+the device's own clock, in its queue before and behind the wait, and how far they are apart is read when the device has passed
+them, without stopping it. Where the host itself waits, for a small agreement, the device's clock counts what counts too: how
+long the device had nothing to do meanwhile.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+
+import torch
+
+from ..device import Moment, clock
 
 
 @dataclass(kw_only=True)
@@ -13,7 +25,7 @@ class CommRow:
     Attributes:
         bytes_sent: by this rank.
         bytes_between: of those, the ones to ranks on other nodes.
-        wait_seconds: exposed communication: how long the host stood still for it.
+        wait_seconds: exposed communication: how long training stood still for it, see [Note: exposed communication].
         under_way_seconds: how long at least one was between its start and the moment when somebody needed its end.
     """
 
@@ -30,14 +42,34 @@ class CommRow:
         return self.bytes_sent / self.under_way_seconds / 1e9 if self.under_way_seconds else 0.0
 
 
-class Ledger:
-    """Counts what the transport is asked to do; one a transport."""
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """From one moment to another, and the attribute of a row that it adds to."""
 
-    def __init__(self):
+    row: CommRow
+    attribute: str
+    start: Moment
+    end: Moment
+
+    @property
+    def is_past(self) -> bool:
+        return self.start.is_past and self.end.is_past
+
+
+class Ledger:
+    """Counts what the transport is asked to do; one a transport.
+
+    Args:
+        now: gives moments of the device that is trained on; by default the host's.
+    """
+
+    def __init__(self, now: Callable[[], Moment] | None = None):
+        self._now = now or clock(torch.device("cpu"))
         self._rows: dict[str, CommRow] = {}
         self._under_way: dict[str, int] = {}
-        self._since: dict[str, float] = {}
+        self._since: dict[str, Moment] = {}
         self._is_waiting = False
+        self._unread: deque[_Span] = deque()
 
     def count(self, kind: str, bytes_sent: int, bytes_between: int) -> None:
         row = self._row(kind)
@@ -48,14 +80,14 @@ class Ledger:
     def began(self, kind: str) -> None:
         """A collective of this kind has been started."""
         if not self._under_way.get(kind):
-            self._since[kind] = time.perf_counter()
+            self._since[kind] = self._now()
         self._under_way[kind] = self._under_way.get(kind, 0) + 1
 
     def ended(self, kind: str) -> None:
         """One of this kind has been finished."""
         self._under_way[kind] -= 1
         if not self._under_way[kind]:
-            self._row(kind).under_way_seconds += time.perf_counter() - self._since[kind]
+            self._end(kind, "under_way_seconds", self._since[kind])
 
     @contextmanager
     def waiting(self, kind: str) -> Iterator[None]:
@@ -63,17 +95,29 @@ class Ledger:
             # A collective that is made of others: its time is theirs.
             yield
             return
-        start = time.perf_counter()
+        start = self._now()
         self._is_waiting = True
         try:
             yield
         finally:
             self._is_waiting = False
-            self._row(kind).wait_seconds += time.perf_counter() - start
+            self._end(kind, "wait_seconds", start)
 
     def rows(self) -> tuple[CommRow, ...]:
-        """The state of now, by kind."""
+        """The state of now, by kind. Of times, what the device has passed."""
+        self._read()
         return tuple(replace(row) for _, row in sorted(self._rows.items()) if row.calls)
+
+    def _end(self, kind: str, attribute: str, start: Moment) -> None:
+        self._unread.append(_Span(row=self._row(kind), attribute=attribute, start=start, end=self._now()))
+        self._read()
+
+    def _read(self) -> None:
+        """Adds up the spans that the device has passed, in order: those that wait here are no more than the device is behind."""
+        while self._unread and self._unread[0].is_past:
+            span = self._unread.popleft()
+            seconds = getattr(span.row, span.attribute) + span.start.seconds_until(span.end)
+            setattr(span.row, span.attribute, seconds)
 
     def _row(self, kind: str) -> CommRow:
         return self._rows.setdefault(kind, CommRow(kind=kind))

@@ -83,10 +83,10 @@ class ZeroEngine:
         model, comm = self.model, self.config.comm
         self.device = device or next(model.parameters()).device
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
-        self.transport = choose_transport(self.groups, self.device.type, comm.timeout_s)
+        self.transport = choose_transport(self.groups, self.device, comm.timeout_s)
         self._is_replicated = self.groups.shard_size == 1
         self._peers = self.groups.of_a_step()
-        self._stepping = choose_step_transport(self.transport, self.groups, self.device.type, comm.timeout_s)
+        self._stepping = choose_step_transport(self.transport, self.groups, self.device, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         self.config, trials = settle_formats(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials

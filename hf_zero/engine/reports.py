@@ -132,7 +132,7 @@ class CommReport:
 
     @property
     def wait_seconds(self) -> float:
-        """Exposed communication: how long the host stood still. A GPU's own waits are in its profile, not here."""
+        """Exposed communication: how long the host stood still or, where training is on an accelerator, the device."""
         return sum(row.wait_seconds for row in self.rows)
 
     def table(self) -> str:
