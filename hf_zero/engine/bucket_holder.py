@@ -1,15 +1,16 @@
-"""State in memory that is stepped a bucket at a time."""
+"""State that is stepped a bucket at a time."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from .bucket_steps import BucketStep, BucketSteps
 from .buckets import Bucket, Row
-from .holder import InMemory
+from .holder import StateHolder
 
 
-class SteppedByBucket(InMemory):
-    """What holders share that step one bucket after another, each in its own way (`step_with`)."""
+class SteppedByBucket(StateHolder):
+    """What holders share that step one bucket after another, each in its own way (`step_with`). Where the state is, another
+    class says beside this one."""
 
     def __init__(self):
         self._steps: list[BucketSteps] = []

@@ -1,7 +1,7 @@
 """One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
@@ -21,6 +21,11 @@ Move = Callable[[Bucket, Any, Any], None]
 
 def _nothing(bucket: Bucket, shard: Any, buffer: Any) -> None:
     """State that stays where it is needs no move."""
+
+
+def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+    """Every bucket is stepped in its time."""
+    return ()
 
 
 class Walk(Protocol):
@@ -85,6 +90,7 @@ class BucketSteps:
         step: of one bucket.
         transport: of the ranks that step together.
         bring, put: called before and after a bucket is stepped.
+        take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
     """
 
     def __init__(
@@ -97,12 +103,14 @@ class BucketSteps:
         transport: Transport,
         bring: Move = _nothing,
         put: Move = _nothing,
+        take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
     ):
         self._optimizer = optimizer
         self._shards = shards
         self._window = window
         self._step = step
         self._bring, self._put = bring, put
+        self._take_over = take_over
         self._transport = transport
         self._gradients: dict[Row, torch.Tensor] = {}
         self._broken: OffloadError | None = None
@@ -136,22 +144,26 @@ class BucketSteps:
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._shards}
-        bucket_of = {shard: bucket for bucket, shard in self._shards.items() if rows_of[bucket]}
-        # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
-        makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
         try:
-            with closing(self._window.walk(list(bucket_of), spared=int(makes_state))) as walk:
-                for shard, buffer in walk:
-                    bucket = bucket_of[shard]
-                    self._bring(bucket, shard, buffer)
-                    self._step.step(bucket, rows_of[bucket])
-                    self._put(bucket, shard, buffer)
+            done = self._take_over(self._optimizer)
+            self._step_each({bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done})
         except OffloadError as error:
             self._broken = error
         self._raise_together()
         for row in (row for rows in rows_of.values() for row in rows):
             self._gradients[row] = row.tensor.grad
             row.tensor.grad = None
+
+    def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
+        bucket_of = {self._shards[bucket]: bucket for bucket in rows_of}
+        # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
+        makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
+        with closing(self._window.walk(list(bucket_of), spared=int(makes_state))) as walk:
+            for shard, buffer in walk:
+                bucket = bucket_of[shard]
+                self._bring(bucket, shard, buffer)
+                self._step.step(bucket, rows_of[bucket])
+                self._put(bucket, shard, buffer)
 
     def _raise_together(self) -> None:
         """Raises on every rank what has ended this step on one of them. Collective."""

@@ -12,6 +12,7 @@ from .bucket_steps import OwnStep
 from .buckets import Bucket, Row
 from .in_turn_holder import SteppedInTurn
 from .packed_state import PackedPart, PackedState
+from .stand_ins import StandIns
 from .state_kinds import state_kinds
 from .state_rows import elementwise_state
 from .stochastic_holder import RoundedStochastically
@@ -51,7 +52,7 @@ class InEightBits(SteppedInTurn):
         }
         self._packed: dict[Bucket, dict[str, PackedState]] = {}
         self._lent: dict[Bucket, dict[str, torch.Tensor]] = {}
-        self._absent: dict[torch.device, torch.Tensor] = {}
+        self._stand_ins = StandIns()
         self._window_bytes = 0
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
@@ -64,26 +65,26 @@ class InEightBits(SteppedInTurn):
                     optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
 
     def values(self, row: Row, name: str, value: Any) -> Any:
-        if not self._is_stand_in(value):
+        if not self._stand_ins.has(value):
             return value
         return self._packed[row.slot.bucket][name].part(row.layout.in_shard).view(row.tensor.shape)
 
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        if not self._is_stand_in(tensor):
+        if not self._stand_ins.has(tensor):
             return tensor
         return PackedPart(self._packed[row.slot.bucket][kind], row.layout.in_shard)
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         kept = super().put(row, state)
         for name, value in self._packable(row, kept):
-            if not self._is_stand_in(value):
+            if not self._stand_ins.has(value):
                 self._states_of(row.slot.bucket)[name].pack_part(row.layout.in_shard, value.reshape(-1).float())
                 kept[name] = self._stand_in(row)
         return kept
 
     def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
         packed = sum(state.nbytes for state in self._packed.get(bucket, {}).values())
-        return packed + sum(tensor.nbytes for tensor in tensors if not self._is_stand_in(tensor))
+        return packed + sum(tensor.nbytes for tensor in tensors if not self._stand_ins.has(tensor))
 
     def window_bytes(self) -> int:
         return self._window_bytes
@@ -110,7 +111,7 @@ class InEightBits(SteppedInTurn):
             lent[name] = bucket.tier.scratch(bucket.layout.shard_numel, torch.float32)
             packed.unpack(lent[name])
         for row, name, value in self._moments(bucket):
-            if self._is_stand_in(value):
+            if self._stand_ins.has(value):
                 self._register(bucket)[row.tensor][name] = row.of(lent[name])
 
     @torch.no_grad()
@@ -150,15 +151,7 @@ class InEightBits(SteppedInTurn):
         return self._codes.get(bucket.layout.key[2:], {})
 
     def _stand_in(self, row: Row) -> torch.Tensor:
-        device = row.tensor.device
-        if device not in self._absent:
-            self._absent[device] = torch.full((), float("nan"), dtype=torch.float32, device=device)
-        return self._absent[device].expand(row.tensor.shape)
-
-    def _is_stand_in(self, value: Any) -> bool:
-        if not torch.is_tensor(value) or value.device not in self._absent:
-            return False
-        return value.data_ptr() == self._absent[value.device].data_ptr()
+        return self._stand_ins.of(row.tensor.shape, torch.float32, row.tensor.device)
 
 
 class RoundedInEightBits(InEightBits, RoundedStochastically):

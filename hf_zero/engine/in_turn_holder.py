@@ -10,9 +10,10 @@ from ..comm.local import LocalTransport
 from .bucket_holder import SteppedByBucket
 from .bucket_steps import BucketStep, BucketSteps, InTurn
 from .buckets import Bucket
+from .holder import InMemory
 
 
-class SteppedInTurn(SteppedByBucket):
+class SteppedInTurn(SteppedByBucket, InMemory):
     """What is kept in fewer digits than it is stepped with has all of them for the moment of its bucket's step.
 
     Args:

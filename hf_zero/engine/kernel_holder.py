@@ -9,6 +9,7 @@ from ..comm.local import LocalTransport
 from .bucket_holder import SteppedByBucket
 from .bucket_steps import BucketSteps, InTurn
 from .buckets import Bucket
+from .holder import InMemory
 from .kernel_forms import form_of
 from .kernel_step import KernelStep
 from .nonfinite import NonFiniteCheck
@@ -17,7 +18,7 @@ from .reports import KernelReport
 _log = logging.getLogger(__name__)
 
 
-class SteppedByKernels(SteppedByBucket):
+class SteppedByKernels(SteppedByBucket, InMemory):
     """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
 
     See [Note: steps by kernels]. State in another tier is stepped there, by the optimizer.

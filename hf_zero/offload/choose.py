@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from ..config import OffloadConfig
+from ..config import AUTO, OffloadConfig
 from .activations import Activations, ActivationsInHostMemory, ActivationsOnDevice
 from .host import HostTier
 from .nvme import HostBesideFiles, NvmeTier
@@ -30,7 +30,9 @@ def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, Par
 def choose_tier(config: OffloadConfig, device: torch.device) -> Tier:
     """Where the state lives."""
     if config.optimizer == "nvme":
-        return NvmeTier(device, Path(config.nvme_path), config.window)
+        # A step that begins before its time leaves the parameters alone, and has to write somewhere.
+        apart = config.speculate_bytes not in (AUTO, 0)
+        return NvmeTier(device, Path(config.nvme_path), config.window, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
         return HostBesideFiles(device, Path(config.nvme_path), config.window)
     return HostTier(device) if config.optimizer == "cpu" else DeviceTier(device)

@@ -33,7 +33,7 @@ class AlignedFile:
 
     def __init__(self, path: Path, nbytes: int):
         self.path = path
-        self.nbytes = nbytes
+        self.nbytes = 0
         self.is_direct = True
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         try:
@@ -43,16 +43,20 @@ class AlignedFile:
                 raise OffloadError(error.errno, f"hf_zero: {path} cannot be made: {error.strerror}") from error
             self.is_direct = False
             self._fd = os.open(path, flags, 0o600)
+        self._closing = weakref.finalize(self, os.close, self._fd)
+        self.grow(nbytes)
+
+    def grow(self, nbytes: int) -> None:
+        """Makes the file `nbytes` longer. Raises `OffloadError` where there is no room, and leaves it as it was."""
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            os.posix_fallocate(self._fd, self.nbytes, nbytes)
         except OSError as error:
-            os.close(self._fd)
             raise OffloadError(
                 error.errno,
-                f"hf_zero: {path} needs {nbytes} bytes, and its file system has {free_disk_bytes(path.parent)} free "
+                f"hf_zero: {self.path} needs {nbytes} bytes, and its file system has {free_disk_bytes(self.path.parent)} free "
                 f"({error.strerror}). Free space, or set `offload.nvme_path` to a larger disk.",
             ) from error
-        self._closing = weakref.finalize(self, os.close, self._fd)
+        self.nbytes += nbytes
 
     def read(self, buffer: torch.Tensor, offset: int) -> None:
         """Fills `buffer` (uint8, aligned in address and length) from `offset`."""

@@ -22,6 +22,7 @@ class NvmeTier(HostTier):
         device: of the parameters.
         path: an existing folder on a local disk; the files are in a folder of this run below it.
         window: how many buckets may be on their way beside the one that is stepped.
+        apart: keep masters apart from parameters in host memory, too, which otherwise are their own masters.
 
     Attributes:
         moved_bytes: (read, written) by the last step, with what came before it since the step before.
@@ -29,9 +30,9 @@ class NvmeTier(HostTier):
 
     name = "NVMe"
 
-    def __init__(self, device: torch.device, path: Path, window: int):
+    def __init__(self, device: torch.device, path: Path, window: int, *, apart: bool = False):
         super().__init__(device)
-        self.is_apart = device.type != "cpu"
+        self.is_apart = apart or device.type != "cpu"
         self.folder = RunFolder(path)
         self.window = Window(window)
         self.shards: list[StoredShard] = []
@@ -77,5 +78,4 @@ class HostBesideFiles(NvmeTier):
     name = HostTier.name
 
     def __init__(self, device: torch.device, path: Path, window: int):
-        super().__init__(device, path, window)
-        self.is_apart = True
+        super().__init__(device, path, window, apart=True)

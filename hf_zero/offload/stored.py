@@ -15,11 +15,17 @@ _HOST = torch.device("cpu")
 class StoredShard:
     """A file with a region for each kind of state, each (numel,) of its dtype.
 
+    [Note: two sides of a file]
+    A file may have a second side of the same layout, which holds nothing that counts: what the state will be is written there,
+    while all reads, and writes to a part, go to the first. `exchange` makes it the state, and the old state the side that
+    holds nothing. Until then the old state is whole, whatever happens to what will be.
+
     Args:
         kinds: (name, dtype).
 
     Attributes:
-        nbytes: of the file.
+        nbytes: of one side.
+        edition: grows with each write to the side that counts.
         read_bytes, written_bytes: moved so far.
     """
 
@@ -31,6 +37,8 @@ class StoredShard:
             self._regions[name] = (offset, dtype)
             offset += aligned(numel * dtype.itemsize)
         self.nbytes = offset
+        self.edition = 0
+        self._start = 0
         self.read_bytes = self.written_bytes = 0
         self.file = AlignedFile(path, self.nbytes)
 
@@ -46,12 +54,26 @@ class StoredShard:
         }
 
     def read(self, buffer: torch.Tensor) -> None:
-        self.file.read(buffer[: self.nbytes], 0)
+        self.file.read(buffer[: self.nbytes], self._start)
         self.read_bytes += self.nbytes
 
     def write(self, buffer: torch.Tensor) -> None:
-        self.file.write(buffer[: self.nbytes], 0)
+        self._write(buffer[: self.nbytes], self._start)
         self.written_bytes += self.nbytes
+
+    def add_side(self) -> None:
+        """Makes a second side. Raises `OffloadError` where there is no room for it."""
+        self.file.grow(self.nbytes)
+
+    def write_aside(self, buffer: torch.Tensor) -> None:
+        """Writes the side that does not count."""
+        self.file.write(buffer[: self.nbytes], self.nbytes - self._start)
+        self.written_bytes += self.nbytes
+
+    def exchange(self) -> None:
+        """Has the other side count."""
+        self._start = self.nbytes - self._start
+        self.edition += 1
 
     def region_bytes(self, kind: str) -> int:
         """Of the buffers that `read_region` and `write_region` take for this kind."""
@@ -60,13 +82,13 @@ class StoredShard:
     def read_region(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
         """All of one kind, (numel,), read into a buffer (uint8) of `region_bytes`."""
         offset, dtype = self._regions[kind]
-        self.file.read(buffer, offset)
+        self.file.read(buffer, self._start + offset)
         self.read_bytes += buffer.nbytes
         return buffer[: self._numel * dtype.itemsize].view(dtype)
 
     def write_region(self, kind: str, buffer: torch.Tensor) -> None:
         """Replaces all of one kind by a buffer (uint8) of `region_bytes`, which the caller has counted."""
-        self.file.write(buffer, self._regions[kind][0])
+        self._write(buffer, self._start + self._regions[kind][0])
 
     def read_part(self, kind: str, interval: Interval) -> torch.Tensor:
         """The elements `interval` of one kind, in memory of their own."""
@@ -78,25 +100,48 @@ class StoredShard:
         Raises:
             OffloadError: the file is shorter than it was.
         """
-        region, dtype = self._regions[kind]
+        start, stop, dtype = self._span(kind, interval)
         self.file.refuse_cut()
-        everything = torch.from_file(str(self.file.path), shared=False, size=self.nbytes, dtype=torch.uint8)
-        size = dtype.itemsize
-        return everything[region + interval.start * size : region + interval.stop * size].view(dtype)
+        everything = torch.from_file(str(self.file.path), shared=False, size=self.file.nbytes, dtype=torch.uint8)
+        return everything[start:stop].view(dtype)
 
     def write_part(self, kind: str, interval: Interval, values: torch.Tensor) -> None:
         """Replaces the elements `interval` of one kind by the 1-D `values`."""
         part, blocks, first = self._read_around(kind, interval)
         part.copy_(values)
-        self.file.write(blocks, first)
+        self._write(blocks, first)
         self.written_bytes += blocks.nbytes
 
     def _read_around(self, kind: str, interval: Interval) -> tuple[torch.Tensor, torch.Tensor, int]:
         """(the elements, the whole blocks around them, the blocks' offset in the file)."""
-        region, dtype = self._regions[kind]
-        start, stop = region + interval.start * dtype.itemsize, region + interval.stop * dtype.itemsize
+        start, stop, dtype = self._span(kind, interval)
         first = start // ALIGNMENT * ALIGNMENT
         blocks = allocate(aligned(stop) - first, torch.uint8, _HOST)
         self.file.read(blocks, first)
         self.read_bytes += blocks.nbytes
         return blocks[start - first : stop - first].view(dtype), blocks, first
+
+    def _span(self, kind: str, interval: Interval) -> tuple[int, int, torch.dtype]:
+        """(first byte, the one behind the last, dtype) of the elements `interval` of one kind in the file."""
+        offset, dtype = self._regions[kind]
+        start = self._start + offset
+        return start + interval.start * dtype.itemsize, start + interval.stop * dtype.itemsize, dtype
+
+    def _write(self, buffer: torch.Tensor, offset: int) -> None:
+        self.edition += 1
+        self.file.write(buffer, offset)
+
+
+class ReadRegion:
+    """One kind of a shard, for a walk that only reads it."""
+
+    def __init__(self, shard: StoredShard, kind: str):
+        self._shard = shard
+        self._kind = kind
+        self.nbytes = shard.region_bytes(kind)
+
+    def read(self, buffer: torch.Tensor) -> None:
+        self._shard.read_region(self._kind, buffer[: self.nbytes])
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """It is as it was."""

@@ -3,13 +3,26 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Protocol, TypeVar
 
 import torch
 
 from ..device import allocate
-from .stored import StoredShard
 
 _HOST = torch.device("cpu")
+
+
+class Passing(Protocol):
+    """What passes through memory: read into a buffer (uint8) of at least `nbytes`, and written from it."""
+
+    nbytes: int
+
+    def read(self, buffer: torch.Tensor) -> None: ...
+
+    def write(self, buffer: torch.Tensor) -> None: ...
+
+
+_Passing = TypeVar("_Passing", bound=Passing)
 
 
 class Window:
@@ -22,14 +35,14 @@ class Window:
     """
 
     def __init__(self, size: int):
-        self._size = size
+        self.size = size
         self._threads = ThreadPoolExecutor(max_workers=size, thread_name_prefix="hf_zero-nvme")
 
-    def nbytes(self, shards: Sequence[StoredShard]) -> int:
+    def nbytes(self, shards: Sequence[Passing]) -> int:
         """Bytes that the buffers of a walk over these take at most."""
-        return min(self._size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
+        return min(self.size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
 
-    def walk(self, shards: Sequence[StoredShard], *, spared: int = 0) -> Iterator[tuple[StoredShard, torch.Tensor]]:
+    def walk(self, shards: Sequence[_Passing], *, spared: int = 0) -> Iterator[tuple[_Passing, torch.Tensor]]:
         """(shard, buffer with its contents), one after another. What the caller leaves in the buffer is written.
 
         The last writes have ended when the iterator has.
@@ -41,9 +54,9 @@ class Window:
             OffloadError: of the first read or write that failed.
         """
         largest = max((shard.nbytes for shard in shards), default=0)
-        free = [allocate(largest, torch.uint8, _HOST) for _ in range(min(self._size + 1 - spared, len(shards)))]
+        free = [allocate(largest, torch.uint8, _HOST) for _ in range(min(self.size + 1 - spared, len(shards)))]
         to_read = deque(shards)
-        reading: deque[tuple[StoredShard, torch.Tensor, Future]] = deque()
+        reading: deque[tuple[_Passing, torch.Tensor, Future]] = deque()
         writing: deque[tuple[torch.Tensor, Future]] = deque()
 
         def read_ahead() -> None:
