@@ -23,10 +23,11 @@ class OffloadConfig:
     nvme_path: str | None = None
     """`nvme`: a folder on a local disk, on every host; it is looked for when the engine is built."""
     speculate_bytes: int | str = AUTO
-    """`cpu`: host memory that a rank may take for copies of state on which buckets are stepped during backward; 0 steps all
-    of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on the CPU."""
+    """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
+    `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
+    the CPU."""
     threads: int | str = AUTO
-    """`cpu`: CPU threads of the steps that run beside training. `auto`: a rank's part of the host's cores beside an
+    """CPU threads of the steps that run beside training. `auto`: a rank's part of the host's cores beside an
     accelerator, and torch's own number where training is on the CPU."""
     delay: int = 0
     """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
@@ -54,21 +55,21 @@ class OffloadConfig:
             raise refuse("offload.window", self.window, "a whole number from 1")
         if self.speculate_bytes != AUTO and (self.speculate_bytes != 0 or isinstance(self.speculate_bytes, bool)):
             object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
-            if self.optimizer != "cpu":
+            if not self.moves_state:
                 raise ConfigError(
-                    f"hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): "
-                    "copies of state in host memory. Set that, or leave it out."
+                    "hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
+                    f"{self.optimizer}): copies of state in host memory or in files. Set one of those, or leave it out."
                 )
         if self.threads != AUTO:
             if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
                 raise refuse("offload.threads", self.threads, "auto, or a whole number from 1")
-            if self.optimizer != "cpu":
+            if not self.moves_state:
                 raise ConfigError(
-                    f"hf_zero config: `offload.threads` is of `offload.optimizer: cpu` (optimizer is {self.optimizer}): of steps "
-                    "beside training. Set that, or leave it out."
+                    "hf_zero config: `offload.threads` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
+                    f"{self.optimizer}): of steps beside training. Set one of those, or leave it out."
                 )
         self._check_delay()
-        if self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
+        if self.optimizer == "cpu" and self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
             name = "delay" if self.delay else "speculate_bytes"
             raise ConfigError(
                 f"hf_zero config: `offload.{name}: {getattr(self, name)}` steps on copies of masters in host memory, and with "

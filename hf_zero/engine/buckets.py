@@ -143,6 +143,11 @@ class Bucket:
         return self.memory.own
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of this rank's shard of the reduced gradient."""
+        return self.layout.shard_numel * self.precision.master.itemsize
+
+    @property
     def has_second_copy(self) -> bool:
         """Whether master and parameters are two copies, of which each has to follow the other."""
         return self.precision.has_master and not self.memory.is_master
@@ -175,12 +180,17 @@ class Bucket:
         """Whether the parameter still lives in its slot."""
         return self.memory.is_view(slot.parameter, slot.place)
 
+    @property
+    def edited_rows(self) -> list[Row]:
+        """Those whose parameter a script has written to in place since the master last followed it."""
+        return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
+
     def follow_edits(self) -> None:
         """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
         if self.is_away:
             # Seen when the master is back.
             return
-        edited = [row for row in self.rows if row.slot.parameter._version != row.slot.version]
+        edited = self.edited_rows
         if edited and self.has_second_copy:
             self._follow(edited, self.memory.read_own())
         for row in edited:

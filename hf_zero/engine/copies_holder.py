@@ -2,18 +2,17 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
-from ..device import Arrival, allocate
+from ..device import Arrival
 from .buckets import Bucket
 from .holder import InMemory
 from .hooks import WeakHook
-from .shadow import Seen, Shadow, Stepped
-from .state_kinds import Trial, try_step
-
-_HOST = torch.device("cpu")
+from .shadow import Seen, Shadow, Stepped, hindrance_of
+from .state_kinds import try_step
+from .step_thread import StepThread
 
 
 class SteppedOnCopies(InMemory):
@@ -33,14 +32,9 @@ class SteppedOnCopies(InMemory):
         self._optimizers = optimizers
         self.shadows: dict[Bucket, Shadow] = {}
         self.hindrance: str | None = None
-        self._scratch: torch.Tensor | None = None
         self._hooks: dict[torch.optim.Optimizer, torch.utils.hooks.RemovableHandle] = {}
-        # One thread: steps of a bucket follow each other, also those that are forgotten.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step")
-        before = torch.get_num_threads()
-        self._thread.submit(_run_on, threads).result()
-        # What a thread sets for itself is what threads that start later have too, until another sets it.
-        torch.set_num_threads(before)
+        # Steps of a bucket follow each other there, also those that are forgotten.
+        self._thread = StepThread(threads)
 
     @abstractmethod
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -55,7 +49,7 @@ class SteppedOnCopies(InMemory):
             if not bucket.tier.is_apart:
                 continue
             trial = try_step(optimizer, optimizer.param_groups[bucket.layout.key[3]], bucket.precision.master)
-            hindrance = _hindrance(optimizer, bucket, trial)
+            hindrance = hindrance_of(optimizer, bucket, trial)
             if hindrance is not None:
                 self.hindrance = hindrance
                 continue
@@ -75,7 +69,7 @@ class SteppedOnCopies(InMemory):
     def close(self, buckets: Sequence[Bucket]) -> None:
         for hook in self._hooks.values():
             hook.remove()
-        self._thread.shutdown()
+        self._thread.close()
 
     def _optimizer_of(self, bucket: Bucket) -> torch.optim.Optimizer:
         return self._optimizers[bucket.layout.key[2]]
@@ -85,29 +79,12 @@ class SteppedOnCopies(InMemory):
 
     def _step(self, bucket: Bucket, seen: Seen, arrival: Arrival) -> Stepped:
         arrival.wait()
-        shadow = self.shadows[bucket]
-        if self._scratch is None:
-            nbytes = max(shadow.scratch_bytes for shadow in self.shadows.values())
-            self._scratch = allocate(nbytes, torch.uint8, _HOST)
-        return shadow.step(seen, self._scratch[: shadow.scratch_bytes].view(bucket.precision.master))
+        return self.shadows[bucket].step(
+            seen, self._thread.scratch(bucket.gradient_bytes).view(bucket.precision.master)
+        )
 
     def _register(self, optimizer: torch.optim.Optimizer) -> torch.utils.hooks.RemovableHandle:
         return optimizer.register_step_pre_hook(WeakHook(self, SteppedOnCopies._on_step))
 
     def _on_step(self, optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
         self._before_step(optimizer)
-
-
-def _run_on(threads: int) -> None:
-    """Has this thread's operations run on so many."""
-    # torch takes the process's number into each thread at its first question, and would do so after this.
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
-
-
-def _hindrance(optimizer: torch.optim.Optimizer, bucket: Bucket, trial: Trial | None) -> str | None:
-    """Why the bucket cannot be stepped by itself and not in its time; None if it can."""
-    if bucket.layout.intact:
-        # It may look at more than one of them, too: LAMB in some forms takes a norm over all.
-        return f"{type(optimizer).__name__} looks at whole parameters"
-    return trial.hindrance if trial else f"{type(optimizer).__name__} cannot be tried beforehand"

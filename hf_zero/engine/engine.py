@@ -104,7 +104,7 @@ class ZeroEngine:
         refuse_unless_it_fits(self.config, needed, self.transport)
         self.nonfinite = NonFiniteCheck(self.config, self._stepping, replicated=self._is_replicated)
         self._holder = choose_holder(
-            self.config, self.tier, optimizers, self.transport, nonfinite=self.nonfinite, state_bytes=needed.host
+            self.config, self.tier, optimizers, self.transport, nonfinite=self.nonfinite, needed=needed
         )
         self._wire = choose_wire(self.config, self._peers, self._stepping)
         self._parts = build_parts(

@@ -132,9 +132,12 @@ class InFiles(SteppedByBucket):
             )
         return ((MASTER, precision.master), *kinds) if precision.has_master else kinds
 
+    def _optimizer_of(self, bucket: Bucket) -> torch.optim.Optimizer:
+        return self._optimizers[bucket.layout.key[2]]
+
     def _states_of(self, bucket: Bucket) -> Mapping[Row, dict[str, Any]]:
         # Not by the register's own brackets: it makes an entry for whoever asks, and an empty one would look like a step taken.
-        register = self._optimizers[bucket.layout.key[2]].state
+        register = self._optimizer_of(bucket).state
         return {row: register[row.tensor] for row in bucket.rows if row.tensor in register}
 
     def _refuse_broken(self) -> None:

@@ -36,7 +36,7 @@ class Places:
             return None
         read, written = files.moved_bytes
         return TrafficReport(
-            held_bytes=sum(shard.nbytes for shard in files.shards),
+            held_bytes=sum(shard.file.nbytes for shard in files.shards),
             window_bytes=self.holder.window_bytes(),
             read_bytes_a_step=read,
             written_bytes_a_step=written,
@@ -145,12 +145,12 @@ def _state_rows(
         lambda bucket: holder.state_bytes(bucket, shown[bucket]),
         lambda bucket: sum(tensor.nbytes for tensor in shown[bucket]) * ddp_share,
     )
+    # The first buckets are those that move, if any do.
     if window_bytes:
-        # The first buckets are those that move, if any do.
         where = buckets[0].tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
     if copies:
-        rows.append(MemoryRow(kind="copies of the state", bytes=copies, ddp_bytes=0, where="host memory"))
+        rows.append(MemoryRow(kind="copies of the state", bytes=copies, ddp_bytes=0, where=buckets[0].tier.name))
     return rows
 
 

@@ -22,6 +22,7 @@ from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
 from .bucket_steps import OwnStep
 from .delayed_holder import Delayed
+from .early_file_holder import InFilesEarly
 from .early_holder import SteppedEarly
 from .eight_bit_holder import InEightBits, RoundedInEightBits
 from .file_holder import InFiles, MastersInFiles
@@ -38,6 +39,14 @@ _Made = TypeVar("_Made")
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """Bytes that a rank keeps off the training device."""
+
+    host: int
+    disk: int
 
 
 def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
@@ -60,18 +69,22 @@ def choose_holder(
     transport: Transport,
     *,
     nonfinite: NonFiniteCheck,
-    state_bytes: int,
+    needed: Elsewhere,
 ) -> StateHolder:
     """Who holds optimizer state between steps in this tier, and has it stepped.
 
     Args:
         nonfinite: what looks at the gradients before a step.
-        state_bytes: of host memory, that `refuse_unless_it_fits` has found to be there.
+        needed: what `refuse_unless_it_fits` has found to be there.
     """
-    by_kernels = uses_kernels(config.kernels, tier.device)
+    offload, by_kernels = config.offload, uses_kernels(config.kernels, tier.device)
+    threads = step_threads(offload, tier.device)
+    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
     if isinstance(tier, HostBesideFiles):
         return MastersInFiles(tier, optimizers, transport)
     if isinstance(tier, NvmeTier):
+        if most_bytes:
+            return InFilesEarly(tier, optimizers, transport, threads, most_bytes=most_bytes)
         return InFiles(tier, optimizers, transport)
     if config.quantises_moments:
         return (RoundedInEightBits if config.rounding == "stochastic" else InEightBits)(optimizers)
@@ -79,11 +92,8 @@ def choose_holder(
         return RoundedStochastically(
             optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
         )
-    offload = config.offload
-    threads = step_threads(offload, tier.device)
     if offload.delay:
         return Delayed(optimizers, threads, warmup=offload.delay_warmup)
-    most_bytes = speculate_bytes(offload, tier.device, state_bytes) if offload.moves_state else 0
     if most_bytes:
         return SteppedEarly(optimizers, threads, most_bytes=most_bytes)
     return SteppedByKernels(nonfinite) if by_kernels else InMemory()
@@ -98,20 +108,18 @@ def step_threads(config: OffloadConfig, device: torch.device) -> int:
     return torch.get_num_threads() if device.type == "cpu" else max(1, mine // ranks_on_this_host())
 
 
-def speculate_bytes(config: OffloadConfig, device: torch.device, state_bytes: int) -> int:
-    """Host memory that copies for early steps may take on this rank, whose backward runs on `device`."""
+def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
+    """What copies for early steps may take on this rank, whose backward runs on `device`: host memory, or disk beside files."""
     if config.speculate_bytes != AUTO:
         return config.speculate_bytes
-    # On the host, a step during backward would take the cores that backward runs on.
-    return 0 if device.type == "cpu" else max(0, available_host_bytes() // ranks_on_this_host() - state_bytes) // 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Elsewhere:
-    """Bytes that a rank keeps off the training device."""
-
-    host: int
-    disk: int
+    if device.type == "cpu":
+        # On the host, a step during backward would take the cores that backward runs on.
+        return 0
+    in_files = config.optimizer == "nvme"
+    free, taken = (
+        (free_disk_bytes(Path(config.nvme_path)), needed.disk) if in_files else (available_host_bytes(), needed.host)
+    )
+    return max(0, free // ranks_on_this_host() - taken) // 2
 
 
 def bytes_elsewhere(
@@ -140,7 +148,7 @@ def bytes_elsewhere(
         # There are no more copies than there is state.
         asked = 0 if offload.speculate_bytes == AUTO else offload.speculate_bytes
         copies = moved if offload.delay else min(asked, moved)
-        host, disk = (0, moved) if on_disk else (moved + copies, 0)
+        host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
     if offload.moves_params:
         # What lies in host memory already leaves its place there.
         there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))

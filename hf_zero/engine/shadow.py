@@ -1,6 +1,6 @@
 """The next step of one bucket, taken on copies, to be taken over or forgotten."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .buckets import Bucket, Row
-from .state_kinds import double_of, own_step, settings_of
+from .state_kinds import Trial, double_of, own_step, settings_of
 from .state_rows import elementwise_state
 
 
@@ -34,6 +34,10 @@ class Seen:
             and all(a is b and old == new for (a, old), (b, new) in zip(self.marks, other.marks))
             and _are_equal(self.settings, other.settings)
         )
+
+    def with_marks(self, *marks: tuple[Any, Any]) -> "Seen":
+        """The same, and more that the step depends on."""
+        return replace(self, marks=self.marks + marks)
 
     def with_settings(self, settings: dict[str, Any]) -> "Seen":
         """The same with other settings of the group."""
@@ -103,11 +107,6 @@ class Shadow:
         self._spare_master: torch.Tensor | None = None
         self._spare_state: dict[tuple[Row, str], torch.Tensor] = {}
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of one gradient shard."""
-        return self._bucket.layout.shard_numel * self._bucket.precision.master.itemsize
-
     def nbytes(self) -> int:
         """Bytes of the copies, while they wait for the next step."""
         master = 0 if self._spare_master is None else self._spare_master.nbytes
@@ -124,21 +123,14 @@ class Shadow:
             self._spare_master = self._bucket.tier.empty(self._bucket.layout.shard_numel, self._bucket.precision.master)
         # By `data`, which has a version of its own: rows once made as views of this memory count its edits as their own.
         master = self._spare_master.data.copy_(self._bucket.master)
-        doubles: dict[Row, nn.Parameter] = {}
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        for row, gradient, state in seen.rows:
-            double = doubles[row] = nn.Parameter(row.of(master))
-            double.grad = row.of(scratch).copy_(gradient)
-            if state:
-                elementwise = elementwise_state(state, row)
-                states[double] = {
-                    name: self._copy_of(row, name, value) if name in elementwise else _scalar(value)
-                    for name, value in state.items()
-                }
-        group = settings_of(seen.settings) | {"params": list(doubles.values())}
-        optimizer = double_of(self._optimizer, group, states)
-        own_step(optimizer)
-        return Stepped(master, {row: dict(optimizer.state[double]) for row, double in doubles.items()})
+        states = {}
+        for row, _, state in seen.rows:
+            elementwise = elementwise_state(state, row)
+            states[row] = {
+                name: self._copy_of(row, name, value) if name in elementwise else copied(value)
+                for name, value in state.items()
+            }
+        return Stepped(master, step_doubles(self._optimizer, seen, master, states, scratch))
 
     def take_over(self, stepped: "Stepped") -> None:
         """Makes the copies the state, and the state the next copies."""
@@ -159,11 +151,45 @@ class Shadow:
 
 @dataclass(frozen=True, eq=False)
 class Stepped:
-    """A bucket as a step leaves it: the master, (shard_numel,), and each row's state."""
+    """A bucket as a step leaves it: the master, (shard_numel,), None where it is in a file, and each row's state."""
 
-    master: torch.Tensor
+    master: torch.Tensor | None
     states: dict[Row, dict[str, Any]]
 
 
-def _scalar(value: Any) -> Any:
+def step_doubles(
+    optimizer: torch.optim.Optimizer,
+    seen: Seen,
+    master: torch.Tensor,
+    states: Mapping[Row, dict[str, Any]],
+    scratch: torch.Tensor,
+) -> dict[Row, dict[str, Any]]:
+    """Takes the step that `seen` describes on `master`, (shard_numel,), and on `states`, both the caller's; returns the rows'
+    state after it.
+
+    Args:
+        scratch: (shard_numel,) of the master dtype, for the gradients.
+    """
+    doubles: dict[Row, nn.Parameter] = {}
+    for row, gradient, _ in seen.rows:
+        double = doubles[row] = nn.Parameter(row.of(master))
+        double.grad = row.of(scratch).copy_(gradient)
+    group = settings_of(seen.settings) | {"params": list(doubles.values())}
+    # An empty entry would look like a step taken.
+    register = {doubles[row]: state for row, state in states.items() if state}
+    twin = double_of(optimizer, group, register)
+    own_step(twin)
+    return {row: dict(twin.state[double]) for row, double in doubles.items()}
+
+
+def copied(value: Any) -> Any:
+    """State that a step may write to, apart from the register's."""
     return value.clone() if torch.is_tensor(value) else value
+
+
+def hindrance_of(optimizer: torch.optim.Optimizer, bucket: Bucket, trial: Trial | None) -> str | None:
+    """Why the bucket cannot be stepped by itself and not in its time; None if it can."""
+    if bucket.layout.intact:
+        # It may look at more than one of them, too: LAMB in some forms takes a norm over all.
+        return f"{type(optimizer).__name__} looks at whole parameters"
+    return trial.hindrance if trial else f"{type(optimizer).__name__} cannot be tried beforehand"

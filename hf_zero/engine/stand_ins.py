@@ -18,7 +18,9 @@ class StandIns:
         """One for a tensor like that."""
         key = (dtype, device)
         if key not in self._absent:
-            self._absent[key] = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+            self._absent[key] = torch.full(
+                (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
+            )
         return self._absent[key].expand(shape)
 
     def has(self, value: Any) -> bool:

@@ -119,7 +119,8 @@ def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
         return [("late steps", f"each ends one step late, after {offload.delay_warmup} in their time: not exact")]
     if early is None:
         return []
-    most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies in host memory"
+    where = "in files" if offload.optimizer == "nvme" else "in host memory"
+    most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies {where}"
     return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
 
 

@@ -81,9 +81,13 @@ class StoredShard:
 
     def read_region(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
         """All of one kind, (numel,), read into a buffer (uint8) of `region_bytes`."""
-        offset, dtype = self._regions[kind]
-        self.file.read(buffer, self._start + offset)
+        self.file.read(buffer, self._start + self._regions[kind][0])
         self.read_bytes += buffer.nbytes
+        return self.region_values(kind, buffer)
+
+    def region_values(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
+        """All of one kind, (numel,), in a buffer that `read_region` has filled."""
+        dtype = self._regions[kind][1]
         return buffer[: self._numel * dtype.itemsize].view(dtype)
 
     def write_region(self, kind: str, buffer: torch.Tensor) -> None:
@@ -142,6 +146,10 @@ class ReadRegion:
 
     def read(self, buffer: torch.Tensor) -> None:
         self._shard.read_region(self._kind, buffer[: self.nbytes])
+
+    def values(self, buffer: torch.Tensor) -> torch.Tensor:
+        """What has been read into a buffer, (numel,)."""
+        return self._shard.region_values(self._kind, buffer)
 
     def write(self, buffer: torch.Tensor) -> None:
         """It is as it was."""

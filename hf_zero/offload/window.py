@@ -1,7 +1,7 @@
 """A walk over shards in files: the next ones are read while one is at hand, and those behind are written."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
@@ -23,6 +23,7 @@ class Passing(Protocol):
 
 
 _Passing = TypeVar("_Passing", bound=Passing)
+_Result = TypeVar("_Result")
 
 
 class Window:
@@ -36,7 +37,7 @@ class Window:
 
     def __init__(self, size: int):
         self.size = size
-        self._threads = ThreadPoolExecutor(max_workers=size, thread_name_prefix="hf_zero-nvme")
+        self._threads = ThreadPoolExecutor(max_workers=size + 1, thread_name_prefix="hf_zero-nvme")
 
     def nbytes(self, shards: Sequence[Passing]) -> int:
         """Bytes that the buffers of a walk over these take at most."""
@@ -80,6 +81,10 @@ class Window:
         finally:
             # No thread may still use a buffer, or a file that is closed next.
             wait([future for *_, future in (*reading, *writing)])
+
+    def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
+        """Has `call` run beside the caller, between walks, which use the same threads: `size` + 1 such calls at a time."""
+        return self._threads.submit(call, *arguments)
 
     def close(self) -> None:
         self._threads.shutdown()
