@@ -22,17 +22,18 @@ CASES = {
     "AdamW with masters": (adamw, {"stage": 3, "param_dtype": "bfloat16"}),
     "SGD": (sgd, {"stage": 0}),
     "Lion": (lion, {"stage": 2, "param_dtype": "bfloat16"}),
+    "AdamW, moments in 8 bits": (adamw, {"stage": 2, "param_dtype": "bfloat16", "moments": "8bit"}),
     "AdamW, rounded by chance": (adamw, {"stage": 1, "param_dtype": "bfloat16", "rounding": "stochastic"}),
 }
 
 
 class Squares(nn.Module):
-    """Three parameters, one of which has padding behind it."""
+    """Three parameters, one of which has padding behind it and one is large enough for 8-bit blocks."""
 
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(size, generator=generator)) for size in (700, 5, 48))
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(size, generator=generator)) for size in (4200, 5, 48))
 
     def forward(self) -> torch.Tensor:
         return sum(part.float().square().sum() for part in self.parts)
@@ -50,7 +51,7 @@ def trained(case: str, kernels: str) -> dict[str, list[float]]:
         norms.append(engine.clip_grad_norm_(max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    tensors = [row.tensor for row in engine.state_rows()]
+    tensors = [row.tensor.detach() for row in engine.state_rows()]
     tensors += [value for _, value in sorted(engine.whole_state_dict(wanted=True).items())]
     report = engine.memory_report().kernels
     return {

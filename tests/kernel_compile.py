@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_zero.kernels import adamw, fill, lion, quantise, sgd, statistics, stepping, stochastic
+from hf_zero.kernels import adamw, adamw_in_blocks, fill, lion, quantise, sgd, statistics, stepping, stochastic
 from hf_zero.kernels.block_format import BlockFormat, Code
 from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int4 import INT4
@@ -129,6 +129,41 @@ for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights
     CASES[f"sgd {title}"] = step_case(
         sgd._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
     )
+
+
+MOMENTS_IN_BLOCKS = {
+    "exp_avg": "*u8",
+    "exp_avg_scales": "*fp32",
+    "exp_avg_sq": "*u8",
+    "exp_avg_sq_scales": "*fp32",
+    "values": "*fp32",
+    "first": "*u8",
+    "thresholds": "*fp32",
+}
+CASES |= {
+    f"adamw in blocks {title}": Case(
+        kernel=adamw_in_blocks._adamw_in_blocks,
+        types={name: f"*{dtype}" for name, dtype in dtypes.items()}
+        | MOMENTS_IN_BLOCKS
+        | {"multiplier": "*fp32", "found_inf": "*fp32", "numel": "i64"}
+        | dict.fromkeys(ADAMW_NUMBERS, "fp32"),
+        constants={
+            "SMALLEST": adamw_in_blocks.SMALLEST_NORMAL,
+            "BLOCK": adamw_in_blocks.BLOCK_NUMEL,
+            "INTERPRETED": False,
+            **({} if "copy" in dtypes else {"copy": None}),
+        },
+        num_warps=adamw_in_blocks.NUM_WARPS,
+        # Eight elements a thread. A look-up is a narrow load: of both moments' elements, a first code (8 bits), a value and a
+        # threshold; then two scales, multiplier and found_inf.
+        promise=Promise(
+            registers=80,
+            loads={"128": wide, "64": 2, "8": 16, "32": 36},
+            stores={"128": 2 + ("copy" in dtypes), "64": 2, "32": 2},
+        ),
+    )
+    for title, dtypes, wide in (("bf16 copy", MASTER, 3), ("fp32", PLAIN, 4))
+}
 
 
 def block_case(

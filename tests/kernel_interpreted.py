@@ -17,9 +17,13 @@ import torch
 from optimizer_steps import STEPPERS, Stepper, make_tensors, worst_error
 
 from hf_zero.kernels import fill, quantise, statistics, stochastic
+from hf_zero.kernels.adamw import AdamW
+from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks_reference, adamw_in_blocks_triton
 from hf_zero.kernels.block_format import BlockFormat
+from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 from hf_zero.kernels.fill import Piece
 from hf_zero.kernels.fp8 import FP8
+from hf_zero.layout.blocks import blocks
 
 SIZES = (0, 1, 127, 128, 100_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -173,6 +177,95 @@ def optimizers_carry_what_is_not_finite():
         tensors = make_tensors(stepper, 128, torch.float32, torch.float32)
         tensors[1][:3] = torch.tensor([math.nan, math.inf, -math.inf])
         step_guarded(stepper, tensors, torch.bfloat16)
+
+
+def coded(values: torch.Tensor, code: DynamicCode) -> Coded:
+    found = Coded(torch.empty(len(values), dtype=torch.uint8), torch.empty(blocks(len(values))))
+    quantise_dynamic(values, found.codes, found.scales, code)
+    return found
+
+
+def decoded(moment: Coded, code: DynamicCode) -> torch.Tensor:
+    values = torch.empty(len(moment.codes))
+    dequantise_dynamic(moment.codes, moment.scales, values, code)
+    return values
+
+
+def in_blocks(numel: int, gradient: torch.dtype) -> list[torch.Tensor]:
+    """Weights, gradient, codes and scales of both moments; blocks of large and of tiny elements, of zeros and of one sign."""
+    magnitudes = 10.0 ** normal(blocks(numel), 7).mul(3).repeat_interleave(256)[:numel]
+    m, v = normal(numel, 2) * magnitudes, normal(numel, 3).square() * magnitudes.square()
+    m[256:512], v[256:512] = 0.0, 1e-40
+    m[512:768].abs_().neg_()
+    moments = [coded(m, SIGNED), coded(v, UNSIGNED)]
+    weights = [normal(numel, 0), (normal(numel, 1) * magnitudes).to(gradient)]
+    return [*weights, *(part for moment in moments for part in (moment.codes, moment.scales))]
+
+
+LATER = AdamW(lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, step=7)
+
+
+def step_in_blocks(
+    tensors: list[torch.Tensor], copy_dtype: torch.dtype | None, found_inf: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Steps the Triton form between canaries, twice if that is soon done, and the reference; the copy is at the end."""
+    ends, multiplier = [], torch.tensor([0.25])
+    forms = [adamw_in_blocks_triton] * (1 if len(tensors[0]) > 5000 else 2)
+    for form in (*forms, adamw_in_blocks_reference):
+        guard = Guarded()
+        w, g, *moments = [guard.of(tensor) for tensor in tensors]
+        copy = None if copy_dtype is None else guard.of(torch.zeros(len(w), dtype=copy_dtype))
+        form(w, g, Coded(*moments[:2]), Coded(*moments[2:]), LATER, copy, multiplier, found_inf)
+        guard.check()
+        ends.append([w, g, *moments, *([] if copy is None else [copy])])
+    for end in ends[:-1]:
+        for name, found, expected in zip(["w", "g", "m", "m scales", "v", "v scales", "copy"], end, ends[-1]):
+            assert same_bits(found, expected), (name, (found != expected).nonzero()[:5])
+    return ends[0]
+
+
+@check
+def adamw_in_blocks_is_its_reference_bit_for_bit_twice_and_near_float64():
+    for numel in SIZES:
+        for gradient, copy in ((torch.float32, None), (torch.bfloat16, torch.bfloat16))[: 1 if numel > 5000 else 2]:
+            tensors = in_blocks(numel, gradient)
+            after = step_in_blocks(tensors, copy)
+            if not numel:
+                continue
+            m, v = decoded(Coded(*tensors[2:4]), SIGNED).double(), decoded(Coded(*tensors[4:6]), UNSIGNED).double()
+            g = tensors[1].double() * 0.25
+            m, v = 0.9 * m + (1 - 0.9) * g, 0.95 * v + (1 - 0.95) * g * g
+            update = 1e-3 * m / (1 - 0.9**7) / ((v / (1 - 0.95**7)).sqrt() + 1e-6)
+            exact = tensors[0].double() * (1 - 1e-3 * 0.1) - update
+            assert (after[0].double() - exact).abs().max() <= 1e-6 * exact.abs().max(), numel
+            for exact, moment, code, bound in (
+                (m, Coded(*after[2:4]), SIGNED, 142),
+                (v, Coded(*after[4:6]), UNSIGNED, 284),
+            ):
+                largest = moment.scales.abs().double().repeat_interleave(256)[:numel]
+                error = (decoded(moment, code).double() - exact).abs()
+                assert (error <= largest / bound * (1 + 1e-5) + 1e-37).all(), (numel, code)
+
+
+@check
+def adamw_in_blocks_carries_what_is_not_finite():
+    tensors = in_blocks(1100, torch.float32)
+    tensors[1][[3, 800, 801, 1099]] = torch.tensor([math.nan, math.inf, -math.inf, 3e38])
+    after = step_in_blocks(tensors, torch.float16)
+    # Blocks 0 and 3 have a NaN and infinities; the square of the last element overflows.
+    assert after[3].isnan().tolist() == [True, False, False, True, False]
+    assert after[5].isnan().tolist() == [True, False, False, True, True]
+    step_in_blocks(after[:6], torch.float16)
+
+
+@check
+def adamw_in_blocks_writes_nothing_where_found_inf_is_set():
+    tensors = in_blocks(1100, torch.bfloat16)
+    tensors[1][17] = math.nan
+    stopped = step_in_blocks(tensors, torch.bfloat16, torch.tensor([1.0]))
+    assert all(same_bits(before, after) for before, after in zip(tensors, stopped)) and not stopped[-1].any()
+    stepped = step_in_blocks(tensors, torch.bfloat16, torch.tensor([0.0]))
+    assert not same_bits(stepped[0], tensors[0]) and not same_bits(stepped[2], tensors[2]) and stepped[-1].any()
 
 
 # In triton 3.9's interpreter 22 % of random float32 below 2^-6, and 2 % above, are another float8_e4m3fn than torch's and the

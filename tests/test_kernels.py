@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from hf_zero.kernels import choose, statistics
 from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
+from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded
 from hf_zero.kernels.fill import Piece, fill
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
@@ -184,6 +186,27 @@ def test_adamw_follows_torchs(options):
     assert torch.equal(copy, weights.bfloat16())
 
 
+def test_adamw_in_blocks_follows_adamw_and_does_not_depend_on_where_it_is_cut():
+    numel, cut = 300_000, 1000 * 256
+    weights = kernel_interpreted.normal(numel, 99)
+    exact, m, v, together, in_two = weights.clone(), torch.zeros(numel), torch.zeros(numel), weights.clone(), weights
+    states = [[kernel_interpreted.coded(m, code) for code in (SIGNED, UNSIGNED)] for _ in range(2)]
+    copy = torch.empty(numel, dtype=torch.bfloat16)
+    for step, gradient in enumerate(gradients(10, numel), start=1):
+        setting = AdamW(lr=1e-3, step=step)
+        adamw(exact, gradient, m, v, setting)
+        adamw_in_blocks(together, gradient, *states[0], setting, copy)
+        for part, blocks in ((slice(0, cut), slice(0, 1000)), (slice(cut, numel), slice(1000, None))):
+            moments = [Coded(state.codes[part], state.scales[blocks]) for state in states[1]]
+            adamw_in_blocks(in_two[part], gradient[part], *moments, setting)
+    assert torch.equal(together, in_two) and torch.equal(copy, together.bfloat16())
+    for one, other in zip(*states):
+        assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+    # Ten steps of about 1e-3.
+    assert 0 < (together - exact).abs().max() < 2e-3
+    assert (together - exact).square().mean().sqrt() < 1e-4
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -230,6 +253,9 @@ def test_optimizers_refuse_what_cannot_be_meant():
         adamw(w, g, m, torch.zeros(3), AdamW(lr=1e-3, step=1))
     with pytest.raises(ValueError, match=r"exp_avg is torch.bfloat16, and torch.float32 are allowed"):
         lion(w, g, m.bfloat16(), Lion(lr=1e-3))
+    short = Coded(torch.zeros(4, dtype=torch.uint8), torch.zeros(2))
+    with pytest.raises(ValueError, match="exp_avg's scales has 2 elements, and 1 are needed"):
+        adamw_in_blocks(w, g, short, short, AdamW(lr=1e-3, step=1))
     with pytest.raises(ValueError, match="AdamW's step is 0"):
         AdamW(lr=1e-3, step=0)
     with pytest.raises(ValueError, match=r"Nesterov momentum with momentum 0\.0"):

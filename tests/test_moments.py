@@ -32,6 +32,8 @@ PLACES = {
     "by chance": {"param_dtype": "bfloat16", "rounding": "stochastic"},
     "host": {"offload": {"optimizer": "cpu"}},
     "partly host": {"offload": {"optimizer": "cpu", "ratio": 0.5}},
+    "kernels": {"kernels": "always"},
+    "kernels with masters": {"kernels": "always", "param_dtype": "bfloat16"},
 }
 
 
@@ -59,11 +61,11 @@ def prepared(settings: dict, **kwargs) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def bytes_there(value: object, seen: set[int]) -> int:
-    """Bytes of all tensors with dimensions in a nest of dicts and packed states; what has no memory of its own counts once."""
+    """Bytes of all tensors with dimensions in a nest of dicts and packed states; what is there twice counts once."""
     if torch.is_tensor(value):
         storage = value.untyped_storage()
-        is_new = storage.data_ptr() not in seen
-        seen.add(storage.data_ptr())
+        is_new = value.data_ptr() not in seen
+        seen.add(value.data_ptr())
         return min(value.nbytes, storage.nbytes()) if is_new and value.dim() > 0 else 0
     if hasattr(value, "codes"):
         value = vars(value)
@@ -82,13 +84,15 @@ def test_adamws_moments_take_two_bytes_an_element(place):
     numel = sum(parameter.numel() for parameter in model.parameters())
     rows = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
     reported = sum(row.bytes for row in rows)
-    there = bytes_there({"packed": engine._holder._packed, "register": dict(optimizer.state)}, set())
+    there = bytes_there({"packed": engine._holder.packed._states, "register": dict(optimizer.state)}, set())
     stand_in = 4
     assert there - stand_in == reported <= 2.1 * numel
     assert plan == pytest.approx(reported, rel=0.03)
     assert sum(row.ddp_bytes for row in rows) == 8 * numel
-    [window] = [row.bytes for row in engine.memory_report().rows if row.kind == "window, during the step"]
-    assert window == 8 * max(bucket.layout.shard_numel for bucket in engine.buckets)
+    window = [row.bytes for row in engine.memory_report().rows if row.kind == "window, during the step"]
+    largest = max(bucket.layout.shard_numel for bucket in engine.buckets)
+    # Kernels have moments in float32 in registers alone.
+    assert window == ([] if "kernels" in place else [8 * largest])
     by_kind = {moments for row in engine.dtype_report().rows for moments in row.moments.split(", ")}
     assert by_kind == {"uint8", "float32"}
 
@@ -204,7 +208,12 @@ def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Calla
 
 @pytest.mark.parametrize(
     "place",
-    ["device", "by chance", *(pytest.param(place, marks=pytest.mark.slow) for place in ("host", "partly host"))],
+    [
+        "device",
+        "by chance",
+        "kernels with masters",
+        *(pytest.param(place, marks=pytest.mark.slow) for place in ("host", "partly host")),
+    ],
 )
 def test_blocks_are_the_same_on_every_layout(place):
     alone = on_all_layouts(0, 1, PLACES[place])
@@ -237,9 +246,10 @@ def refuse_difference(some: dict, others: dict) -> None:
             assert value.numpy().tobytes() == others[name][kind].numpy().tobytes(), (name, kind)
 
 
-def goes_on(rank: int, world_size: int, folder: str) -> None:
+def goes_on(rank: int, world_size: int, folder: str, kernels: str) -> None:
     """Saves at stage 2, and goes on at other stages with the bits and the losses of the run that was not stopped."""
-    model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2, "bucket_bytes": "60KiB"})
+    in_8_bits = {**IN_8_BITS, "kernels": kernels}
+    model, optimizer, engine = prepared({**in_8_bits, "stage": 2, "bucket_bytes": "60KiB"})
     steps(model, optimizer, range(3))
     save_engine(engine, folder)
     if rank == 0:
@@ -251,12 +261,18 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
     expected = steps(model, optimizer, range(3, 6))
     end = whole_states(engine, model)
     for more in ({"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 3}, {"stage": 1}, {"stage": 0}):
-        model, optimizer, engine = prepared({**IN_8_BITS, **more})
+        model, optimizer, engine = prepared({**in_8_bits, **more})
         model.load_state_dict(weights)
         load_engine(engine, f"{folder}/zero")
         refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
         assert steps(model, optimizer, range(3, 6)) == expected, more
         refuse_difference(whole_states(engine, model), end)
+    # From one way of stepping to the other.
+    model, optimizer, engine = prepared({**IN_8_BITS, "kernels": "never" if kernels == "always" else "always"})
+    model.load_state_dict(weights)
+    load_engine(engine, f"{folder}/zero")
+    refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
+    assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-3)
     # From 8 bits to 32, whose moments are then float32 in memory, and from those to 8 again.
     model, optimizer, engine = prepared({**IN_32_BITS, "stage": 3})
     model.load_state_dict(weights)
@@ -279,9 +295,10 @@ def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> No
         assert all(loss < 6 for loss in steps(model, optimizer, range(3, 5)))
 
 
-def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path):
+@pytest.mark.parametrize("kernels", ["never", "always"])
+def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels):
     folder = {"folder": str(tmp_path)}
-    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments=folder)
+    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={**folder, "kernels": kernels})
     run_ranks(resumed_on_another_world_size, world_size=3, time_limit_s=60, keyword_arguments=folder)
     resumed_on_another_world_size(0, 1, **folder)
 
@@ -308,19 +325,67 @@ def test_a_save_makes_float32_of_a_part_at_a_time_and_of_what_was_there_at_the_s
         assert data[0][begin : begin + expected[name].nbytes] == expected[name].numpy().tobytes(), name
 
 
-def test_the_optimizers_own_state_dict_has_values_and_takes_them_back():
-    model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2})
+@pytest.mark.parametrize("kernels", ["never", "always"])
+def test_the_optimizers_own_state_dict_has_values_and_takes_them_back(kernels):
+    in_8_bits = {**IN_8_BITS, "stage": 2, "kernels": kernels}
+    model, optimizer, engine = prepared(in_8_bits)
     steps(model, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict())
     assert all(value.isfinite().all() for each in state["state"].values() for value in each.values())
     before = whole_states(engine, model)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     expected = steps(model, optimizer, range(2, 4))
-    model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2})
+    model, optimizer, engine = prepared(in_8_bits)
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     refuse_difference(whole_states(engine, model), before)
     assert steps(model, optimizer, range(2, 4)) == expected
+    # Who empties the register begins anew, whatever was in the blocks.
+    model.load_state_dict(weights)
+    optimizer.state.clear()
+    again = steps(model, optimizer, range(2, 4))
+    model, optimizer, engine = prepared(in_8_bits)
+    model.load_state_dict(weights)
+    assert again == steps(model, optimizer, range(2, 4))
+
+
+def test_kernels_step_moments_in_their_blocks_as_adamw_would():
+    losses, states = [], []
+    for kernels in ("never", "always"):
+        model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2, "kernels": kernels, "bucket_bytes": "60KiB"})
+        losses.append(steps(model, optimizer, range(8)))
+        states.append(whole_states(engine, model))
+    report = engine.memory_report().kernels
+    assert report.buckets == report.all_buckets == len(engine.buckets) and report.hindrances == ()
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
+    for name, state in states[0].items():
+        assert state["step"] == states[1][name]["step"] == 8
+        for kind in ("exp_avg", "exp_avg_sq"):
+            one, other = state[kind], states[1][name][kind]
+            assert (one - other).norm() <= 0.05 * one.norm(), (name, kind)
+
+
+def test_a_setting_without_a_kernel_is_stepped_on_unpacked_moments_and_said(caplog):
+    ends = []
+    for kernels in ("never", "always"):
+        model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2, "kernels": kernels})
+        for step in range(4):
+            optimizer.param_groups[0]["maximize"] = step in (1, 2)
+            steps(model, optimizer, [step])
+        ends.append(whole_states(engine, model)["transformer.wte.weight"])
+    assert caplog.text.count("AdamW is stepped by torch: `maximize` is True") == 1
+    assert ends[0]["step"] == ends[1]["step"] == 4
+    assert (ends[0]["exp_avg"] - ends[1]["exp_avg"]).norm() <= 0.05 * ends[0]["exp_avg"].norm()
+
+
+def test_optimizers_without_a_kernel_for_blocks_are_named():
+    torch.manual_seed(0)
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2, "kernels": "always"})
+    assert engine.memory_report().kernels.hindrances == ("no kernel does what SGD does on moments in 8 bits",)
+    first, *_, last = steps(model, optimizer, [0] * 4)
+    assert last < first
 
 
 def test_state_from_before_and_after_the_engine_is_the_optimizers():
@@ -341,14 +406,14 @@ def test_state_from_before_and_after_the_engine_is_the_optimizers():
     assert steps(model, optimizer, range(4, 6))[-1] < 6
 
 
-def leaves_the_unused_alone(rank: int, world_size: int) -> None:
+def leaves_the_unused_alone(rank: int, world_size: int, kernels: str) -> None:
     torch.manual_seed(0)
     model = Unruly(sleeping="even steps")
     model.branch = nn.Linear(24, SMALLEST_NUMEL // 24 + 1)
     model.tail = nn.Linear(SMALLEST_NUMEL // 24 + 1, 24)
     model.branch, model.tail = nn.Sequential(model.branch, model.tail), None
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2})
+    engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2, "kernels": kernels})
     used = []
     for step in range(4):
         loss = model(**gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 2)).loss
@@ -366,8 +431,9 @@ def leaves_the_unused_alone(rank: int, world_size: int) -> None:
         assert torch.as_tensor(after[name].get("step", 0)).item() == sum(used)
 
 
-def test_moments_of_parameters_that_a_step_does_not_use_stay_as_they_are():
-    run_ranks(leaves_the_unused_alone, world_size=2, time_limit_s=60)
+@pytest.mark.parametrize("kernels", ["never", "always"])
+def test_moments_of_parameters_that_a_step_does_not_use_stay_as_they_are(kernels):
+    run_ranks(leaves_the_unused_alone, world_size=2, time_limit_s=60, keyword_arguments={"kernels": kernels})
 
 
 @pytest.mark.parametrize("where", ["cpu", "nvme"])

@@ -70,6 +70,22 @@ class OwnStep(BucketStep):
             self._optimizer.param_groups = groups
 
 
+class Within(BucketStep):
+    """A step for which the bucket's state is brought, and put away behind it."""
+
+    def __init__(self, step: BucketStep, *, bring: Move, put: Move):
+        self._step = step
+        self._bring, self._put = bring, put
+
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        self._bring(bucket, bucket, None)
+        self._step.step(bucket, rows)
+        self._put(bucket, bucket, None)
+
+    def forget(self, bucket: Bucket) -> None:
+        self._step.forget(bucket)
+
+
 class BucketSteps:
     """Steps one bucket of an optimizer after another, with the bucket's state in memory for that moment.
 

@@ -1,10 +1,20 @@
 """Optimizer state of whole buckets as flat tensors, of which the rows' state are views."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from .buckets import Bucket, Row
+
+
+class RowStates(Protocol):
+    """Where the rows' state is made ready for a kernel."""
+
+    def settle(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+        """Has the state of this name where the kernel wants it, zero if `state`, the row's in the register, has none.
+
+        Returns whether it had.
+        """
 
 
 class FlatState:

@@ -1,17 +1,19 @@
 """What kernels know of optimizers: which settings they have a form for, and which state is whose."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from ..kernels.adamw import AdamW, adamw
+from ..kernels.adamw_in_blocks import adamw_in_blocks
+from ..kernels.dynamic import Coded
 from ..kernels.lion import Lion, lion
 from ..kernels.sgd import SGD, sgd
 from .buckets import Row
-from .flat_state import FlatState
+from .flat_state import RowStates
 
 Group = Mapping[str, Any]
 
@@ -21,14 +23,14 @@ class Place:
     """Flat tensors of equal length that a kernel steps together.
 
     Attributes:
-        states: by name, float32.
+        states: by name, float32, or in 8-bit blocks where the whole of them is (`step_in_blocks`).
         copy: gets the new weights in the parameters' dtype; None for no copy.
         found_inf: one float32 element; where it is not 0, nothing is written. None to step always.
     """
 
     weights: torch.Tensor
     gradient: torch.Tensor
-    states: Mapping[str, torch.Tensor]
+    states: Mapping[str, torch.Tensor | Coded]
     copy: torch.Tensor | None
     found_inf: torch.Tensor | None
 
@@ -63,7 +65,7 @@ class KernelForm(ABC):
         """Kinds of state with one value an element."""
 
     @abstractmethod
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: FlatState) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
         """Makes the rows' state ready for their next step.
 
         Returns:
@@ -100,7 +102,7 @@ class AdamWForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: FlatState) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
         for row, state in states.items():
             if "step" not in state:
                 # Where torch's own step has it, so that either may take the next one.
@@ -122,6 +124,13 @@ class AdamWForm(KernelForm):
         return number if known is step and version == step._version else int(step.item())
 
     def step(self, group: Group, phase: int, place: Place) -> None:
+        self._step(adamw, group, phase, place)
+
+    def step_in_blocks(self, group: Group, phase: int, place: Place) -> None:
+        """Takes the step of moments that are in 8-bit blocks and stay so."""
+        self._step(adamw_in_blocks, group, phase, place)
+
+    def _step(self, kernel: Callable[..., None], group: Group, phase: int, place: Place) -> None:
         settings = AdamW(
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),
@@ -129,7 +138,7 @@ class AdamWForm(KernelForm):
             weight_decay=float(group["weight_decay"]),
             step=phase,
         )
-        adamw(
+        kernel(
             place.weights,
             place.gradient,
             place.states["exp_avg"],
@@ -149,7 +158,7 @@ class SGDForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: FlatState) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
         names = self.state_names(group)
         return {row: int(not all([flat.settle(row, name, state) for name in names])) for row, state in states.items()}
 
@@ -181,7 +190,7 @@ class LionForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg",)
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: FlatState) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
         for row, state in states.items():
             flat.settle(row, "exp_avg", state)
         return dict.fromkeys(states, 0)
@@ -220,6 +229,12 @@ def form_of(optimizer: torch.optim.Optimizer) -> KernelForm | None:
     kind = type(optimizer)
     made = _FORMS.get(kind) or _FORMS_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
     return None if made is None else made(optimizer)
+
+
+def form_in_blocks_of(optimizer: torch.optim.Optimizer) -> AdamWForm | None:
+    """The form that steps an optimizer's moments in their 8-bit blocks; None where there is none."""
+    form = form_of(optimizer)
+    return form if isinstance(form, AdamWForm) else None
 
 
 def _has_tensor(value: Any) -> bool:

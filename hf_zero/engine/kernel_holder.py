@@ -7,56 +7,138 @@ import torch
 
 from ..comm.local import LocalTransport
 from .bucket_holder import SteppedByBucket
-from .bucket_steps import BucketSteps, InTurn
+from .bucket_steps import BucketSteps, InTurn, OwnStep, Within
 from .buckets import Bucket
+from .eight_bit_holder import InEightBits
 from .holder import InMemory
-from .kernel_forms import form_of
-from .kernel_step import KernelStep
+from .kernel_forms import form_in_blocks_of, form_of
+from .kernel_step import KernelStep, KernelStepInBlocks
 from .nonfinite import NonFiniteCheck
 from .reports import KernelReport
 
 _log = logging.getLogger(__name__)
 
 
-class SteppedByKernels(SteppedByBucket, InMemory):
-    """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
+class KernelShare:
+    """Which buckets kernels step, and why they leave the others to the optimizers' own steps."""
 
-    See [Note: steps by kernels]. State in another tier is stepped there, by the optimizer.
-    """
-
-    def __init__(self, nonfinite: NonFiniteCheck):
-        super().__init__()
-        self._nonfinite = nonfinite
+    def __init__(self):
         self._kernels: list[KernelStep] = []
         self._bucket_count = self._taken = 0
         self._hindrances: dict[str, None] = {}
 
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    def take(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep | None, *, else_why: str
+    ) -> list[Bucket]:
+        """Those of the optimizer's buckets that `kernel` steps from now on.
+
+        State in another tier is stepped there, by the optimizer, and does not count.
+
+        Args:
+            kernel: None where none does what the optimizer does; `else_why` says so.
+        """
         here = [bucket for bucket in buckets if not bucket.tier.is_apart]
         self._bucket_count += len(here)
-        form = form_of(optimizer)
-        if form is None:
-            self._leave(f"no kernel does what {type(optimizer).__name__} does")
-            return
-        kernel = KernelStep(optimizer, form, self._nonfinite)
+        if kernel is None:
+            if here:
+                self._leave(else_why)
+            return []
         hindrance_of = {bucket: kernel.hindrance(bucket) for bucket in here}
         for hindrance in filter(None, hindrance_of.values()):
             self._leave(f"{type(optimizer).__name__}, {hindrance}")
-        mine = {bucket: bucket for bucket, hindrance in hindrance_of.items() if hindrance is None}
-        if mine:
-            self._taken += len(mine)
-            self._kernels.append(kernel)
-            # No disk can fail under one rank alone, so none has to wait for a word from the others.
-            self._add(BucketSteps(optimizer, mine, InTurn(), step=kernel, transport=LocalTransport()), kernel)
+        mine = [bucket for bucket, hindrance in hindrance_of.items() if hindrance is None]
+        self._taken += len(mine)
+        self._kernels.append(kernel)
+        return mine
 
-    def after_step(self, buckets: Sequence[Bucket]) -> None:
+    def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:
+        """Those of the buckets whose parameters no kernel has written beside the master since the last call."""
         written = {bucket for kernel in self._kernels for bucket in kernel.take_written()}
-        super().after_step([bucket for bucket in buckets if bucket not in written])
+        return [bucket for bucket in buckets if bucket not in written]
 
-    def kernel_report(self) -> KernelReport:
+    def report(self) -> KernelReport:
         return KernelReport(buckets=self._taken, all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))
 
     def _leave(self, hindrance: str) -> None:
         if hindrance not in self._hindrances:
             self._hindrances[hindrance] = None
             _log.info("hf_zero: buckets are left to the optimizer's own step: %s.", hindrance)
+
+
+class SteppedByKernels(SteppedByBucket, InMemory):
+    """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
+
+    See [Note: steps by kernels].
+    """
+
+    def __init__(self, nonfinite: NonFiniteCheck):
+        super().__init__()
+        self._nonfinite = nonfinite
+        self._share = KernelShare()
+
+    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        mine, kernel = _take(self._share, optimizer, buckets, self._nonfinite)
+        if mine:
+            self._add(_in_turn(optimizer, mine, kernel), kernel)
+
+    def after_step(self, buckets: Sequence[Bucket]) -> None:
+        super().after_step(self._share.unwritten(buckets))
+
+    def kernel_report(self) -> KernelReport:
+        return self._share.report()
+
+
+class InEightBitsByKernels(InEightBits):
+    """The same for moments in 8-bit blocks: those that a kernel can step there never leave them.
+
+    The others are unpacked for their optimizer's step.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], nonfinite: NonFiniteCheck):
+        super().__init__(optimizers)
+        self._nonfinite = nonfinite
+        self._share = KernelShare()
+
+    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        packed = [bucket for bucket in buckets if self.packed.takes(bucket)]
+        others = [bucket for bucket in buckets if bucket not in packed]
+        in_blocks, kernel_in_blocks = self._take_in_blocks(optimizer, packed)
+        plain, kernel = _take(self._share, optimizer, others, self._nonfinite)
+        for mine, step in ((in_blocks, kernel_in_blocks), (plain, kernel)):
+            if mine:
+                self._add(_in_turn(optimizer, mine, step), step)
+        for bucket in in_blocks:
+            self._pack_rows(optimizer, bucket)
+        super().step_with(optimizer, [bucket for bucket in packed if bucket not in in_blocks])
+
+    def _take_in_blocks(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]
+    ) -> tuple[list[Bucket], KernelStep | None]:
+        form, kernel = form_in_blocks_of(optimizer), None
+        if form is not None:
+            unpacked = Within(OwnStep(optimizer), bring=self._bring, put=self._put_back)
+            kernel = KernelStepInBlocks(optimizer, form, self._nonfinite, unpacked, self.packed)
+        why = f"no kernel does what {type(optimizer).__name__} does on moments in 8 bits"
+        return self._share.take(optimizer, buckets, kernel, else_why=why), kernel
+
+    def after_step(self, buckets: Sequence[Bucket]) -> None:
+        super().after_step(self._share.unwritten(buckets))
+
+    def kernel_report(self) -> KernelReport:
+        return self._share.report()
+
+
+def _take(
+    share: KernelShare, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], nonfinite: NonFiniteCheck
+) -> tuple[list[Bucket], KernelStep | None]:
+    """Those of the buckets that a kernel steps on state in float32, and that kernel's step."""
+    form = form_of(optimizer)
+    kernel = None if form is None else KernelStep(optimizer, form, nonfinite, OwnStep(optimizer))
+    why = f"no kernel does what {type(optimizer).__name__} does"
+    return share.take(optimizer, buckets, kernel, else_why=why), kernel
+
+
+def _in_turn(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep) -> BucketSteps:
+    """No disk can fail under one rank alone, so none has to wait for a word from the others."""
+    shards = {bucket: bucket for bucket in buckets}
+    return BucketSteps(optimizer, shards, InTurn(), step=kernel, transport=LocalTransport())

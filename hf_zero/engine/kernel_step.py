@@ -1,17 +1,20 @@
-"""Steps of torch's optimizers taken by flat kernels: a launch for each run of rows in place of many passes over each."""
+"""Steps of optimizers taken by flat kernels: a launch for each run of rows in place of many passes over each."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
+from ..kernels.dynamic import Coded
+from ..layout.blocks import is_in_blocks
 from .bucket_steps import BucketStep, OwnStep
 from .buckets import Bucket, Row
 from .flat_state import FlatState
-from .kernel_forms import KernelForm, Place, form_of
+from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 from .nonfinite import NonFiniteCheck
-from .runs import runs_of
+from .packed_moments import PackedMoments
+from .runs import Run, runs_of
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +24,7 @@ class KernelStep(BucketStep):
 
     [Note: steps by kernels]
     The kernel reads and writes a bucket's flat tensors: master, reduced gradient and state, of which the optimizer's register
-    has views under torch's own names, and in the same pass the parameters' 16-bit copy. So the register is what torch's step
+    has views under its own names, and in the same pass the parameters' 16-bit copy. So the register is what its own step
     would have made, to the last digits, and either may take the next step: a checkpoint, a changed setting that the kernel
     has no form for, and the end of the engine need nothing more.
 
@@ -31,13 +34,16 @@ class KernelStep(BucketStep):
     Args:
         optimizer: of a class that `form_of` knows.
         nonfinite: what has looked at the gradients.
+        otherwise: steps a bucket whose group has a setting that the kernel has no form for.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, form: KernelForm, nonfinite: NonFiniteCheck):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, form: KernelForm, nonfinite: NonFiniteCheck, otherwise: BucketStep
+    ):
         self._optimizer = optimizer
         self._form = form
         self._nonfinite = nonfinite
-        self._own = OwnStep(optimizer)
+        self._otherwise = otherwise
         self._flat = FlatState()
         self._said: set[str] = set()
         self._with_copy: set[Bucket] = set()
@@ -53,26 +59,31 @@ class KernelStep(BucketStep):
         hindrance = self.hindrance(bucket)
         if hindrance is not None:
             self._say(hindrance)
-            self._own.step(bucket, rows)
+            self._otherwise.step(bucket, rows)
             return
         group = self._optimizer.param_groups[bucket.layout.key[3]]
-        phase_of = self._form.begin(group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat)
-        flats = {name: self._flat.of(bucket, name) for name in self._form.state_names(group)}
-        copy, found_inf = bucket.copy_to_write, self._nonfinite.found_inf
-        for run in runs_of(rows, phase_of):
-            part = slice(run.interval.start, run.interval.stop)
-            place = Place(
-                weights=bucket.master[part],
-                gradient=run.gradient,
-                states={name: flat[part] for name, flat in flats.items()},
-                copy=None if copy is None else copy[part],
-                found_inf=found_inf,
-            )
-            self._form.step(group, run.phase, place)
+        self._launch(group, bucket, rows)
         # A kernel writes behind torch's back; who asks whether a row has changed asks for its version.
         increment_version([row.tensor for row in rows])
-        if copy is not None and len(rows) == len(bucket.rows):
+        if bucket.copy_to_write is not None and len(rows) == len(bucket.rows):
             self._with_copy.add(bucket)
+
+    def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
+        phase_of = self._form.begin(group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat)
+        flats = {name: self._flat.of(bucket, name) for name in self._form.state_names(group)}
+        for run in runs_of(rows, phase_of):
+            states = {name: flat[run.interval.start : run.interval.stop] for name, flat in flats.items()}
+            self._form.step(group, run.phase, self._place(bucket, run, states))
+
+    def _place(self, bucket: Bucket, run: Run, states: Mapping[str, torch.Tensor | Coded]) -> Place:
+        part, copy = slice(run.interval.start, run.interval.stop), bucket.copy_to_write
+        return Place(
+            weights=bucket.master[part],
+            gradient=run.gradient,
+            states=states,
+            copy=None if copy is None else copy[part],
+            found_inf=self._nonfinite.found_inf,
+        )
 
     def forget(self, bucket: Bucket) -> None:
         self._flat.forget(bucket)
@@ -88,10 +99,46 @@ class KernelStep(BucketStep):
             _log.warning("hf_zero: %s is stepped by torch: %s.", type(self._optimizer).__name__, hindrance)
 
 
+class KernelStepInBlocks(KernelStep):
+    """The same for buckets whose moments are in 8-bit blocks, which they do not leave.
+
+    Parameters too small for blocks are stepped one by one, on their float32 moments.
+
+    Args:
+        packed: the moments.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        form: AdamWForm,
+        nonfinite: NonFiniteCheck,
+        otherwise: BucketStep,
+        packed: PackedMoments,
+    ):
+        super().__init__(optimizer, form, nonfinite, otherwise)
+        self._form: AdamWForm = form
+        self._packed = packed
+
+    def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
+        register = self._optimizer.state
+        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, self._packed)
+        alone_of = {row: None if is_in_blocks(row.slot.parameter.numel()) else row for row in rows}
+        packed, names = self._packed.of(bucket), self._form.state_names(group)
+        for run in runs_of(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
+            number, alone = run.phase
+            if alone is None:
+                states = {name: packed[name].cut(run.interval) for name in names}
+                self._form.step_in_blocks(group, number, self._place(bucket, run, states))
+            else:
+                states = {name: register[alone.tensor][name].view(-1) for name in names}
+                self._form.step(group, number, self._place(bucket, run, states))
+
+
 def kernel_or_own_step(optimizer: torch.optim.Optimizer, nonfinite: NonFiniteCheck) -> BucketStep:
     """The kernel's step where one does what the optimizer does, else the optimizer's own."""
     form = form_of(optimizer)
     if form is None:
         _log.info("hf_zero: no kernel does what %s does; its own step is taken.", type(optimizer).__name__)
         return OwnStep(optimizer)
-    return KernelStep(optimizer, form, nonfinite)
+    return KernelStep(optimizer, form, nonfinite, OwnStep(optimizer))

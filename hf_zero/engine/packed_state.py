@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..kernels.dynamic import DynamicCode, dequantise_dynamic, quantise_dynamic
+from ..kernels.dynamic import Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
 from ..layout.blocks import BLOCK_NUMEL, blocks
 from ..layout.intervals import Interval
 from ..offload.tier import Tier
@@ -37,19 +37,27 @@ class PackedState:
 
     def pack_part(self, interval: Interval, values: torch.Tensor) -> None:
         """Takes the elements `interval`, which begins with a block and is followed by padding up to the next one."""
-        quantise_dynamic(values, *self._cut(interval), self._code)
+        there = self.cut(interval)
+        quantise_dynamic(values, there.codes, there.scales, self._code)
+
+    def clear_part(self, interval: Interval) -> None:
+        """Zeros for the elements `interval`, which is as in `pack_part`."""
+        there = self.cut(interval)
+        there.codes.fill_(self._code.zero)
+        there.scales.zero_()
 
     def part(self, interval: Interval) -> torch.Tensor:
         """The elements `interval`, which begins anywhere, as float32 in memory of their own."""
         before = interval.start % BLOCK_NUMEL
-        codes, scales = self._cut(Interval(interval.start - before, interval.stop))
-        out = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
-        dequantise_dynamic(codes, scales, out, self._code)
+        there = self.cut(Interval(interval.start - before, interval.stop))
+        out = torch.empty(len(there.codes), dtype=torch.float32, device=there.codes.device)
+        dequantise_dynamic(there.codes, there.scales, out, self._code)
         return out[before:]
 
-    def _cut(self, interval: Interval) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut(self, interval: Interval) -> Coded:
+        """The elements `interval`, which begins with a block, as they lie here."""
         scales = slice(interval.start // BLOCK_NUMEL, blocks(interval.stop))
-        return self.codes[interval.start : interval.stop], self.scales[scales]
+        return Coded(self.codes[interval.start : interval.stop], self.scales[scales])
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from .early_holder import SteppedEarly
 from .eight_bit_holder import InEightBits, RoundedInEightBits
 from .file_holder import InFiles, MastersInFiles
 from .holder import InMemory, StateHolder
-from .kernel_holder import SteppedByKernels
+from .kernel_holder import InEightBitsByKernels, SteppedByKernels
 from .kernel_step import kernel_or_own_step
 from .loaded import is_loaded, wanted_dtype
 from .nonfinite import NonFiniteCheck
@@ -86,8 +86,10 @@ def choose_holder(
         if most_bytes:
             return InFilesEarly(tier, optimizers, transport, threads, most_bytes=most_bytes)
         return InFiles(tier, optimizers, transport)
+    if config.quantises_moments and config.rounding == "stochastic":
+        return RoundedInEightBits(optimizers)
     if config.quantises_moments:
-        return (RoundedInEightBits if config.rounding == "stochastic" else InEightBits)(optimizers)
+        return InEightBitsByKernels(optimizers, nonfinite) if by_kernels else InEightBits(optimizers)
     if config.rounding == "stochastic":
         return RoundedStochastically(
             optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep

@@ -30,7 +30,7 @@ from ..layout.blocks import BLOCK_NUMEL, blocks
 from .checks import check_flat
 
 _DECADES = 7
-_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _PREFIXES = 1 << 16
 
 _HOST_CHUNK_NUMEL = 1 << 17
@@ -67,7 +67,25 @@ UNSIGNED = DynamicCode(signed=False)
 
 
 @dataclass(frozen=True)
-class _Tables:
+class Coded:
+    """n elements in blocks, of which the first begins with the first element.
+
+    Attributes:
+        codes: (n,) uint8.
+        scales: (ceil(n / 256),) float32.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def check(self, name: str, *, numel: int, device: torch.device) -> None:
+        """Raises `ValueError` unless these are `numel` elements on `device`; `name` is what the error calls them."""
+        check_flat(f"{name}codes", self.codes, numel=numel, device=device, dtypes=[torch.uint8])
+        check_flat(f"{name}scales", self.scales, numel=blocks(numel), device=device, dtypes=[torch.float32])
+
+
+@dataclass(frozen=True)
+class Tables:
     """A code's values and how they are found, on one device.
 
     [Note: the nearest value]
@@ -87,7 +105,8 @@ class _Tables:
 
 
 @functools.cache
-def _tables(code: DynamicCode, device: torch.device) -> _Tables:
+def tables_of(code: DynamicCode, device: torch.device) -> Tables:
+    """A code's tables on a device, made once."""
     values = code.values()
     thresholds = ((values[1:] + values[:-1]) / 2).float()
     if not code.signed:
@@ -98,7 +117,7 @@ def _tables(code: DynamicCode, device: torch.device) -> _Tables:
     least = (prefixes * _PREFIXES + torch.where(prefixes < 0, _PREFIXES - 1, 0)).to(torch.int32).view(torch.float32)
     first = torch.bucketize(least.nan_to_num(nan=0.0), thresholds).to(torch.uint8)
     last = torch.tensor([float("inf")], device="cpu")
-    return _Tables(values.float().to(device), first.to(device), torch.cat([thresholds, last]).to(device))
+    return Tables(values.float().to(device), first.to(device), torch.cat([thresholds, last]).to(device))
 
 
 def quantise_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode) -> None:
@@ -113,7 +132,7 @@ def quantise_dynamic(values: torch.Tensor, codes: torch.Tensor, scales: torch.Te
         ValueError: a tensor does not fit.
     """
     _check(values, codes, scales)
-    tables, chunk = _tables(code, values.device), _chunk_numel(values.device)
+    tables, chunk = tables_of(code, values.device), _chunk_numel(values.device)
     padded, ratio, thresholds = values.new_empty((3, min(chunk, blocks(len(values)) * BLOCK_NUMEL)))
     for start in range(0, len(values), chunk):
         part = values[start : start + chunk]
@@ -136,11 +155,11 @@ def _scales_of(rows: torch.Tensor, code: DynamicCode) -> torch.Tensor:
     least, most = rows.amin(dim=1), rows.amax(dim=1)
     scale = torch.where(most >= -least, most, least) if code.signed else most.clamp(min=0.0)
     magnitude = torch.maximum(most, -least)
-    scale = torch.where(scale.abs() < _SMALLEST_NORMAL, 0.0, scale)
+    scale = torch.where(scale.abs() < SMALLEST_NORMAL, 0.0, scale)
     return torch.where(magnitude < float("inf"), scale, float("nan"))
 
 
-def _nearest(y: torch.Tensor, scratch: torch.Tensor, thresholds: torch.Tensor, tables: _Tables) -> torch.Tensor:
+def _nearest(y: torch.Tensor, scratch: torch.Tensor, thresholds: torch.Tensor, tables: Tables) -> torch.Tensor:
     """(n,) uint8 of `y`, (n,) float32. `scratch`, (n,) int32, and `thresholds`, (n,) float32, are written over."""
     torch.bitwise_right_shift(y.view(torch.int32), 16, out=scratch).add_(_PREFIXES // 2)
     nearest = tables.first.index_select(0, scratch)
@@ -151,7 +170,7 @@ def _nearest(y: torch.Tensor, scratch: torch.Tensor, thresholds: torch.Tensor, t
 def dequantise_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, code: DynamicCode) -> None:
     """`out` = value of the code * scale, n elements, float32. The rest as in `quantise_dynamic`."""
     _check(out, codes, scales)
-    tables, chunk = _tables(code, out.device), _chunk_numel(out.device)
+    tables, chunk = tables_of(code, out.device), _chunk_numel(out.device)
     for start in range(0, len(out), chunk):
         part = out[start : start + chunk]
         torch.index_select(tables.values, 0, codes[start : start + chunk].to(torch.int32), out=part)
@@ -164,8 +183,7 @@ def dequantise_dynamic(codes: torch.Tensor, scales: torch.Tensor, out: torch.Ten
 def _check(values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     numel, device = values.numel(), values.device
     check_flat("values", values, numel=numel, device=device, dtypes=[torch.float32])
-    check_flat("codes", codes, numel=numel, device=device, dtypes=[torch.uint8])
-    check_flat("scales", scales, numel=blocks(numel), device=device, dtypes=[torch.float32])
+    Coded(codes, scales).check("", numel=numel, device=device)
 
 
 def _chunk_numel(device: torch.device) -> int:

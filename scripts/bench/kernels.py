@@ -24,8 +24,10 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zero.kernels.adamw import AdamW, adamw
+from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
 from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.choose import runs_triton
+from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, quantise_dynamic
 from hf_zero.kernels.fill import Piece, fill
 from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int8 import INT8
@@ -34,6 +36,7 @@ from hf_zero.kernels.quantise import dequantise_sum, quantise
 from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
 from hf_zero.kernels.stochastic import round_stochastically
+from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
 
 WARMUP_ROUNDS = 3
 
@@ -62,6 +65,12 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
     weights, exp_avg, exp_avg_sq, residual = (torch.zeros(numel, device=device) for _ in range(4))
     gradient = torch.randn(numel, device=device).bfloat16()
     copy = torch.empty_like(gradient)
+    moments = []
+    for code, values in ((SIGNED, gradient.float()), (UNSIGNED, gradient.float().square())):
+        moments.append(
+            Coded(torch.empty(numel, dtype=torch.uint8, device=device), torch.empty(blocks(numel), device=device))
+        )
+        quantise_dynamic(values, moments[-1].codes, moments[-1].scales, code)
     few = numel // 1024 * 1024
     pieces = [Piece(start=at, numel=1024, source=gradient[at : at + 1024]) for at in range(0, min(few, 1 << 22), 1024)]
     filled = sum(piece.numel for piece in pieces)
@@ -71,6 +80,11 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             name="AdamW, master and copy",
             bytes_an_element=28,
             run=lambda: adamw(weights, gradient, exp_avg, exp_avg_sq, AdamW(lr=1e-6, step=10), copy),
+        ),
+        Task(
+            name="AdamW, moments in 8 bits, master and copy",
+            bytes_an_element=16 + 16 / BLOCK_NUMEL,
+            run=lambda: adamw_in_blocks(weights, gradient, *moments, AdamW(lr=1e-6, step=10), copy),
         ),
         Task(
             name="Lion, master and copy",
