@@ -9,8 +9,13 @@ from ranks import run_ranks
 from torch import nn
 from training import Unruly, fused_adamw, gpt2, gpt2_batch
 
-from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.comm.groups import Groups
+from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.transport import Handle, Label
+from hf_zero.config import CommConfig, ConfigError, ZeroConfig
+from hf_zero.config.parts import OuterConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.outer import SyncedEvery
 from hf_zero.integrations.checkpointing import load_engine, seal_state, write_state
 
 pytestmark = pytest.mark.timeout(180)
@@ -127,6 +132,129 @@ def test_models_are_those_of_a_plain_loop(world_size, size, outer):
             assert loss_error <= 1e-5 and difference <= 2e-6, (stage, loss_error, difference)
 
 
+def with_offload_and_without(
+    rank: int, world_size: int, stage: int, size: int
+) -> list[tuple[dict, bool, bool, set[str]]]:
+    """Of each way to have masters in host memory: whether losses and weights are those of masters on the device, and where the
+    report says that outer steps keep what they keep."""
+
+    def run(**more) -> tuple[list[float], list[torch.Tensor], ZeroEngine]:
+        model, optimizer, engine = start(setting(stage, size=size, **more))
+        losses = go_on(model, optimizer, batches_of(rank, 2 * SYNC_EVERY + 1))
+        engine.synchronise()
+        with engine.gathered():
+            return losses, [parameter.detach().clone() for parameter in model.parameters()], engine
+
+    found = []
+    losses, weights, _ = run()
+    for how in ({}, {"ratio": 0.5}, {"speculate_bytes": "16MiB"}):
+        offload = {"optimizer": "cpu", **how}
+        theirs, values, engine = run(offload=offload)
+        report = engine.memory_report()
+        assert "speculate_bytes" not in how or report.early.kept > 0
+        places = {row.where for row in report.rows if row.kind == "outer steps"}
+        found.append((offload, theirs == losses, all(map(torch.equal, values, weights)), places))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "size"),
+    [(1, 2, 1), pytest.param(2, 4, 2, marks=pytest.mark.slow), pytest.param(3, 4, 2, marks=pytest.mark.slow)],
+)
+def test_masters_in_host_memory_meet_bit_for_bit(stage, world_size, size):
+    arguments = {"stage": stage, "size": size}
+    by_rank = run_ranks(with_offload_and_without, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    for outcomes in by_rank:
+        for offload, same_losses, same_weights, places in outcomes:
+            assert same_losses and same_weights, offload
+            assert places == ({"host memory", "device"} if "ratio" in offload else {"host memory"}), offload
+
+
+def learns(rank: int, world_size: int) -> dict[str, list[float]]:
+    """The losses of a model of one matrix of 64 blocks, with moments in 32 and in 8 bits."""
+    losses = {}
+    for moments in ("32bit", "8bit"):
+        torch.manual_seed(0)
+        model = nn.Linear(128, 128, bias=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = ZeroEngine(model, [optimizer], setting(1, moments=moments))
+        generator = torch.Generator().manual_seed(rank)
+        losses[moments] = []
+        for _ in range(10 * SYNC_EVERY):
+            inputs = torch.randn(64, 128, generator=generator)
+            loss = (model(inputs) - inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[moments].append(loss.item())
+        [held] = [row.bytes for row in engine.memory_report().rows if row.kind == "optimizer state"]
+        assert (held < 3 * model.weight.numel()) == (moments == "8bit")
+    return losses
+
+
+def test_moments_in_8_bits_learn_as_those_in_32():
+    for losses in run_ranks(learns, world_size=2, time_limit_s=60):
+        assert losses["8bit"] != losses["32bit"]
+        assert losses["8bit"][-1] < 0.5 * losses["8bit"][0]
+        assert losses["8bit"] == pytest.approx(losses["32bit"], rel=0.02)
+
+
+class Counting(PointToPointTransport):
+    """Keeps what is started and ended, in order."""
+
+    def __init__(self, groups: Groups):
+        super().__init__(groups, 30)
+        self.events: list[tuple[str, str]] = []
+
+    def start_reduce_scatter(self, flat, out, label, among=None):
+        return self._noted(super().start_reduce_scatter(flat, out, label, among), label)
+
+    def start_all_gather(self, flat, own, label, among=None):
+        return self._noted(super().start_all_gather(flat, own, label, among), label)
+
+    def _noted(self, handle: Handle, label: Label) -> Handle:
+        self.events.append(("start", str(label)))
+
+        def complete() -> None:
+            handle.finish()
+            self.events.append(("end", str(label)))
+
+        return Handle(label, self.ledger, complete)
+
+
+def meets(rank: int, world_size: int) -> tuple[list[str], list[int]]:
+    """What an outer step starts, and how many collectives are under way then."""
+    _, _, engine = start(setting(1))
+    assert len(engine.buckets) > 4
+    transport = Counting(engine.groups)
+    outer = CommConfig(sync_every=2, outer=OuterConfig(lr=1.0, momentum=0.0))
+    steps = SyncedEvery(transport, engine.groups.outer, outer, engine.buckets)
+    steps.after_step(engine.buckets)
+    assert not transport.events
+    means = []
+    for bucket in engine.buckets:
+        master = torch.full_like(bucket.master, 1.0 + bucket.layout.index)
+        means.append(master * (1 + world_size) / 2)
+        bucket.master.copy_(master * (1 + rank))
+    assert steps.after_step(engine.buckets) == engine.buckets
+    assert all(torch.allclose(bucket.master, mean, rtol=1e-6) for bucket, mean in zip(engine.buckets, means))
+    under_way, most = 0, []
+    for what, _ in transport.events:
+        under_way += 1 if what == "start" else -1
+        if what == "start":
+            most.append(under_way)
+    assert under_way == 0
+    return [label for what, label in transport.events if what == "start"], most
+
+
+def test_several_buckets_meet_at_a_time_in_one_order():
+    first, *others = run_ranks(meets, world_size=2, time_limit_s=60)
+    labels, under_way = first
+    assert all(other[0] == labels for other in others)
+    # Behind the first, each starts while another is under way; never more than an outer step is to have in memory.
+    assert min(under_way[1:]) >= 2 and max(under_way) <= 3, under_way
+
+
 def counts(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, int], int, int]:
     """Bytes sent by kind up to the outer step and with it, elements of a rank's shards, and what the report says is held."""
     model, optimizer, engine = start(setting(2))
@@ -151,10 +279,10 @@ def test_bytes_travel_in_outer_steps_only():
         assert 2 * 4 * numel // 2 <= held <= 2 * 4 * numel // 2 + 2 * 4 * 20
 
 
-def saves_and_resumes(rank: int, world_size: int, root: str, stage: int) -> None:
+def saves_and_resumes(rank: int, world_size: int, root: str, stage: int, more: dict) -> None:
     folder = Path(root) / "checkpoint"
     batches = batches_of(rank, 9)
-    model, optimizer, engine = start(setting(stage))
+    model, optimizer, engine = start(setting(stage, **more))
     go_on(model, optimizer, batches[:4])
     engine.synchronise()
     weights = {name: value.clone() for name, value in engine.whole_state_dict(wanted=True).items()}
@@ -166,7 +294,7 @@ def saves_and_resumes(rank: int, world_size: int, root: str, stage: int) -> None
     model = gpt2().train()
     model.load_state_dict(weights)
     optimizer = fused_adamw(model)
-    engine = ZeroEngine(model, [optimizer], setting(stage))
+    engine = ZeroEngine(model, [optimizer], setting(stage, **more))
     load_engine(engine, folder / "zero")
     assert go_on(model, optimizer, batches[4:]) == expected
 
@@ -181,9 +309,22 @@ def saves_and_resumes(rank: int, world_size: int, root: str, stage: int) -> None
     )
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_run_goes_on_bit_for_bit(tmp_path, stage):
-    arguments = {"root": str(tmp_path), "stage": stage}
+IN_8_BITS, IN_HOST_MEMORY = {"moments": "8bit"}, {"offload": {"optimizer": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [
+        (1, {}),
+        pytest.param(3, {}, marks=pytest.mark.slow),
+        (2, IN_8_BITS),
+        pytest.param(3, IN_HOST_MEMORY, marks=pytest.mark.slow),
+        pytest.param(1, IN_8_BITS | IN_HOST_MEMORY, marks=pytest.mark.slow),
+    ],
+    ids=["1", "3", "2, 8 bits", "3, host memory", "1, 8 bits in host memory"],
+)
+def test_a_run_goes_on_bit_for_bit(tmp_path, stage, more):
+    arguments = {"root": str(tmp_path), "stage": stage, "more": more}
     run_ranks(saves_and_resumes, world_size=2, time_limit_s=100, keyword_arguments=arguments)
 
 
@@ -231,7 +372,18 @@ def test_settings_that_do_not_fit_are_refused():
         ("comm.sync_every=4,comm.outer.speed=1", r"unknown key `comm.outer.speed`.*Known: lr, momentum"),
         ("comm.sync_every=4,comm.outer=3", r"`comm.outer` is 3; allowed: a mapping of lr, momentum"),
         ("comm.sync_every=4,comm.gradients=int8", r"gradients stay inside a shard group then"),
-        ("comm.sync_every=4,offload.optimizer=cpu", r"`offload.optimizer: cpu` does not go with `comm.sync_every: 4`"),
+        (
+            "comm.sync_every=4,offload.optimizer=cpu,offload.delay=1",
+            r"`offload.delay: 1` does not go with `comm.sync_every: 4`",
+        ),
+        (
+            "comm.sync_every=4,offload.optimizer=nvme,offload.nvme_path=/tmp",
+            r"`offload.optimizer: nvme` does not go with `comm.sync_every: 4`.*`offload.optimizer: cpu` goes with outer steps",
+        ),
+        (
+            "comm.sync_every=4,stage=3,offload.params=cpu",
+            r"`offload.params: cpu` does not go with `comm.sync_every: 4`",
+        ),
         ("comm.sync_every=4,param_dtype=float16", r"`param_dtype: float16` does not go with `comm.sync_every: 4`"),
     ):
         with pytest.raises(ConfigError, match=says):

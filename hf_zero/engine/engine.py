@@ -265,8 +265,8 @@ class ZeroEngine:
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
-        places = Places(self.tier, self.parameter_tier, self._holder, self.activations)
-        held = self._store.held_bytes() | self._wire.held_bytes() | {"outer steps": self._outer.held_bytes}
+        places = Places(self.tier, self.parameter_tier, self._holder, self.activations, self._outer)
+        held = self._store.held_bytes() | self._wire.held_bytes()
         return report_memory(self.model, self.buckets, held, self.optimizers, self.sharded, places, self.device)
 
     def dtype_report(self) -> DtypeReport:

@@ -14,6 +14,7 @@ from ..offload.tier import Tier
 from .buckets import Bucket
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
+from .outer import OuterSteps
 from .reports import MemoryReport, MemoryRow, TrafficReport
 from .sharded_model import ShardedModel
 from .state_rows import state_of
@@ -21,13 +22,14 @@ from .state_rows import state_of
 
 @dataclass(frozen=True)
 class Places:
-    """Where masters and optimizer state live, where shards of parameters do, who has the state between steps, and what is
-    done with what a forward saves for its backward."""
+    """Where masters and optimizer state live, where shards of parameters do, who has the state between steps, what outer
+    steps keep, and what is done with what a forward saves for its backward."""
 
     state: Tier
     parameters: ParameterTier
     holder: StateHolder
     activations: Activations
+    outer: OuterSteps
 
     def traffic(self) -> TrafficReport | None:
         """Of what is in files, if anything is."""
@@ -66,6 +68,7 @@ def report_memory(
             *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
             *_gradient_rows(buckets, trained, gradient_bytes),
             *_state_rows(buckets, trained, optimizers, places.holder),
+            *(row for row in _in_tiers("outer steps", buckets, places.outer.held_bytes) if row.bytes),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
             *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),
@@ -113,7 +116,7 @@ def _gradient_rows(
     buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], held_bytes: Mapping[str, int]
 ) -> list[MemoryRow]:
     trained_bytes = sum(parameter.nbytes for parameter in trained)
-    kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards", "outer steps")}
+    kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
     where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])
     where |= dict.fromkeys(b.tier.scratch_name if b.tier.is_apart else "device" for b in buckets)

@@ -22,6 +22,8 @@ from .state_rows import OUTER, KindsOf, Read, StateRow
 
 _MOMENTUM = "momentum_buffer"
 _KIND = f"{OUTER}{_MOMENTUM}"
+_PARTS = 3
+"""Of a bucket's outer step."""
 
 
 class OuterSteps(ABC):
@@ -45,10 +47,9 @@ class OuterSteps(ABC):
     def start_from_masters(self) -> None:
         """Called when masters have been replaced, in all groups by the same: they are the common model now."""
 
-    @property
     @abstractmethod
-    def held_bytes(self) -> int:
-        """Bytes of anchors and momentum."""
+    def held_bytes(self, bucket: Bucket) -> int:
+        """Bytes of the bucket's anchor and momentum, which lie where its master does."""
 
     @abstractmethod
     def rows(self) -> Iterator[StateRow]:
@@ -62,8 +63,6 @@ class OuterSteps(ABC):
 class NoOuterSteps(OuterSteps):
     """All ranks take each step together."""
 
-    held_bytes = 0
-
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         return []
 
@@ -72,6 +71,9 @@ class NoOuterSteps(OuterSteps):
 
     def start_from_masters(self) -> None:
         """There is no anchor."""
+
+    def held_bytes(self, bucket: Bucket) -> int:
+        return 0
 
     def rows(self) -> Iterator[StateRow]:
         return iter(())
@@ -105,22 +107,39 @@ class Anchor:
         self.values.data[: self.own.numel].copy_(self._bucket.master[self.own.start : self.own.stop])
         self.steps = 0
 
-    def step(self, transport: Transport) -> None:
-        """Moves the anchor by the mean of the masters, and the masters to the anchor. Collective."""
-        bucket, master = self._bucket, self._bucket.master
-        flat = allocate(self.values.numel() * self._among.size, master.dtype, master.device)
+    def step(self, transport: Transport) -> Iterator[None]:
+        """Moves the anchor by the mean of the masters, and the master to the anchor. Collective.
+
+        In three parts, between which those of other buckets may come: the sum starts; the anchor moves, and is sent; the
+        master becomes what has arrived.
+        """
+        bucket, master, among = self._bucket, self._bucket.master, self._among
+        # Where the parameters are: what moves between accelerators is in their memory, wherever masters live.
+        flat = allocate(self.values.numel() * among.size, master.dtype, bucket.device)
         flat[: master.numel()].copy_(master)
         flat[master.numel() :].zero_()
-        mean = torch.empty_like(self.values.data)
+        mean = torch.empty(self.values.numel(), dtype=master.dtype, device=bucket.device)
         label = bucket.label("reduce-scatter models")
-        transport.start_reduce_scatter(flat, mean, label, among=self._among).finish()
-        self.values.grad = self.values.data - mean.div_(self._among.size)
-        self._optimizer.step()
-        self.values.grad = None
-        label = bucket.label("all-gather models")
-        transport.start_all_gather(flat, self.values.data, label, among=self._among).finish()
+        models = transport.start_reduce_scatter(flat, mean, label, among=among)
+        yield
+        models.finish()
+        self._move(mean.div_(among.size))
+        own = flat.chunk(among.size)[among.place].copy_(self.values.data)
+        anchors = transport.start_all_gather(flat, own, bucket.label("all-gather models"), among=among)
+        yield
+        anchors.finish()
         master.copy_(flat[: master.numel()])
         self.steps = 0
+
+    def _move(self, mean: torch.Tensor) -> None:
+        self.values.grad = self.values.data - mean.to(self.values.device)
+        self._optimizer.step()
+        self.values.grad = None
+
+    @property
+    def nbytes(self) -> int:
+        momentum = self.momentum
+        return self.values.nbytes + (0 if momentum is None else momentum.nbytes)
 
     @property
     def momentum(self) -> torch.Tensor | None:
@@ -171,18 +190,20 @@ class SyncedEvery(OuterSteps):
         return self._step([bucket for bucket, anchor in self._anchors.items() if anchor.steps])
 
     def _step(self, buckets: list[Bucket]) -> list[Bucket]:
-        for bucket in buckets:
-            self._anchors[bucket].step(self._transport)
+        # Each bucket is a part behind the one before it, which waits while the link has the next one's sum to carry. So three
+        # are under way at a time, each with a copy of its master.
+        steps = [self._anchors[bucket].step(self._transport) for bucket in buckets]
+        for turn in range(len(steps) + _PARTS - 1):
+            for step in reversed(steps[max(0, turn - _PARTS + 1) : turn + 1]):
+                next(step, None)
         return buckets
 
     def start_from_masters(self) -> None:
         for anchor in self._anchors.values():
             anchor.start_from_master()
 
-    @property
-    def held_bytes(self) -> int:
-        held = [tensor for anchor in self._anchors.values() for tensor in (anchor.values, anchor.momentum)]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+    def held_bytes(self, bucket: Bucket) -> int:
+        return self._anchors[bucket].nbytes
 
     def rows(self) -> Iterator[StateRow]:
         for anchor in self._anchors.values():
@@ -199,6 +220,11 @@ class SyncedEvery(OuterSteps):
                 if _KIND in kinds_of(name):
                     values = read(_KIND, name, in_parameter)
                     anchor.make_momentum()[in_values.start : in_values.stop].copy_(values)
+
+
+def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
+    """Elements of anchor and momentum that each of the ranks `among`, which hold the same shard, has of it."""
+    return -(-shard_numel // among.size) * (2 if outer.momentum else 1)
 
 
 def choose_outer(

@@ -1,7 +1,7 @@
 """The tier's side of building an engine: whether it has room, who holds state in it, and ranks that fail together."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from .kernel_holder import InEightBitsByKernels, SteppedByKernels
 from .kernel_step import kernel_or_own_step
 from .loaded import is_loaded, wanted_dtype
 from .nonfinite import NonFiniteCheck
+from .outer import anchor_numel
 from .precision import resolve_precision
 from .state_kinds import tier_bytes_needed
 from .stochastic_holder import RoundedStochastically
@@ -145,8 +146,8 @@ def bytes_elsewhere(
             with_gradients=not on_disk,
             in_blocks=config.quantises_moments,
         )
-        # At least: whole buckets move.
-        moved = int(offload.ratio * moved)
+        # At least: whole buckets move. Anchors of outer steps lie beside masters.
+        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, groups)))
         # There are no more copies than there is state.
         asked = 0 if offload.speculate_bytes == AUTO else offload.speculate_bytes
         copies = moved if offload.delay else min(asked, moved)
@@ -163,6 +164,14 @@ def bytes_elsewhere(
             once = sum(p.numel() * _itemsize(config, p) for p in equal) // groups.shard_size
             host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
     return Elsewhere(host=host, disk=disk)
+
+
+def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:
+    """Of what outer steps keep on a rank, if there are any."""
+    if groups.outer is None:
+        return 0
+    masters = sum(p.numel() * resolve_precision(config, wanted_dtype(p)).master.itemsize for p in trained)
+    return anchor_numel(masters // groups.shard_size, groups.outer, config.comm.outer)
 
 
 def _is_in_memory(parameter: nn.Parameter) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..engine.buckets import Bucket
 from ..engine.engine import ZeroEngine
 from ..engine.memory import GatheredMemory
+from ..engine.outer import anchor_numel
 from ..engine.reports import mib, render
 from ..offload.budget import available_host_bytes
 from ..plan.states import BucketCost, StatePlan, plan_states, state_values
@@ -139,12 +140,12 @@ def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     comm, outer = engine.config.comm, engine.groups.outer
     if outer is None:
         return []
-    anchors = sum(-(-bucket.layout.shard_numel // outer.size) * bucket.master.itemsize for bucket in engine.buckets)
-    held = anchors * (2 if comm.outer.momentum else 1)
+    sizes = ((anchor_numel(b.layout.shard_numel, outer, comm.outer), b.master.itemsize) for b in engine.buckets)
+    held = sum(numel * itemsize for numel, itemsize in sizes)
     travels = (
         f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
     )
-    return [("outer steps", f"{travels}; {mib(held)} MiB")]
+    return [("outer steps", f"{travels}; {mib(held)} MiB beside the masters")]
 
 
 def _not_in_memory(engine: ZeroEngine) -> str:
