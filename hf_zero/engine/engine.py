@@ -17,7 +17,7 @@ from .agreement import describe, refuse_disagreement
 from .buckets import Bucket, Row
 from .buffers import ModelBuffers, broadcast_buffers
 from .build import build_parts, check_parameters, owners
-from .clip import clamp_values, scale_gradients
+from .clip import clamp_values
 from .dtypes import DtypeReport, report_dtypes
 from .exact_weights import ExactWeights
 from .gradient_norm import choose_norm
@@ -181,7 +181,7 @@ class ZeroEngine:
         measured = self._norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         self.nonfinite.look(measured, rows, at_all=len(set(wanted)) == len(self._slot_of))
-        scale_gradients(rows, measured.coefficient)
+        self._holder.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -11,6 +11,7 @@ import torch
 from ..device import Arrival
 from ..offload.parameter_shards import Region
 from .buckets import Bucket, Row
+from .clip import scale_gradients
 from .packed_state import PackedPart
 from .reports import EarlyReport, KernelReport
 
@@ -59,6 +60,13 @@ class StateHolder(ABC):
     @abstractmethod
     def before_forward(self) -> None:
         """Called at each forward."""
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a float32 scalar.
+
+        None leaves them.
+        """
+        scale_gradients(rows, coefficient)
 
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         """Called after the optimizer's step, before gradients are given back: the parameters become what their masters are."""

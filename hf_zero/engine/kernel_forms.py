@@ -25,6 +25,7 @@ class Place:
     Attributes:
         states: by name, float32, or in 8-bit blocks where the whole of them is (`step_in_blocks`).
         copy: gets the new weights in the parameters' dtype; None for no copy.
+        multiplier: one float32 element, by which the gradient is to be multiplied. None for 1.
         found_inf: one float32 element; where it is not 0, nothing is written. None to step always.
     """
 
@@ -32,6 +33,7 @@ class Place:
     gradient: torch.Tensor
     states: Mapping[str, torch.Tensor | Coded]
     copy: torch.Tensor | None
+    multiplier: torch.Tensor | None
     found_inf: torch.Tensor | None
 
 
@@ -145,6 +147,7 @@ class AdamWForm(KernelForm):
             place.states["exp_avg_sq"],
             settings,
             copy=place.copy,
+            multiplier=place.multiplier,
             found_inf=place.found_inf,
         )
 
@@ -177,6 +180,7 @@ class SGDForm(KernelForm):
             place.states.get("momentum_buffer"),
             settings,
             copy=place.copy,
+            multiplier=place.multiplier,
             found_inf=place.found_inf,
         )
 
@@ -202,7 +206,13 @@ class LionForm(KernelForm):
             weight_decay=self._weight_decay(group),
         )
         lion(
-            place.weights, place.gradient, place.states["exp_avg"], settings, copy=place.copy, found_inf=place.found_inf
+            place.weights,
+            place.gradient,
+            place.states["exp_avg"],
+            settings,
+            copy=place.copy,
+            multiplier=place.multiplier,
+            found_inf=place.found_inf,
         )
 
     def _weight_decay(self, group: Group) -> float:

@@ -8,7 +8,8 @@ import torch
 from ..comm.local import LocalTransport
 from .bucket_holder import SteppedByBucket
 from .bucket_steps import BucketSteps, InTurn, OwnStep, Within
-from .buckets import Bucket
+from .buckets import Bucket, Row
+from .clipped_gradient import Coefficient, clip_later
 from .eight_bit_holder import InEightBits
 from .holder import InMemory
 from .kernel_forms import form_in_blocks_of, form_of
@@ -24,7 +25,8 @@ class KernelShare:
 
     def __init__(self):
         self._kernels: list[KernelStep] = []
-        self._bucket_count = self._taken = 0
+        self._mine: set[Bucket] = set()
+        self._bucket_count = 0
         self._hindrances: dict[str, None] = {}
 
     def take(
@@ -47,7 +49,7 @@ class KernelShare:
         for hindrance in filter(None, hindrance_of.values()):
             self._leave(f"{type(optimizer).__name__}, {hindrance}")
         mine = [bucket for bucket, hindrance in hindrance_of.items() if hindrance is None]
-        self._taken += len(mine)
+        self._mine.update(mine)
         self._kernels.append(kernel)
         return mine
 
@@ -56,8 +58,24 @@ class KernelShare:
         written = {bucket for kernel in self._kernels for bucket in kernel.take_written()}
         return [bucket for bucket in buckets if bucket not in written]
 
+    def clip_later(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> list[Row]:
+        """Leaves it to the kernels to multiply the gradients that they are to read; the rows of the others.
+
+        See `ClippedGradient`.
+        """
+        if coefficient is None:
+            return []
+        one = Coefficient(coefficient)
+        left = []
+        for row in rows:
+            if row.slot.bucket in self._mine and not row.is_parameter:
+                clip_later(row, one)
+            else:
+                left.append(row)
+        return left
+
     def report(self) -> KernelReport:
-        return KernelReport(buckets=self._taken, all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))
+        return KernelReport(buckets=len(self._mine), all_buckets=self._bucket_count, hindrances=tuple(self._hindrances))
 
     def _leave(self, hindrance: str) -> None:
         if hindrance not in self._hindrances:
@@ -80,6 +98,9 @@ class SteppedByKernels(SteppedByBucket, InMemory):
         mine, kernel = _take(self._share, optimizer, buckets, self._nonfinite)
         if mine:
             self._add(_in_turn(optimizer, mine, kernel), kernel)
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        super().scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
 
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         super().after_step(self._share.unwritten(buckets))
@@ -120,6 +141,9 @@ class InEightBitsByKernels(InEightBits):
             kernel = KernelStepInBlocks(optimizer, form, self._nonfinite, unpacked, self.packed)
         why = f"no kernel does what {type(optimizer).__name__} does on moments in 8 bits"
         return self._share.take(optimizer, buckets, kernel, else_why=why), kernel
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        super().scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
 
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         super().after_step(self._share.unwritten(buckets))

@@ -1,7 +1,7 @@
 """Steps of optimizers taken by flat kernels: a launch for each run of rows in place of many passes over each."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
@@ -10,6 +10,7 @@ from ..kernels.dynamic import Coded
 from ..layout.blocks import is_in_blocks
 from .bucket_steps import BucketStep, OwnStep
 from .buckets import Bucket, Row
+from .clipped_gradient import Coefficient, take_coefficient
 from .flat_state import FlatState
 from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 from .nonfinite import NonFiniteCheck
@@ -27,6 +28,8 @@ class KernelStep(BucketStep):
     has views under its own names, and in the same pass the parameters' 16-bit copy. So the register is what its own step
     would have made, to the last digits, and either may take the next step: a checkpoint, a changed setting that the kernel
     has no form for, and the end of the engine need nothing more.
+
+    It also multiplies by the clip coefficient, where nobody has read the gradients since the clip (`ClippedGradient`).
 
     Where nobody but the device knows yet whether the gradients are finite (`NonFiniteCheck`), the kernel reads it there and
     writes nothing if they are not; the count of steps, which the host keeps, goes on.
@@ -71,17 +74,27 @@ class KernelStep(BucketStep):
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
         phase_of = self._form.begin(group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat)
         flats = {name: self._flat.of(bucket, name) for name in self._form.state_names(group)}
-        for run in runs_of(rows, phase_of):
+        for run, phase, clip in self._runs(rows, phase_of):
             states = {name: flat[run.interval.start : run.interval.stop] for name, flat in flats.items()}
-            self._form.step(group, run.phase, self._place(bucket, run, states))
+            self._form.step(group, phase, self._place(bucket, run, states, clip))
 
-    def _place(self, bucket: Bucket, run: Run, states: Mapping[str, torch.Tensor | Coded]) -> Place:
+    def _runs(
+        self, rows: Sequence[Row], phase_of: Mapping[Row, Hashable]
+    ) -> Iterator[tuple[Run, Hashable, Coefficient | None]]:
+        """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
+        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row)) for row in rows}):
+            yield run, *run.phase
+
+    def _place(
+        self, bucket: Bucket, run: Run, states: Mapping[str, torch.Tensor | Coded], clip: Coefficient | None
+    ) -> Place:
         part, copy = slice(run.interval.start, run.interval.stop), bucket.copy_to_write
         return Place(
             weights=bucket.master[part],
             gradient=run.gradient,
             states=states,
             copy=None if copy is None else copy[part],
+            multiplier=None if clip is None else clip.value,
             found_inf=self._nonfinite.found_inf,
         )
 
@@ -125,14 +138,13 @@ class KernelStepInBlocks(KernelStep):
         number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, self._packed)
         alone_of = {row: None if is_in_blocks(row.slot.parameter.numel()) else row for row in rows}
         packed, names = self._packed.of(bucket), self._form.state_names(group)
-        for run in runs_of(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
-            number, alone = run.phase
+        for run, (number, alone), clip in self._runs(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
             if alone is None:
                 states = {name: packed[name].cut(run.interval) for name in names}
-                self._form.step_in_blocks(group, number, self._place(bucket, run, states))
+                self._form.step_in_blocks(group, number, self._place(bucket, run, states, clip))
             else:
                 states = {name: register[alone.tensor][name].view(-1) for name in names}
-                self._form.step(group, number, self._place(bucket, run, states))
+                self._form.step(group, number, self._place(bucket, run, states, clip))
 
 
 def kernel_or_own_step(optimizer: torch.optim.Optimizer, nonfinite: NonFiniteCheck) -> BucketStep:

@@ -8,6 +8,8 @@ and raises when it is read. It also tells the engine whether the script zeroed t
 
 import torch
 
+from .nested import leaves
+
 
 class ShardedGradientError(RuntimeError):
     """A script read a gradient that is sharded over the ranks."""
@@ -48,19 +50,9 @@ class ShardedGradient(torch.Tensor):
             held, gradient = args[0], args[1]
             held.pending = gradient if held.pending is None else held.pending.add_(gradient)
             return held
-        name = next(a._name for a in _flatten((args, kwargs)) if isinstance(a, cls))
+        name = next(a._name for a in leaves((args, kwargs)) if isinstance(a, cls))
         raise ShardedGradientError(
             f"hf_zero: the gradient of {name!r} is sharded over the ranks, so {func} cannot read it here. To clip, call "
             "accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to look at it, "
             "call engine.full_grad(parameter) on all ranks."
         )
-
-
-def _flatten(value):
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _flatten(item)
-    elif isinstance(value, dict):
-        yield from _flatten(list(value.values()))
-    else:
-        yield value
