@@ -90,7 +90,12 @@ def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """
     if device.type == "cpu":
         return allocate(nbytes, torch.uint8, device)
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    exact = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if exact.data_ptr() % PAGE_BYTES == 0:
+        return exact
+    # Small blocks may share a page. A page more for all of them would double those of 2^n bytes.
+    spacious = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    return spacious[-spacious.data_ptr() % PAGE_BYTES :][:nbytes]
 
 
 class Moment(ABC):

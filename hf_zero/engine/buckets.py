@@ -15,6 +15,7 @@ from ..offload.parameter_shards import Region
 from ..offload.tier import Tier
 from .loaded import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
+from .padding import clear_padding
 from .precision import Precision
 from .sharded_gradient import ShardedGradient
 
@@ -130,6 +131,8 @@ class Bucket:
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
         self.rows = self._make_rows(shard_rank) if self.trained else []
         memory.clear_padding(layout)
+        if precision.has_master:
+            clear_padding(self.master, layout, self.own_interval)
         for slot in self.slots:
             self._adopt_with_master(slot)
         memory.settle()

@@ -17,6 +17,7 @@ from ..device import Arrival, Downlink, allocate
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import DeviceTier
 from .buckets import Bucket, ParameterSlot
+from .padding import clear_padding
 from .reductions import Reduction
 from .sharded_gradient import ShardedGradient
 
@@ -144,6 +145,10 @@ class GradientStore(ABC):
         return self._open[bucket]
 
 
+def _new_buffer(bucket: Bucket) -> torch.Tensor:
+    return clear_padding(allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device), bucket.layout)
+
+
 def _add_or_set(bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, downlink: Downlink) -> Arrival:
     """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
 
@@ -217,7 +222,7 @@ class ReplicatedGradients(GradientStore):
 
     def _home(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._flat:
-            self._flat[bucket] = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+            self._flat[bucket] = _new_buffer(bucket)
         return self._flat[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -331,7 +336,7 @@ class WholeGradients(ShardedStore):
 
     def _home(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._flat:
-            self._flat[bucket] = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+            self._flat[bucket] = _new_buffer(bucket)
         return self._flat[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
@@ -393,10 +398,7 @@ class PooledGradients(ShardedStore):
         while self._pool.exhausted_for(bucket) and self._in_flight:
             self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
-        flat = self._lent[bucket][: bucket.layout.numel]
-        for gap in bucket.layout.padding:
-            flat[gap.start : gap.stop].zero_()
-        return flat
+        return clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout)
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         self._in_flight.append(bucket)

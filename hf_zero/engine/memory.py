@@ -11,6 +11,7 @@ from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
 from ..read_ahead import ask_for
+from .padding import clear_padding
 
 
 class ParameterMemory(ABC):
@@ -118,8 +119,7 @@ class WholeMemory(ParameterMemory):
         return True
 
     def clear_padding(self, layout: BucketLayout) -> None:
-        for gap in layout.padding:
-            self.flat[gap.start : gap.stop].zero_()
+        clear_padding(self.flat, layout)
 
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         ask_for(parameter)
@@ -201,11 +201,7 @@ class GatheredMemory(ParameterMemory):
         return self._absent.device.type == "cpu" and not self._gathered and not self._absent.isnan().item()
 
     def clear_padding(self, layout: BucketLayout) -> None:
-        for gap in layout.padding:
-            common = gap.intersect(self._shard)
-            if common is not None:
-                common = common.shift(-self._shard.start)
-                self.own[common.start : common.stop].zero_()
+        clear_padding(self.own, layout, self._shard)
 
     def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
         common = interval.intersect(self._shard)
