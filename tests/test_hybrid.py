@@ -58,9 +58,13 @@ def test_several_shard_groups_have_the_losses_of_one(world_size, size):
         with_one_group_and_several, world_size=world_size, time_limit_s=150, keyword_arguments={"size": size}
     )
     for outcomes in zip(*by_rank):
-        assert len({digest for *_, digest in outcomes}) == 1, outcomes[0][0]
-        for settings, loss_error, norm_error, _ in outcomes:
-            assert loss_error <= 1e-5 and norm_error <= 1e-5, settings
+        settings = outcomes[0][0]
+        assert len({digest for *_, digest in outcomes}) == 1, settings
+        loss_error, norm_error = (max(outcome[place] for outcome in outcomes) for place in (1, 2))
+        print(
+            f"{world_size // size} groups of {size}, {settings}: off stage 3 by {loss_error:.1e}, norms {norm_error:.1e}"
+        )
+        assert loss_error <= 1e-5 and norm_error <= 1e-5, settings
 
 
 def counts(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict[str, tuple[int, int]], int]:
@@ -81,20 +85,40 @@ def counts(rank: int, world_size: int, stage: int, comm: dict) -> tuple[dict[str
     return sent, sum(bucket.layout.numel for bucket in engine.buckets)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_bytes_between_nodes_are_what_the_formula_says(stage):
-    arguments = {"stage": stage, "comm": hybrid(2)}
-    for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):
-        # Two groups of two: a rank sends 2 (R-1)/R of its shard, half of the elements, to the other group.
-        assert sent["all-reduce shards of gradients"] == (4 * numel // 2, 4 * numel // 2)
-        assert sent["reduce-scatter gradients"] == (4 * numel // 2, 0)
-        assert sent["all-gather parameters"][0] >= 4 * numel // 2 and sent["all-gather parameters"][1] == 0
-        assert sum(between for _, between in sent.values()) <= 4 * numel // 2 + 1000
-    arguments = {"stage": stage, "comm": {"node_size": 2}}
-    for sent, numel in run_ranks(counts, world_size=4, time_limit_s=60, keyword_arguments=arguments):
-        # One group of four: of three peers two are elsewhere.
-        assert sent["reduce-scatter gradients"] == (4 * numel * 3 // 4, 4 * numel * 2 // 4)
-        assert sent["all-gather parameters"][1] * 3 == sent["all-gather parameters"][0] * 2
+@pytest.mark.parametrize(
+    ("stage", "world_size", "size"),
+    [
+        pytest.param(2, 4, 2, marks=pytest.mark.slow),
+        (3, 4, 2),
+        pytest.param(3, 6, 3, marks=pytest.mark.slow),
+    ],
+    ids=["2, 2x2", "3, 2x2", "3, 2x3"],
+)
+def test_bytes_between_nodes_are_what_the_formula_says(stage, world_size, size):
+    groups, title = world_size // size, f"stage {stage}, {world_size // size} nodes of {size}"
+    arguments = {"stage": stage, "comm": hybrid(size)}
+    for sent, numel in run_ranks(counts, world_size=world_size, time_limit_s=60, keyword_arguments=arguments):
+        # R groups of S: a rank sends 2 (R-1)/R of its shard, an S-th of the elements, to other groups; else to S - 1 peers.
+        formula = 4 * 2 * (groups - 1) * numel // groups // size
+        between = sum(each for _, each in sent.values())
+        print(
+            f"{title}, groups: {between} bytes between nodes a step and rank, {between / formula:.4f} of the formula's"
+        )
+        assert sent["all-reduce shards of gradients"] == (formula, formula)
+        assert sent["reduce-scatter gradients"] == (4 * numel * (size - 1) // size, 0)
+        assert sent["all-gather parameters"][0] >= 4 * numel * (size - 1) // size
+        assert sent["all-gather parameters"][1] == 0
+        assert between <= formula + 1000
+    arguments = {"stage": stage, "comm": {"node_size": size}}
+    for sent, numel in run_ranks(counts, world_size=world_size, time_limit_s=60, keyword_arguments=arguments):
+        # One group: of W - 1 peers W - S are elsewhere.
+        peers, elsewhere = world_size - 1, world_size - size
+        print(f"{title}, one group: {sum(each for _, each in sent.values())} bytes between nodes a step and rank")
+        assert sent["reduce-scatter gradients"] == (
+            4 * numel * peers // world_size,
+            4 * numel * elsewhere // world_size,
+        )
+        assert sent["all-gather parameters"][1] * peers == sent["all-gather parameters"][0] * elsewhere
 
 
 def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
@@ -150,9 +174,10 @@ def test_groups_and_nodes():
         ZeroConfig.of("comm.node_size=0")
 
 
-def steps_with_secondary_shards(rank: int, world_size: int) -> None:
+def steps_with_secondary_shards(rank: int, world_size: int, size: int) -> list[tuple[int, int, int]]:
+    """Of each step: parameter bytes between the nodes in forward and in backward, and inside the node in backward."""
     job = Job(steps=5, accumulation=2, max_norm=100.0)
-    exact, near = ({"node_size": 2, **more} for more in ({}, {"secondary_shard": "node"}))
+    exact, near = ({"node_size": size, **more} for more in ({}, {"secondary_shard": "node"}))
     for more in ({}, {"weights": "int8"}):
         plain, kept = (
             train(rank, world_size, replace(job, settings=setting(3, {**each, **more}))) for each in (exact, near)
@@ -163,6 +188,8 @@ def steps_with_secondary_shards(rank: int, world_size: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = ZeroEngine(model, [optimizer], setting(3, near))
     layers = [bucket for unit in engine.sharded.schedule.units[1:] for bucket in unit.buckets]
+    kind, inside = "all-gather parameters", "all-gather parameters in the node"
+    moved, ended = [], 0
     for step in range(3):
         loss = model(**gpt2_batch(torch.Generator().manual_seed(step), 2)).loss
         forward = {row.kind: row for row in engine.comm_report().rows}
@@ -171,23 +198,43 @@ def steps_with_secondary_shards(rank: int, world_size: int) -> None:
         held = {row.kind: row.bytes for row in engine.memory_report().rows}
         optimizer.step()
         optimizer.zero_grad()
-        # In backward no parameter travels between the nodes; in forward half of what peers get does.
-        kind, inside = "all-gather parameters", "all-gather parameters in the node"
-        assert backward[kind].bytes_sent == forward[kind].bytes_sent and forward[kind].bytes_between > 0
+        # In backward no parameter travels between the nodes; in forward it does, to each peer that is elsewhere.
+        between = sum(row.bytes_between for name, row in backward.items() if name.startswith(kind))
+        assert backward[kind].bytes_sent == forward[kind].bytes_sent and between == forward[kind].bytes_between
+        assert forward[kind].bytes_between * (world_size - 1) == forward[kind].bytes_sent * (world_size - size)
+        before = forward[inside].bytes_sent if inside in forward else 0
+        again = backward[inside].bytes_sent - before
+        moved.append((forward[kind].bytes_between - ended, between - forward[kind].bytes_between, again))
+        ended = between
         if step:
-            before = forward[inside].bytes_sent if inside in forward else 0
-            # All layers but the two that stay from forward to backward, half of each from the other rank of the node.
-            again = sum(bucket.layout.numel for bucket in layers) * 4 // 2 // 3
-            assert backward[inside].bytes_sent - before == again and backward[inside].bytes_between == 0
+            # All layers but the two that stay from forward to backward, each but this rank's part of it.
+            assert again == sum(bucket.layout.numel for bucket in layers) * 4 * (size - 1) // size // 3
             assert (
                 held["secondary shards"]
-                == sum(b.layout.numel * 4 for u in engine.sharded.schedule.units for b in u.buckets) // 2
+                == sum(b.layout.numel * 4 for u in engine.sharded.schedule.units for b in u.buckets) // size
             )
     assert "secondary shards" not in {row.kind for row in engine.memory_report().rows}
+    return moved
 
 
-def test_secondary_shards_keep_the_backwards_gathers_inside_the_node():
-    run_ranks(steps_with_secondary_shards, world_size=4, time_limit_s=100)
+@pytest.mark.parametrize(
+    ("world_size", "size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)], ids=["2x2", "2x3"]
+)
+def test_secondary_shards_keep_the_backwards_gathers_inside_the_node(world_size, size):
+    by_rank = run_ranks(
+        steps_with_secondary_shards, world_size=world_size, time_limit_s=150, keyword_arguments={"size": size}
+    )
+    for step, moved in enumerate(zip(*by_rank)):
+        assert len(set(moved)) == 1
+        forward, backward, inside = moved[0]
+        print(
+            f"2 nodes of {size}, step {step}: parameter bytes between nodes {forward} in forward and {backward} in backward, "
+            f"{inside} inside the node"
+        )
+        assert forward > 0 and backward == 0 and inside > 0
+
+
+def test_secondary_shards_without_a_node_to_keep_them_in_are_refused():
     with pytest.raises(ConfigError, match=r"`comm.secondary_shard: node` is for the backward's gathers of stage 3"):
         ZeroConfig.of("stage=2,comm.secondary_shard=node")
     run_ranks(refuses_one_node, world_size=2, time_limit_s=60)
