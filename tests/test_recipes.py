@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from launching import ROOT, launch
+from launching import CONFIGS, ROOT, launch, launch_command, own_environment
 from recipes.arguments import DataArguments, ModelArguments, parse_arguments
 from recipes.classification import ClassificationArguments, load_classification
 from recipes.columns import TEXT_NAMES, find_columns
@@ -50,12 +49,17 @@ def caches(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-def run(name: str, output: Path, caches: Path, *arguments: object, stage: int = 2) -> dict[str, float]:
+def run(name: str, output: Path, caches: Path, *arguments: object, zero: object = 2) -> dict[str, float]:
     """Run a recipe on two ranks, and return its results."""
     script = SCRIPTS / f"finetune_{name}.py"
-    done = launch(script, "--zero", stage, "--output_dir", output, *arguments, caches=caches)
+    done = launch(script, "--zero", zero, "--output_dir", output, *arguments, caches=caches)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((output / RESULTS_NAME).read_text(encoding="utf-8"))
+
+
+def in_configs(zero: object) -> object:
+    """A file of configs/ by its path, anything else as it is."""
+    return CONFIGS / zero if isinstance(zero, str) else zero
 
 
 def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
@@ -67,14 +71,14 @@ def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_bert_learns_reloads_and_resumes(stage, tmp_path, caches):
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), "zero3_offload_cpu.yaml"])
+def test_bert_learns_reloads_and_resumes(zero, tmp_path, caches):
     size = (
         *("--config_overrides", TINY_BERT, "--max_train_samples", 256, "--max_seq_length", 32),
         *("--disable_tqdm", "true"),
     )
     schedule = ("--warmup_steps", 0, "--learning_rate", 5e-3, "--save_steps", 8)
-    bert = partial(run, "bert", tmp_path, caches, *size, *schedule, stage=stage)
+    bert = partial(run, "bert", tmp_path, caches, *size, *schedule, zero=in_configs(zero))
     first = bert("--max_steps", 8)
     assert first["processes"] == 2
     assert first["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
@@ -95,11 +99,11 @@ def test_bert_learns_reloads_and_resumes(stage, tmp_path, caches):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_gpt_learns_and_reloads(stage, tmp_path, caches):
+@pytest.mark.parametrize("zero", ["zero2.yaml", pytest.param(3, marks=pytest.mark.slow)])
+def test_gpt_learns_and_reloads(zero, tmp_path, caches):
     size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 512, "--max_eval_samples", 64)
     schedule = ("--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true")
-    results = run("gpt", tmp_path, caches, *size, *schedule, stage=stage)
+    results = run("gpt", tmp_path, caches, *size, *schedule, zero=in_configs(zero))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert results["perplexity"] < len(tokenizer) / 2
@@ -110,15 +114,15 @@ def test_gpt_learns_and_reloads(stage, tmp_path, caches):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(stage, tmp_path, caches):
+@pytest.mark.parametrize("zero", ["zero2_offload_cpu.yaml", pytest.param("zero3.yaml", marks=pytest.mark.slow)])
+def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tmp_path, caches):
     common = (
         *("--config_overrides", f"{TINY_BERT},{NO_DROPOUT['bert']}", "--max_train_samples", 96, "--max_seq_length", 32),
         *("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--num_train_epochs", 2),
         *("--num_warmup_steps", 2, "--max_grad_norm", 0.5),
     )
     # 96 rows on 2 ranks make 12 batches, so 6 steps an epoch: step 8 lies in the second one.
-    loop = partial(run, "accelerate", tmp_path / "run", caches, *common, stage=stage)
+    loop = partial(run, "accelerate", tmp_path / "run", caches, *common, zero=in_configs(zero))
     whole = loop("--checkpointing_steps", 8)
     assert whole["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
     uninterrupted = load_file(tmp_path / "run" / "model.safetensors")
@@ -140,9 +144,10 @@ def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, caches):
     size = ("--config_overrides", TINY_GPT, "--block_size", 32)
     if name != "gpt":
         size = ("--config_overrides", TINY_BERT, "--max_seq_length", 16)
-    command = ["python", SCRIPTS / f"finetune_{name}.py", "--zero", 3, *few, *size]
-    environment = os.environ | {"HF_HOME": str(caches), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True, timeout=60)
+    script, config = SCRIPTS / f"finetune_{name}.py", CONFIGS / "accelerate" / "one_gpu.yaml"
+    command = launch_command(script, "--zero", CONFIGS / "zero3.yaml", *few, *size, config=config)
+    environment = own_environment(caches) | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / RESULTS_NAME).read_text(encoding="utf-8"))["processes"] == 1
     kind = AutoModelForCausalLM if name == "gpt" else AutoModelForSequenceClassification
