@@ -320,6 +320,15 @@ def alias(view: torch.Tensor) -> torch.Tensor:
     return torch.from_dlpack(view.detach())
 
 
+def pci_address(device: torch.device) -> str | None:
+    """Where an accelerator hangs on the bus, as "0000:3b:00.0"; None for the host, and where torch does not know."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    numbers = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+
+
 def peak_bytes(device: torch.device) -> int:
     """The most memory the process has held: on an accelerator by the allocator, on the host the resident high-water mark."""
     if device.type == "cpu":

@@ -19,6 +19,7 @@ from hf_zero.integrations.announce import announce, state_plan
 from hf_zero.offload import budget
 from hf_zero.offload.budget import available_host_bytes, host_memory_fault
 from hf_zero.offload.host import HostTier
+from hf_zero.offload.host_cores import HostCores
 from hf_zero.offload.placement import Placement
 
 pytestmark = pytest.mark.timeout(180)
@@ -116,7 +117,7 @@ def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
     ratio=st.floats(0.01, 1.0) | st.sampled_from([0.1, 0.3, 0.7, 1.0]),
 )
 def test_the_fewest_first_buckets_that_hold_the_ratio_move(numels, ratio):
-    tier = HostTier(torch.device("cpu"))
+    tier = HostTier(torch.device("cpu"), HostCores(1))
     placement = Placement(tier, torch.device("cpu"), ratio=ratio, trained_numel=sum(numels))
     moves = [placement.next_tier(numel) is tier for numel in numels]
     count = sum(moves)

@@ -27,8 +27,11 @@ class OffloadConfig:
     `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
     the CPU."""
     threads: int | str = AUTO
-    """CPU threads of the steps that run beside training. `auto`: a rank's part of the host's cores beside an
-    accelerator, and torch's own number where training is on the CPU."""
+    """CPU threads of steps on the host. `auto`: a rank's part of the host's cores beside an accelerator, and torch's own number
+    where training is on the CPU."""
+    numa: int | str = AUTO
+    """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
+    the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
     delay: int = 0
     """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
     delay_warmup: int = 40
@@ -65,9 +68,10 @@ class OffloadConfig:
                 raise refuse("offload.threads", self.threads, "auto, or a whole number from 1")
             if not self.moves_state:
                 raise ConfigError(
-                    "hf_zero config: `offload.threads` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
-                    f"{self.optimizer}): of steps beside training. Set one of those, or leave it out."
+                    "hf_zero config: `offload.threads` is of steps on the host, and with `offload.optimizer: none` there are "
+                    "none. Set that to cpu or nvme, or leave the threads out."
                 )
+        self._check_numa()
         self._check_delay()
         if self.optimizer == "cpu" and self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
             name = "delay" if self.delay else "speculate_bytes"
@@ -83,6 +87,17 @@ class OffloadConfig:
             raise ConfigError(
                 f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
                 "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
+            )
+
+    def _check_numa(self) -> None:
+        if self.numa in (AUTO, "none"):
+            return
+        if isinstance(self.numa, bool) or not isinstance(self.numa, int) or self.numa < 0:
+            raise refuse("offload.numa", self.numa, "auto, none, or the number of a NUMA node, from 0")
+        if not (self.moves_state or self.moves_params):
+            raise ConfigError(
+                f"hf_zero config: `offload.numa` is {self.numa}, and nothing is held or stepped in host memory with "
+                "`offload.optimizer: none` and `offload.params: none`. Set one of those, or leave the node out."
             )
 
     def _check_delay(self) -> None:

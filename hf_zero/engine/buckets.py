@@ -199,6 +199,13 @@ class Bucket:
         for row in edited:
             row.slot.version = row.slot.parameter._version
 
+    def begin_step(self) -> None:
+        """Takes edits over; rows that no rank has a gradient for have none."""
+        self.follow_edits()
+        for row in self.rows:
+            if not row.has_gradient:
+                row.tensor.grad = None
+
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
         if self.precision.weights is None:
             for row in edited:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import torch
 
 from ..device import Arrival
+from ..offload.host_cores import HostCores
 from .buckets import Bucket
 from .holder import InMemory
 from .hooks import WeakHook
@@ -21,20 +22,20 @@ class SteppedOnCopies(InMemory):
     See [Note: two copies of the state].
 
     Args:
-        threads: of the host that a step runs on.
+        cores: that a step runs on.
 
     Attributes:
         shadows: of the buckets that are stepped so.
         hindrance: why another bucket is not; None where all are that may be.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], threads: int):
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], cores: HostCores):
         self._optimizers = optimizers
         self.shadows: dict[Bucket, Shadow] = {}
         self.hindrance: str | None = None
         self._hooks: dict[torch.optim.Optimizer, torch.utils.hooks.RemovableHandle] = {}
         # Steps of a bucket follow each other there, also those that are forgotten.
-        self._thread = StepThread(threads)
+        self._thread = StepThread(cores)
 
     @abstractmethod
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:

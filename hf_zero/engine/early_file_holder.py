@@ -8,7 +8,8 @@ from queue import SimpleQueue
 import torch
 
 from ..comm.transport import Transport
-from ..device import Arrival, allocate
+from ..device import Arrival
+from ..offload.host_cores import HostCores
 from ..offload.nvme import NvmeTier
 from ..offload.stored import ReadRegion
 from .buckets import Bucket
@@ -20,8 +21,6 @@ from .state_kinds import try_step
 from .state_rows import MASTER
 from .step_thread import StepThread
 
-_HOST = torch.device("cpu")
-
 
 class InFilesEarly(InFiles):
     """A bucket's state is read, stepped and written to the other side of its file as soon as its gradient has landed.
@@ -30,7 +29,7 @@ class InFilesEarly(InFiles):
     [Note: two sides of a file]. The buffers are as many as a step in its time has.
 
     Args:
-        threads: of the host that a step runs on.
+        cores: that a step runs on.
         most_bytes: that second sides may take. Buckets beyond it, in the order in which gradients arrive, wait for the step.
 
     Attributes:
@@ -44,7 +43,7 @@ class InFilesEarly(InFiles):
         tier: NvmeTier,
         optimizers: Sequence[torch.optim.Optimizer],
         transport: Transport,
-        threads: int,
+        cores: HostCores,
         *,
         most_bytes: int,
     ):
@@ -53,7 +52,7 @@ class InFilesEarly(InFiles):
         self._two_sided: set[Bucket] = set()
         self._bucket_count = 0
         self._hindrance: str | None = None
-        self._thread = StepThread(threads)
+        self._thread = StepThread(cores)
         self._buffers = _no_buffers(tier.window.size + 1)
         self._running: dict[Bucket, Future[Stepped]] = {}
         self.early = EarlySteps(self._look, self._start_step)
@@ -124,7 +123,7 @@ class InFilesEarly(InFiles):
         wait(before)
         buffer = self._buffers.get()
         if buffer is None:
-            buffer = allocate(max(self._files[other].shard.nbytes for other in self._two_sided), torch.uint8, _HOST)
+            buffer = self._tier.window.make_buffer(max(self._files[other].shard.nbytes for other in self._two_sided))
         try:
             shard = self._files[bucket].shard
             shard.read(buffer)

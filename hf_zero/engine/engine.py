@@ -432,6 +432,7 @@ class ZeroEngine:
             # Activation checkpointing runs the forward again inside backward.
             return
         self._gradients.recover()
+        self.tier.cores.give_back()
         self._holder.before_forward()
         self.sharded.schedule.recover()
         self.sharded.schedule.before_forward(self.sharded.root)
@@ -457,14 +458,12 @@ class ZeroEngine:
         refuse_unfrozen(self._frozen)
         self._homes.refuse_strays()
         for bucket in buckets:
-            bucket.follow_edits()
-            for row in bucket.rows:
-                if not row.has_gradient:
-                    row.tensor.grad = None
+            bucket.begin_step()
         self.nonfinite.refuse_unscaled(optimizer, buckets)
         if self.nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
         self.nonfinite.end(optimizer)
+        self.tier.cores.take()
 
     def _follow_edits(self) -> None:
         for bucket in self.buckets:
@@ -473,6 +472,7 @@ class ZeroEngine:
         self._exact.put_back()
 
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
+        self.tier.cores.give_back()
         self._holder.after_step(buckets)
         for bucket in self._outer.after_step(buckets):
             bucket.write_back()

@@ -1,6 +1,5 @@
 """The tier's side of building an engine: whether it has room, who holds state in it, and ranks that fail together."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,13 +78,12 @@ def choose_holder(
         needed: what `refuse_unless_it_fits` has found to be there.
     """
     offload, by_kernels = config.offload, uses_kernels(config.kernels, tier.device)
-    threads = step_threads(offload, tier.device)
     most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
     if isinstance(tier, HostBesideFiles):
         return MastersInFiles(tier, optimizers, transport)
     if isinstance(tier, NvmeTier):
         if most_bytes:
-            return InFilesEarly(tier, optimizers, transport, threads, most_bytes=most_bytes)
+            return InFilesEarly(tier, optimizers, transport, tier.cores, most_bytes=most_bytes)
         return InFiles(tier, optimizers, transport)
     if config.quantises_moments and config.rounding == "stochastic":
         return RoundedInEightBits(optimizers)
@@ -96,19 +94,10 @@ def choose_holder(
             optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
         )
     if offload.delay:
-        return Delayed(optimizers, threads, warmup=offload.delay_warmup)
+        return Delayed(optimizers, tier.cores, warmup=offload.delay_warmup)
     if most_bytes:
-        return SteppedEarly(optimizers, threads, most_bytes=most_bytes)
+        return SteppedEarly(optimizers, tier.cores, most_bytes=most_bytes)
     return SteppedByKernels(nonfinite) if by_kernels else InMemory()
-
-
-def step_threads(config: OffloadConfig, device: torch.device) -> int:
-    """CPU threads of a step beside training on `device`: the ranks of a host share its cores."""
-    if config.threads != AUTO:
-        return config.threads
-    # Launchers give a rank one thread unless they are told otherwise: beside an accelerator, the step needs its part of them.
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return torch.get_num_threads() if device.type == "cpu" else max(1, mine // ranks_on_this_host())
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:

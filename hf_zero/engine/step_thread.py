@@ -7,19 +7,24 @@ from typing import TypeVar
 import torch
 
 from ..device import allocate
+from ..offload.host_cores import HostCores
 
 _HOST = torch.device("cpu")
 _Result = TypeVar("_Result")
 
 
 class StepThread:
-    """One thread, so that steps follow each other, with its own number of CPU threads for torch's operations."""
+    """One thread, so that steps follow each other, with its own number of CPU threads for torch's operations.
 
-    def __init__(self, threads: int):
+    Args:
+        cores: that those run on.
+    """
+
+    def __init__(self, cores: HostCores):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step")
         self._scratch: torch.Tensor | None = None
         before = torch.get_num_threads()
-        self._thread.submit(_run_on, threads).result()
+        self._thread.submit(cores.settle).result()
         # What a thread sets for itself is what threads that start later have too, until another sets it.
         torch.set_num_threads(before)
 
@@ -35,10 +40,3 @@ class StepThread:
     def close(self) -> None:
         """Returns when what was submitted has ended."""
         self._thread.shutdown()
-
-
-def _run_on(threads: int) -> None:
-    """Has this thread's operations run on so many."""
-    # torch takes the process's number into each thread at its first question, and would do so after this.
-    torch.get_num_threads()
-    torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ import torch
 from ..config import AUTO, OffloadConfig
 from .activations import Activations, ActivationsInHostMemory, ActivationsOnDevice
 from .host import HostTier
+from .host_cores import HostCores, choose_host_cores
 from .nvme import HostBesideFiles, NvmeTier
 from .parameter_shards import DeviceParameters, FileParameters, HostParameters, ParameterTier
 from .tier import DeviceTier, Tier
@@ -21,26 +22,29 @@ def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, Par
     """Where the state of the shards of parameters on `device` lives, and where the shards do.
 
     Raises:
-        ConfigError: `nvme_path` is no folder here, or not writable.
+        ConfigError: `nvme_path` is no folder here, or not writable; `numa` is no node of this host.
     """
-    tier = choose_tier(config, device)
-    return tier, choose_parameter_tier(config, device, tier)
+    cores = choose_host_cores(config, device)
+    tier = choose_tier(config, device, cores)
+    return tier, choose_parameter_tier(config, device, tier, cores)
 
 
-def choose_tier(config: OffloadConfig, device: torch.device) -> Tier:
+def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -> Tier:
     """Where the state lives."""
     if config.optimizer == "nvme":
         # A step that begins before its time leaves the parameters alone, and has to write somewhere.
         apart = config.speculate_bytes not in (AUTO, 0)
-        return NvmeTier(device, Path(config.nvme_path), config.window, apart=apart)
+        return NvmeTier(device, Path(config.nvme_path), config.window, cores, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
-        return HostBesideFiles(device, Path(config.nvme_path), config.window)
-    return HostTier(device) if config.optimizer == "cpu" else DeviceTier(device)
+        return HostBesideFiles(device, Path(config.nvme_path), config.window, cores)
+    return HostTier(device, cores) if config.optimizer == "cpu" else DeviceTier(device)
 
 
-def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier) -> ParameterTier:
+def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
     if config.params == "nvme":
-        files = tier if isinstance(tier, NvmeTier) else NvmeTier(device, Path(config.nvme_path), config.window)
+        files = tier
+        if not isinstance(tier, NvmeTier):
+            files = NvmeTier(device, Path(config.nvme_path), config.window, cores)
         return FileParameters(device, files, config.window)
-    return HostParameters(device) if config.params == "cpu" else DeviceParameters()
+    return HostParameters(device, cores) if config.params == "cpu" else DeviceParameters()

@@ -5,6 +5,7 @@ import weakref
 import torch
 
 from ..device import allocate, pin, unpin
+from .host_cores import HostCores
 from .tier import Tier
 
 _HOST = torch.device("cpu")
@@ -18,13 +19,15 @@ class HostTier(Tier):
 
     Args:
         device: of the parameters.
+        cores: of steps here, near to which this memory is to be.
     """
 
     name = scratch_name = "host memory"
     is_apart = True
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, cores: HostCores):
         self.device = device
+        self.cores = cores
         self._pinned: list[torch.Tensor] = []
         # The callback keeps the mappings alive until they have been unpinned: pages may not go back before.
         weakref.finalize(self, _unpin_all, self._pinned, device)
@@ -32,13 +35,15 @@ class HostTier(Tier):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # Pinned after allocation: the pinned allocator of torch rounds up to a power of two, a quarter too much on average.
         flat = allocate(numel, dtype, _HOST)
+        self.cores.touch(flat)
         if self.device.type == "cuda":
             pin(flat, self.device)
             self._pinned.append(flat)
         return flat
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+        with self.cores.near():
+            return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
 
 
 def _unpin_all(tensors: list[torch.Tensor], device: torch.device) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from ..device import allocate
 from .host import HostTier
+from .host_cores import HostCores
 from .run_folder import RunFolder
 from .stored import StoredShard
 from .window import Window
@@ -22,6 +23,7 @@ class NvmeTier(HostTier):
         device: of the parameters.
         path: an existing folder on a local disk; the files are in a folder of this run below it.
         window: how many buckets may be on their way beside the one that is stepped.
+        cores: of steps.
         apart: keep masters apart from parameters in host memory, too, which otherwise are their own masters.
 
     Attributes:
@@ -30,11 +32,11 @@ class NvmeTier(HostTier):
 
     name = "NVMe"
 
-    def __init__(self, device: torch.device, path: Path, window: int, *, apart: bool = False):
-        super().__init__(device)
+    def __init__(self, device: torch.device, path: Path, window: int, cores: HostCores, *, apart: bool = False):
+        super().__init__(device, cores)
         self.is_apart = apart or device.type != "cpu"
         self.folder = RunFolder(path)
-        self.window = Window(window)
+        self.window = Window(window, cores)
         self.shards: list[StoredShard] = []
         self.moved_bytes = (0, 0)
         self._moved_before = (0, 0)
@@ -77,5 +79,5 @@ class HostBesideFiles(NvmeTier):
 
     name = HostTier.name
 
-    def __init__(self, device: torch.device, path: Path, window: int):
-        super().__init__(device, path, window, apart=True)
+    def __init__(self, device: torch.device, path: Path, window: int, cores: HostCores):
+        super().__init__(device, path, window, cores, apart=True)

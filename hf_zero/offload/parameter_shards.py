@@ -10,6 +10,7 @@ import torch
 from ..device import allocate, passing_host_bytes
 from ..layout.intervals import Interval
 from .host import HostTier
+from .host_cores import HostCores
 from .nvme import NvmeTier
 from .stored import StoredShard
 from .tier import DeviceTier, Tier
@@ -253,12 +254,16 @@ class OffloadedParameters(ParameterTier):
 
 
 class HostParameters(OffloadedParameters):
-    """Host memory, pinned beside an accelerator: where the optimizer steps, if its state is not on the device."""
+    """Host memory, pinned beside an accelerator: where the optimizer steps, if its state is not on the device.
+
+    Args:
+        cores: of such steps.
+    """
 
     name = HostTier.name
 
-    def __init__(self, device: torch.device):
-        self._tier = HostTier(device)
+    def __init__(self, device: torch.device, cores: HostCores):
+        self._tier = HostTier(device, cores)
 
     def masters_apart(self, tier: Tier) -> bool:
         return isinstance(tier, DeviceTier)

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from ..device import allocate
+from .host_cores import HostCores
 
 
 class Tier(ABC):
@@ -14,12 +15,14 @@ class Tier(ABC):
         is_apart: it is other memory than the parameters': the optimizer steps there, on masters and gradients of its own.
         scratch_name: of the memory in which `scratch` is.
         device: of the parameters.
+        cores: of the host, that steps in this memory run on.
     """
 
     name: str
     is_apart: bool
     scratch_name: str
     device: torch.device
+    cores: HostCores
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -38,6 +41,7 @@ class DeviceTier(Tier):
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.cores = HostCores(torch.get_num_threads())
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(numel, dtype, self.device)

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ..device import allocate
+from .host_cores import HostCores
 
 _HOST = torch.device("cpu")
 
@@ -33,10 +34,12 @@ class Window:
 
     Args:
         size: how many shards may be on their way beside the one at hand.
+        cores: that step on what is at hand.
     """
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, cores: HostCores):
         self.size = size
+        self._cores = cores
         self._threads = ThreadPoolExecutor(max_workers=size + 1, thread_name_prefix="hf_zero-nvme")
 
     def nbytes(self, shards: Sequence[Passing]) -> int:
@@ -55,7 +58,7 @@ class Window:
             OffloadError: of the first read or write that failed.
         """
         largest = max((shard.nbytes for shard in shards), default=0)
-        free = [allocate(largest, torch.uint8, _HOST) for _ in range(min(self.size + 1 - spared, len(shards)))]
+        free = [self.make_buffer(largest) for _ in range(min(self.size + 1 - spared, len(shards)))]
         to_read = deque(shards)
         reading: deque[tuple[_Passing, torch.Tensor, Future]] = deque()
         writing: deque[tuple[torch.Tensor, Future]] = deque()
@@ -81,6 +84,12 @@ class Window:
         finally:
             # No thread may still use a buffer, or a file that is closed next.
             wait([future for *_, future in (*reading, *writing)])
+
+    def make_buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8, for what is at hand during a step."""
+        buffer = allocate(nbytes, torch.uint8, _HOST)
+        self._cores.touch(buffer)
+        return buffer
 
     def submit(self, call: Callable[..., _Result], *arguments) -> Future[_Result]:
         """Has `call` run beside the caller, between walks, which use the same threads: `size` + 1 such calls at a time."""
