@@ -112,6 +112,8 @@ RECIPES = {
     "gpt": (*_FEW, *("--config_overrides", "n_embd=32,n_layer=2,n_head=2", "--block_size", 16), *_TRAINER),
 }
 BF16 = ("--mixed_precision", "bf16")
+ONE_THREAD = ("--num_cpu_threads_per_process", 1)
+"""Launchers give ranks of one kind of launch another number than those of another, and sums then have another order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,10 +211,10 @@ def test_a_run_by_one_gpu_7b_is_that_of_bfloat16_on_the_device(checkpointing, ru
 def test_a_launch_by_an_accelerate_config_for_gpus_trains_under_autocast(name, ranks, run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config, ranks_flag = CONFIGS / "accelerate" / f"{name}.yaml", ("--num_processes", ranks)
-    launched = run("accelerate", 2, config=config, flags=() if ranks == 1 else ranks_flag)
+    launched = run("accelerate", 2, config=config, flags=(*ONE_THREAD, *(() if ranks == 1 else ranks_flag)))
     assert launched.processes == ranks
-    launched.assert_equals(run("accelerate", 2, flags=(*ranks_flag, *BF16)))
-    assert launched.losses != run("accelerate", 2, flags=ranks_flag).losses
+    launched.assert_equals(run("accelerate", 2, flags=(*ONE_THREAD, *ranks_flag, *BF16)))
+    assert launched.losses != run("accelerate", 2, flags=(*ONE_THREAD, *ranks_flag)).losses
 
 
 @pytest.mark.slow
@@ -221,7 +223,7 @@ def test_two_launches_by_two_nodes_are_one_run(caches, run, tmp_path, monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script, config = ROOT / "scripts" / "finetune_accelerate.py", CONFIGS / "accelerate" / "two_nodes.yaml"
     words = ("--zero", 2, "--output_dir", tmp_path, *RECIPES["accelerate"])
-    here = ("--main_process_ip", "127.0.0.1", "--num_processes", 2)
+    here = (*ONE_THREAD, "--main_process_ip", "127.0.0.1", "--num_processes", 2)
     nodes = [
         subprocess.Popen(
             launch_command(script, *words, config=config, flags=(*here, "--machine_rank", node)),
@@ -239,4 +241,4 @@ def test_two_launches_by_two_nodes_are_one_run(caches, run, tmp_path, monkeypatc
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said[0][-4000:] + said[1][-4000:]
-    shown_in(tmp_path).assert_equals(run("accelerate", 2, flags=BF16))
+    shown_in(tmp_path).assert_equals(run("accelerate", 2, flags=(*ONE_THREAD, "--num_processes", 2, *BF16)))

@@ -1,5 +1,6 @@
 """Bytes of state a rank holds against the formulas, at world sizes real and simulated."""
 
+import gc
 import mmap
 from array import array
 
@@ -82,15 +83,36 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
 
 def resident_bytes(tensors: list[torch.Tensor]) -> int:
     """Bytes of the tensors that are in memory, in whole pages, by the kernel's page map."""
+    return resident_in([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors])
+
+
+def resident_in(spans: list[tuple[int, int]]) -> int:
+    """The same of (first, last + 1) addresses."""
     resident, page_bytes = 0, mmap.PAGESIZE
     with open("/proc/self/pagemap", "rb") as pagemap:
-        for tensor in tensors:
-            first = tensor.data_ptr() // page_bytes
-            pages = -(-(tensor.data_ptr() + tensor.nbytes) // page_bytes) - first
+        for start, stop in spans:
+            first = start // page_bytes
             pagemap.seek(8 * first)
-            present = sum(entry >> 63 for entry in array("Q", pagemap.read(8 * pages)))
-            resident += min(page_bytes * present, tensor.nbytes)
+            present = sum(entry >> 63 for entry in array("Q", pagemap.read(8 * (-(-stop // page_bytes) - first))))
+            resident += min(page_bytes * present, stop - start)
     return resident
+
+
+def living_tensors() -> list[torch.Tensor]:
+    """All that Python knows of in this process."""
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+
+
+def covered_spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """The addresses that contiguous tensors cover, where several share memory once."""
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    return spans
 
 
 def held_on_rank(rank: int, world_size: int, stage: int, **arguments) -> dict:
@@ -168,3 +190,52 @@ def test_bf16_parameters_hold_an_fp32_master(stage):
     assert rows["parameters"] == pytest.approx(numel * 2, rel=0.01)
     assert rows["fp32 master"] == pytest.approx(numel * 4, rel=0.01)
     assert rows["optimizer state"] == pytest.approx(numel * 8, rel=0.01)
+
+
+CPU, NVME = {"optimizer": "cpu"}, {"optimizer": "nvme"}
+ELSEWHERE = {
+    "cpu": CPU,
+    "cpu, early": {**CPU, "speculate_bytes": "1GiB"},
+    "cpu, some early": {**CPU, "speculate_bytes": "15MiB"},
+    "cpu, late": {**CPU, "delay": 1, "delay_warmup": 0},
+    "a half on cpu": {**CPU, "ratio": 0.5},
+    "nvme": NVME,
+    "nvme, early": {**NVME, "speculate_bytes": "1GiB"},
+    "params cpu": {**CPU, "params": "cpu"},
+    "params cpu, late": {**CPU, "params": "cpu", "delay": 1, "delay_warmup": 0},
+    "params nvme": {**CPU, "params": "nvme"},
+    "all nvme": {**NVME, "params": "nvme"},
+}
+PASSING = ("gradient buffers", "gathered parameters, at most", "window, during the step")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
+)
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_plan_and_report_come_to_the_memory_that_is_held_with_state_elsewhere(where, dtype, tmp_path):
+    """Every tensor of the process is looked at: no copy is held that neither counts."""
+    offload = ELSEWHERE[where] | ({"nvme_path": str(tmp_path)} if "nvme" in where else {})
+    before = {id(tensor) for tensor in living_tensors()}
+    model = medium_gpt2().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    stage = 3 if "params" in offload else 2
+    engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "1MiB", "offload": offload})
+    plan, batch = state_plan(engine), gpt2_batch(torch.Generator().manual_seed(0), 1)
+    for _ in range(3):
+        model(**batch).loss.backward()
+        optimizer.step()
+    model(**batch).loss.backward()
+
+    found = [t for t in living_tensors() if id(t) not in before and t.numel() and t.is_contiguous()]
+    held_bytes = resident_in(covered_spans(found))
+    report = engine.memory_report()
+    lasting_bytes = sum(row.bytes for row in report.rows if row.where != "NVMe" and row.kind not in PASSING)
+    assert plan.total == lasting_bytes
+    in_files = [row.bytes for row in report.rows if row.where == "NVMe" and row.kind != "copies of the state"]
+    assert plan.in_files == sum(in_files)
+    # Steps of state in files that have been taken during backward have the window's buffers until they are taken over.
+    window_bytes = report.traffic.window_bytes if where == "nvme, early" else 0
+    # Scalars of the state, the batch, and what shares a page with them.
+    assert 0.99 * lasting_bytes <= held_bytes <= 1.01 * lasting_bytes + window_bytes
+    engine.close()

@@ -23,6 +23,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.announce import announce
 from hf_zero.offload import files
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
+from hf_zero.offload.host_cores import HostCores
 from hf_zero.offload.run_folder import RunFolder
 from hf_zero.offload.stored import StoredShard
 from hf_zero.offload.window import Window
@@ -428,7 +429,7 @@ def stored(tmp_path: Path, count: int) -> list[StoredShard]:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_a_walk_keeps_what_is_left_in_its_buffers(size, tmp_path):
     shards = stored(tmp_path, 7)
-    window = Window(size)
+    window = Window(size, HostCores(1))
     for turn in range(3):
         seen = []
         for shard, buffer in window.walk(shards):
@@ -447,7 +448,7 @@ def test_the_next_shards_are_read_while_one_is_at_hand(tmp_path):
     read = threading.Event()
     stock = shards[2].read
     shards[2].read = lambda buffer: (stock(buffer), read.set())
-    for shard, _ in Window(2).walk(shards):
+    for shard, _ in Window(2, HostCores(1)).walk(shards):
         if shard is shards[0]:
             assert read.wait(10), "the third was not read while the first was at hand"
 
@@ -460,5 +461,5 @@ def test_a_failed_write_ends_the_walk_and_leaves_no_thread_at_work(tmp_path):
 
     shards[1].write = fail
     with pytest.raises(OffloadError, match="broken"):
-        for _ in Window(1).walk(shards):
+        for _ in Window(1, HostCores(1)).walk(shards):
             pass

@@ -33,6 +33,7 @@ class SteppedOnCopies(InMemory):
         self._optimizers = optimizers
         self.shadows: dict[Bucket, Shadow] = {}
         self.hindrance: str | None = None
+        self._most_copy_bytes = 0
         self._hooks: dict[torch.optim.Optimizer, torch.utils.hooks.RemovableHandle] = {}
         # Steps of a bucket follow each other there, also those that are forgotten.
         self._thread = StepThread(cores)
@@ -55,8 +56,10 @@ class SteppedOnCopies(InMemory):
                 self.hindrance = hindrance
                 continue
             element_bytes = sum(dtype.itemsize for _, dtype in trial.kinds) + bucket.precision.master.itemsize
-            if self._admits(bucket.layout.shard_numel * element_bytes):
+            copy_bytes = bucket.layout.shard_numel * element_bytes
+            if self._admits(copy_bytes):
                 self.shadows[bucket] = Shadow(bucket, optimizer)
+                self._most_copy_bytes += copy_bytes
         self._hooks[optimizer] = self._register(optimizer)
 
     def before_forward(self) -> None:
@@ -66,6 +69,12 @@ class SteppedOnCopies(InMemory):
 
     def copy_bytes(self) -> int:
         return sum(shadow.nbytes() for shadow in self.shadows.values())
+
+    def gradient_bytes(self) -> int:
+        return self._thread.scratch_bytes
+
+    def most_beside_bytes(self) -> int:
+        return self._most_copy_bytes + max((bucket.gradient_bytes for bucket in self.shadows), default=0)
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         for hook in self._hooks.values():

@@ -64,6 +64,12 @@ class Delayed(SteppedOnCopies):
             restored[row] = (due[_GRADIENT], settings)
         return {name: value for name, value in state.items() if name not in due}
 
+    def gradient_bytes(self) -> int:
+        return super().gradient_bytes() + sum(bucket.gradient_bytes for bucket in self._due)
+
+    def most_beside_bytes(self) -> int:
+        return super().most_beside_bytes() + sum(bucket.gradient_bytes for bucket in self.shadows)
+
     def close(self, buckets: Sequence[Bucket]) -> None:
         self._due.clear()
         super().close(buckets)

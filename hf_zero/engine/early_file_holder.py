@@ -94,8 +94,11 @@ class InFilesEarly(InFiles):
     def copy_bytes(self) -> int:
         return sum(self._files[bucket].shard.nbytes for bucket in self._two_sided)
 
-    def window_bytes(self) -> int:
-        return super().window_bytes() + max((bucket.gradient_bytes for bucket in self._two_sided), default=0)
+    def gradient_bytes(self) -> int:
+        return self._thread.scratch_bytes
+
+    def most_beside_bytes(self) -> int:
+        return max((bucket.gradient_bytes for bucket in self._two_sided), default=0)
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         self.early.clear()

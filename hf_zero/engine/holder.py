@@ -122,6 +122,14 @@ class StateHolder(ABC):
         """Bytes of state that are there twice, for steps that are not taken in their time."""
         return 0
 
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
+        return 0
+
+    def most_beside_bytes(self) -> int:
+        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
+        return 0
+
     def beside(self, row: Row) -> dict[str, Any]:
         """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
         return {}

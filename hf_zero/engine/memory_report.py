@@ -74,6 +74,7 @@ def report_memory(
         ),
         peak_bytes=peak_bytes(device),
         traffic=places.traffic(),
+        most_beside_bytes=places.holder.most_beside_bytes(),
         early=places.holder.early_report(),
         kernels=places.holder.kernel_report(),
     )
@@ -138,7 +139,7 @@ def _state_rows(
     optimizers: Sequence[ShardedOptimizer],
     holder: StateHolder,
 ) -> list[MemoryRow]:
-    window_bytes, copies = holder.window_bytes(), holder.copy_bytes()
+    window_bytes = holder.window_bytes()
     own_numel = sum(row.tensor.numel() for b in buckets for row in b.rows if state_of(optimizers, row))
     ddp_share = sum(parameter.numel() for parameter in trained) / own_numel if own_numel else 0.0
     shown = {bucket: _state_tensors(bucket, optimizers) for bucket in buckets}
@@ -152,8 +153,12 @@ def _state_rows(
     if window_bytes:
         where = buckets[0].tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
-    if copies:
-        rows.append(MemoryRow(kind="copies of the state", bytes=copies, ddp_bytes=0, where=buckets[0].tier.name))
+    # Copies are where the state is; gradients are stepped on in memory.
+    beside = (
+        ("copies of the state", holder.copy_bytes(), buckets[0].tier.name if buckets else "device"),
+        ("gradients of early and late steps", holder.gradient_bytes(), "host memory"),
+    )
+    rows += [MemoryRow(kind=kind, bytes=n, ddp_bytes=0, where=where) for kind, n, where in beside if n]
     return rows
 
 

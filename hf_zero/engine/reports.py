@@ -71,12 +71,14 @@ class KernelReport:
 class MemoryReport:
     """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
 
-    `traffic` is None where all state is in memory, `early` where every step is taken in its time, and `kernels` where the
-    optimizers' own steps take all of them.
+    `most_beside_bytes` is what copies of the state, and the gradients that steps on them read, come to when all are there: they
+    are made in the first steps that are taken early or late. `traffic` is None where all state is in memory, `early` where every
+    step is taken in its time, and `kernels` where the optimizers' own steps take all of them.
     """
 
     rows: tuple[MemoryRow, ...]
     peak_bytes: int
+    most_beside_bytes: int = 0
     traffic: TrafficReport | None = None
     early: EarlyReport | None = None
     kernels: KernelReport | None = None

@@ -37,6 +37,11 @@ class StepThread:
             self._scratch = allocate(nbytes, torch.uint8, _HOST)
         return self._scratch[:nbytes]
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What `scratch` has come to hold."""
+        return 0 if self._scratch is None else self._scratch.nbytes
+
     def close(self) -> None:
         """Returns when what was submitted has ended."""
         self._thread.shutdown()

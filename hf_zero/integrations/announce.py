@@ -8,7 +8,7 @@ from ..engine.buckets import Bucket
 from ..engine.engine import ZeroEngine
 from ..engine.memory import GatheredMemory
 from ..engine.outer import anchor_numel
-from ..engine.reports import mib, render
+from ..engine.reports import IN_FILES, mib, render
 from ..offload.budget import available_host_bytes
 from ..plan.states import BucketCost, StatePlan, plan_states, state_values
 
@@ -20,7 +20,8 @@ def state_plan(engine: ZeroEngine) -> StatePlan:
 
 
 def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket]) -> StatePlan:
-    return plan_states([_cost(engine, bucket) for bucket in buckets], engine.config, engine.groups.replicate.size)
+    costs, beside = [_cost(engine, bucket) for bucket in buckets], engine.memory_report().most_beside_bytes
+    return plan_states(costs, engine.config, engine.groups.replicate.size, beside)
 
 
 def announce(engine: ZeroEngine, cast_owner: str) -> None:
@@ -115,12 +116,14 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
-    early, offload = engine.memory_report().early, engine.config.offload
+    report, offload = engine.memory_report(), engine.config.offload
+    early, in_memory = report.early, f"in host memory: {mib(report.most_beside_bytes)} MiB a rank"
     if offload.delay:
-        return [("late steps", f"each ends one step late, after {offload.delay_warmup} in their time: not exact")]
+        late = f"each ends one step late, after {offload.delay_warmup} in their time: not exact; on copies {in_memory}"
+        return [("late steps", late)]
     if early is None:
         return []
-    where = "in files" if offload.optimizer == "nvme" else "in host memory"
+    where = "in files" if offload.optimizer == "nvme" else in_memory
     most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies {where}"
     return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
 
@@ -150,7 +153,7 @@ def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 def _not_in_memory(engine: ZeroEngine) -> str:
     traffic = engine.memory_report().traffic
-    return "" if traffic is None else f", {mib(traffic.held_bytes)} MiB of it in files"
+    return "" if traffic is None else f" in memory, {mib(traffic.held_bytes)} MiB in files"
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -191,4 +194,16 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
         sharded=isinstance(bucket.memory, GatheredMemory),
         trained=bucket.trained,
         apart=bucket.tier.is_apart,
+        in_files=_bytes_in_files(engine, bucket, values or 0),
     )
+
+
+def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_values: int) -> int:
+    """What an element of the bucket's shard has in files."""
+    precision, params = (
+        bucket.precision,
+        engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
+    )
+    state = state_values if bucket.tier.name == IN_FILES else 0
+    separate = bucket.is_away and bucket.keeps_master
+    return params * precision.param.itemsize + (state + separate) * precision.master.itemsize

@@ -33,6 +33,7 @@ class BucketCost:
     `state_values`: values of optimizer state an element, each as wide as the master; None for an optimizer whose state is not
     known beforehand. `sharded` parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state.
     `apart`: masters and reduced gradients are in other memory. `keeps_master`: the master is there between steps, too.
+    `in_files`: bytes a shard's element has in files, of its parameters, master and state together.
     """
 
     layout: BucketLayout
@@ -45,6 +46,7 @@ class BucketCost:
     sharded: bool = False
     trained: bool = True
     apart: bool = False
+    in_files: int = 0
 
     @property
     def parameter_bytes(self) -> int:
@@ -59,6 +61,9 @@ class StatePlan:
     `residuals` are what error feedback keeps of the gradients that a rank sends.
 
     `frozen` are the parameters that take no gradients, as far as they lie in buckets (stage 3).
+
+    `beside` are copies of state, with gradients, on which steps are taken early or late. `in_files` is the part of all kinds that
+    is in files, and so in no memory.
     """
 
     parameters: int
@@ -68,11 +73,14 @@ class StatePlan:
     residuals: int
     gradient_buffers: int
     optimizer: int | None
+    beside: int
+    in_files: int
 
     @property
     def total(self) -> int:
-        """All that lasts, as far as it is known beforehand."""
-        return self.parameters + self.frozen + self.masters + self.gradients + self.residuals + (self.optimizer or 0)
+        """All that lasts in memory, the host's and the device's, as far as it is known beforehand."""
+        lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
+        return sum(lasts) + (self.optimizer or 0) - self.in_files
 
 
 def state_values(optimizer_name: str, settings: dict) -> int | None:
@@ -103,7 +111,7 @@ def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
     return _RESIDUAL_BYTES * (layout.numel + between)
 
 
-def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int = 1) -> StatePlan:
+def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int = 1, beside: int = 0) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
     Stage 1 keeps whole gradients and reduces them in place; stages 2 and 3 keep the shard and pass whole buckets through a
@@ -111,7 +119,9 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int =
 
     Args:
         replicas: shard groups.
+        beside: bytes for steps out of their time.
     """
+    in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
     frozen = sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
     whole = {True: 0, False: 0}
@@ -129,6 +139,8 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int =
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
         gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
         optimizer=sum(_state_bytes(cost, config) for cost in costs) if known else None,
+        beside=beside,
+        in_files=in_files,
     )
 
 
