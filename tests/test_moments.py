@@ -481,11 +481,8 @@ def test_settings_that_it_does_not_go_with_are_refused(tmp_path):
         ZeroConfig(moments="4bit")
     assert ZeroConfig.from_flag("stage=1,moments=8bit").moments == "8bit"
     nvme = f"stage=3,moments=8bit,offload.nvme_path={tmp_path},"
-    for more in ("offload.optimizer=nvme", "offload.optimizer=cpu,offload.params=nvme"):
-        with pytest.raises(
-            ConfigError, match=r"`moments: 8bit with offload\.optimizer.*is not built yet.*Leave `moments`"
-        ):
-            ZeroConfig.from_flag(nvme + more)
+    with pytest.raises(ConfigError, match=r"`moments: 8bit with offload\.optimizer.*is not built yet.*Leave `moments`"):
+        ZeroConfig.from_flag(nvme + "offload.optimizer=cpu,offload.params=nvme")
     for more in ("offload.delay=1", "offload.speculate_bytes=1MiB"):
         with pytest.raises(ConfigError, match=r"`moments: 8bit` and `offload\.(delay: 1|speculate_bytes: 1048576)`"):
             ZeroConfig.from_flag(f"moments=8bit,offload.optimizer=cpu,{more}")

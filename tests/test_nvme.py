@@ -25,7 +25,7 @@ from hf_zero.offload import files
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
 from hf_zero.offload.host_cores import HostCores
 from hf_zero.offload.run_folder import RunFolder
-from hf_zero.offload.stored import StoredShard
+from hf_zero.offload.stored import Kind, StoredShard
 from hf_zero.offload.window import Window
 
 pytestmark = pytest.mark.timeout(180)
@@ -418,7 +418,8 @@ def test_a_living_runs_folder_stays_and_a_killed_ones_is_removed_with_a_message(
 
 def stored(tmp_path: Path, count: int) -> list[StoredShard]:
     shards = [
-        StoredShard(tmp_path / f"{i}.state", 1000, (("a", torch.float32), ("b", torch.bfloat16))) for i in range(count)
+        StoredShard(tmp_path / f"{i}.state", (Kind("a", torch.float32, 1000), Kind("b", torch.bfloat16, 1000)))
+        for i in range(count)
     ]
     for i, shard in enumerate(shards):
         buffer = torch.zeros(shard.nbytes, dtype=torch.uint8)

@@ -124,14 +124,14 @@ class ZeroConfig:
         offload = self.offload
         if not self.quantises_moments:
             return
-        if offload.optimizer == "nvme" or (offload.moves_state and offload.params == "nvme"):
+        if offload.optimizer == "cpu" and offload.params == "nvme":
             raise not_built(
                 "moments",
                 f"{self.moments} with offload.optimizer: {offload.optimizer}, offload.params: {offload.params}",
-                "state beside files has 32-bit moments. Leave `moments` at 32bit, or set `offload.optimizer` to none, or to cpu "
-                "without `offload.params: nvme`",
+                "state in host memory beside masters in files has 32-bit moments. Leave `moments` at 32bit, or set "
+                "`offload.optimizer: nvme`, or `offload.params: cpu`",
             )
-        if offload.delay or offload.speculate_bytes not in (AUTO, 0):
+        if offload.optimizer == "cpu" and (offload.delay or offload.speculate_bytes not in (AUTO, 0)):
             name = "delay" if offload.delay else "speculate_bytes"
             raise ConfigError(
                 f"hf_zero config: `moments: {self.moments}` and `offload.{name}: {getattr(offload, name)}`, which steps on "

@@ -15,6 +15,7 @@ from ..offload.stored import ReadRegion
 from .buckets import Bucket
 from .early_steps import EarlySteps
 from .file_holder import InFiles
+from .packed_moments import PackedMoments
 from .reports import EarlyReport
 from .shadow import Seen, Stepped, copied, hindrance_of, look, step_doubles
 from .state_kinds import try_step
@@ -43,11 +44,12 @@ class InFilesEarly(InFiles):
         tier: NvmeTier,
         optimizers: Sequence[torch.optim.Optimizer],
         transport: Transport,
+        packed: PackedMoments,
         cores: HostCores,
         *,
         most_bytes: int,
     ):
-        super().__init__(tier, optimizers, transport)
+        super().__init__(tier, optimizers, transport, packed)
         self._left_bytes = most_bytes
         self._two_sided: set[Bucket] = set()
         self._bucket_count = 0

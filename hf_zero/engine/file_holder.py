@@ -1,6 +1,6 @@
 """State in files: for each bucket one, fetched for the moment of its step."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,13 +11,14 @@ from ..device import allocate
 from ..layout.intervals import Interval
 from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import Region
-from ..offload.stored import StoredShard
+from ..offload.stored import Kind, StoredShard
 from .bucket_holder import SteppedByBucket
 from .bucket_steps import BucketSteps, OwnStep
 from .buckets import Bucket, Row
-from .file_state import FileState
+from .file_state import FileState, PackedFileState, packed_kinds
 from .holder import without_due
-from .stand_ins import StandIns
+from .packed_moments import PackedMoments
+from .packed_state import PackedPart
 from .state_kinds import state_kinds
 from .state_rows import MASTER
 
@@ -30,27 +31,36 @@ class InFiles(SteppedByBucket):
     Args:
         optimizers: that the engine trains with, in its order.
         transport: of the ranks that step together.
+        packed: which moments are kept in 8-bit blocks.
     """
 
-    def __init__(self, tier: NvmeTier, optimizers: Sequence[torch.optim.Optimizer], transport: Transport):
-        super().__init__()
+    def __init__(
+        self,
+        tier: NvmeTier,
+        optimizers: Sequence[torch.optim.Optimizer],
+        transport: Transport,
+        packed: PackedMoments,
+    ):
+        super().__init__(optimizers)
         self._tier = tier
         self._transport = transport
-        self._optimizers = optimizers
+        self._packed = packed
         self._files: dict[Bucket, FileState] = {}
-        self._stand_ins = StandIns()
+        self._stand_ins = packed.stand_ins
 
     def take(self, bucket: Bucket) -> None:
         if not bucket.trained or bucket.layout.key[2] < 0 or bucket.tier is not self._tier:
             return
-        kinds = self._kinds(bucket)
+        numel, kinds = bucket.layout.shard_numel, self._kinds(bucket)
+        if self._has_master(bucket):
+            kinds = (Kind(MASTER, bucket.precision.master, numel), *kinds)
         if not kinds:
             return
-        shard = self._tier.store(bucket.name, bucket.layout.shard_numel, kinds)
-        state = self._files[bucket] = FileState(bucket, shard, self._stand_ins)
-        if state.has_master:
-            shard.write_part(MASTER, Interval(0, bucket.layout.shard_numel), bucket.master)
-            bucket.put_away(state.absent_master())
+        shard = self._tier.store(bucket.name, kinds)
+        self._files[bucket] = self._state_in(bucket, shard)
+        if self._files[bucket].has_master:
+            shard.write_part(MASTER, Interval(0, numel), bucket.master)
+            bucket.put_away(self._files[bucket].absent_master())
 
     def master_region(self, bucket: Bucket) -> Region | None:
         return (self._files[bucket].shard, MASTER) if bucket.is_away and not bucket.precision.rounds else None
@@ -60,6 +70,8 @@ class InFiles(SteppedByBucket):
         how = {"bring": self._bring, "put": self._put_back, "take_over": self._take_over}
         step = OwnStep(optimizer)
         self._add(BucketSteps(optimizer, mine, self._tier.window, step=step, **how, transport=self._transport), step)
+        for bucket in mine:
+            self._put_earlier(optimizer, bucket)
 
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         # Called twice for a class of optimizer whose step calls its parent's.
@@ -85,7 +97,7 @@ class InFiles(SteppedByBucket):
         self._refuse_broken()
         return self._files[row.slot.bucket].values(row, name)
 
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         if not self._stand_ins.has(tensor):
             return tensor
         self._refuse_broken()
@@ -104,15 +116,18 @@ class InFiles(SteppedByBucket):
             row.tensor.copy_(values.view(row.tensor.shape))
 
     def window_bytes(self) -> int:
-        return self._tier.window.nbytes([state.shard for state in self._files.values()])
+        states = list(self._files.values())
+        return self._tier.window.nbytes([state.shard for state in states]) + max(
+            (state.lent_bytes for state in states), default=0
+        )
+
+    def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
+        there = self._files.get(bucket)
+        return super().state_bytes(bucket, tensors) if there is None else there.state_bytes(tensors)
 
     def close(self, buckets: Sequence[Bucket]) -> None:
         super().close(buckets)
-        for bucket in buckets:
-            # Rows of a whole bucket are the parameters, whose state stays with the optimizer.
-            for row, state in self._states_of(bucket).items() if bucket.whole and bucket in self._files else ():
-                for name, value in state.items():
-                    state[name] = self.values(row, name, value)
+        self._fill_registers(buckets)
         self._files.clear()
         self._tier.close()
 
@@ -120,25 +135,27 @@ class InFiles(SteppedByBucket):
         """Called before the optimizer's buckets are stepped; returns those that have been already."""
         return ()
 
-    def _kinds(self, bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
-        """What of a bucket goes to its file."""
-        index, group = bucket.layout.key[2:]
-        precision, optimizer = bucket.precision, self._optimizers[index]
-        kinds = state_kinds(optimizer, optimizer.param_groups[group], precision.master)
+    def _has_master(self, bucket: Bucket) -> bool:
+        """Whether its master goes to its file."""
+        return bucket.precision.has_master
+
+    def _kinds(self, bucket: Bucket) -> Sequence[Kind]:
+        """What of its optimizer state goes there."""
+        optimizer, numel = self._optimizer_of(bucket), bucket.layout.shard_numel
+        if self._packed.takes(bucket):
+            return packed_kinds(self._packed.codes_of(bucket), numel)
+        kinds = state_kinds(optimizer, optimizer.param_groups[bucket.layout.key[3]], bucket.precision.master)
         if kinds is None:
             raise ValueError(
                 f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid "
                 "out for it. Use one of torch's optimizers, or `offload.optimizer: cpu`."
             )
-        return ((MASTER, precision.master), *kinds) if precision.has_master else kinds
+        return [Kind(name, dtype, numel) for name, dtype in kinds]
 
-    def _optimizer_of(self, bucket: Bucket) -> torch.optim.Optimizer:
-        return self._optimizers[bucket.layout.key[2]]
-
-    def _states_of(self, bucket: Bucket) -> Mapping[Row, dict[str, Any]]:
-        # Not by the register's own brackets: it makes an entry for whoever asks, and an empty one would look like a step taken.
-        register = self._optimizer_of(bucket).state
-        return {row: register[row.tensor] for row in bucket.rows if row.tensor in register}
+    def _state_in(self, bucket: Bucket, shard: StoredShard) -> FileState:
+        if self._packed.takes(bucket):
+            return PackedFileState(bucket, shard, self._packed)
+        return FileState(bucket, shard, self._stand_ins)
 
     def _refuse_broken(self) -> None:
         for steps in self._steps:
@@ -162,5 +179,8 @@ class InFiles(SteppedByBucket):
 class MastersInFiles(InFiles):
     """Optimizer state stays in memory beside parameters in files, whose masters are those files where digits are equal."""
 
-    def _kinds(self, bucket: Bucket) -> tuple[tuple[str, torch.dtype], ...]:
-        return () if bucket.precision.rounds else ((MASTER, bucket.precision.master),)
+    def _has_master(self, bucket: Bucket) -> bool:
+        return not bucket.precision.rounds
+
+    def _kinds(self, bucket: Bucket) -> Sequence[Kind]:
+        return ()

@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -26,8 +25,7 @@ class SteppedInTurn(SteppedByBucket, InMemory):
         optimizers: Sequence[torch.optim.Optimizer],
         step_of: Callable[[torch.optim.Optimizer], BucketStep],
     ):
-        super().__init__()
-        self._optimizers = optimizers
+        super().__init__(optimizers)
         self._step_of = step_of
 
     @abstractmethod
@@ -47,6 +45,3 @@ class SteppedInTurn(SteppedByBucket, InMemory):
         mine, step = {bucket: bucket for bucket in buckets if self._passes(bucket)}, self._step_of(optimizer)
         how = {"step": step, "bring": self._bring, "put": self._put_back}
         self._add(BucketSteps(optimizer, mine, InTurn(), transport=LocalTransport(), **how), step)
-
-    def _register(self, bucket: Bucket) -> dict[torch.Tensor, dict[str, Any]]:
-        return self._optimizers[bucket.layout.key[2]].state

@@ -89,8 +89,8 @@ class SteppedByKernels(SteppedByBucket, InMemory):
     See [Note: steps by kernels].
     """
 
-    def __init__(self, nonfinite: NonFiniteCheck):
-        super().__init__()
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], nonfinite: NonFiniteCheck):
+        super().__init__(optimizers)
         self._nonfinite = nonfinite
         self._share = KernelShare()
 
@@ -129,7 +129,7 @@ class InEightBitsByKernels(InEightBits):
             if mine:
                 self._add(_in_turn(optimizer, mine, step), step)
         for bucket in in_blocks:
-            self._pack_rows(optimizer, bucket)
+            self._put_earlier(optimizer, bucket)
         super().step_with(optimizer, [bucket for bucket in packed if bucket not in in_blocks])
 
     def _take_in_blocks(

@@ -1,6 +1,6 @@
 """Which moments are kept in 8-bit blocks, where they are, and what stands for them in the optimizers' registers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from ..kernels.dynamic import SIGNED, UNSIGNED, DynamicCode
 from ..layout.blocks import has_blocks, is_in_blocks
 from .buckets import Bucket, Row
 from .packed_state import PackedState
-from .stand_ins import StandIns
+from .stand_ins import StandIns, States
 from .state_kinds import state_kinds
 from .state_rows import elementwise_state
 
@@ -31,10 +31,14 @@ square is subtracted from what is to be a root's argument; averages of parameter
 class PackedMoments:
     """Of each bucket, its moments in blocks by name, laid out as the rank's shard.
 
-    In the optimizer's register a moment that is here has a stand-in.
+    In the optimizer's register a moment that is here has a stand-in. Blocks may also be elsewhere (in a file), where their
+    holder has them; the stand-ins are then for those.
 
     Raises:
         ConfigError: an optimizer with other state, or one that a trial step tells nothing about.
+
+    Attributes:
+        stand_ins: in the registers.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
@@ -44,7 +48,8 @@ class PackedMoments:
             for group, settings in enumerate(optimizer.param_groups)
         }
         self._states: dict[Bucket, dict[str, PackedState]] = {}
-        self._stand_ins = StandIns()
+        self._lent: dict[Bucket, dict[str, torch.Tensor]] = {}
+        self.stand_ins = StandIns()
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether moments of the bucket are kept here."""
@@ -59,7 +64,7 @@ class PackedMoments:
         if bucket not in self._states:
             numel = bucket.layout.shard_numel
             codes = self.codes_of(bucket)
-            self._states[bucket] = {name: PackedState(numel, code, bucket.tier) for name, code in codes.items()}
+            self._states[bucket] = {name: PackedState.zeros(numel, code, bucket.tier) for name, code in codes.items()}
         return self._states[bucket]
 
     def there_already(self, bucket: Bucket) -> dict[str, PackedState]:
@@ -76,6 +81,41 @@ class PackedMoments:
             return []
         codes = self.codes_of(row.slot.bucket)
         return [(name, value) for name, value in elementwise_state(state, row).items() if name in codes]
+
+    def lent_bytes(self, bucket: Bucket) -> int:
+        """Bytes of all moments of the bucket in float32."""
+        return len(self.codes_of(bucket)) * bucket.layout.shard_numel * torch.float32.itemsize
+
+    def lend(self, bucket: Bucket, states: States, packed: Mapping[str, PackedState]) -> None:
+        """Puts float32 tensors with the values of `packed` into `states` in place of stand-ins."""
+        lent = self._lent[bucket] = {}
+        for row, state in states.items():
+            for name, value in self.packable(row, state):
+                if not self.is_stand_in(value):
+                    continue
+                if name not in lent:
+                    lent[name] = bucket.tier.scratch(bucket.layout.shard_numel, torch.float32)
+                    packed[name].unpack(lent[name])
+                state[name] = row.of(lent[name])
+
+    @torch.no_grad()
+    def take_back(self, bucket: Bucket, states: States, packed: Mapping[str, PackedState]) -> None:
+        """Packs the moments in `states` into `packed`, as flat tensors that are zero where nothing is, and leaves stand-ins.
+
+        See [Note: blocks of parameters] for why that comes to the same on any layout, and [Note: nothing drifts] for why rows
+        that a step leaves alone stay as they are.
+        """
+        lent = self._lent.pop(bucket)
+        for row, state in states.items():
+            for name, value in self.packable(row, state):
+                if name not in lent:
+                    lent[name] = bucket.tier.scratch(bucket.layout.shard_numel, torch.float32).zero_()
+                view = row.of(lent[name])
+                if value.data_ptr() != view.data_ptr():
+                    view.copy_(value)
+                state[name] = self.stand_in(row)
+        for name, values in lent.items():
+            packed[name].pack(values)
 
     def pack(self, row: Row, state: dict[str, Any]) -> None:
         """Takes the row's moments that `state` has, and leaves stand-ins there."""
@@ -103,11 +143,11 @@ class PackedMoments:
 
     def stand_in(self, row: Row) -> torch.Tensor:
         """For one of the row's moments."""
-        return self._stand_ins.of(row.tensor.shape, torch.float32, row.tensor.device)
+        return self.stand_ins.of(row.tensor.shape, torch.float32, row.tensor.device)
 
     def is_stand_in(self, value: Any) -> bool:
         """Whether something in a register is a stand-in, so that its values are here."""
-        return self._stand_ins.has(value)
+        return self.stand_ins.has(value)
 
 
 def _codes_for(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, DynamicCode]:

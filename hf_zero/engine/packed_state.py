@@ -11,17 +11,23 @@ from ..offload.tier import Tier
 
 
 class PackedState:
-    """Codes and scales of a flat float32 tensor laid out as a shard; zeros at first.
+    """Codes and scales of a flat float32 tensor laid out as a shard.
 
     Attributes:
         codes: (numel,) uint8.
         scales: (blocks,) float32.
     """
 
-    def __init__(self, numel: int, code: DynamicCode, tier: Tier):
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, code: DynamicCode):
+        self.codes = codes
+        self.scales = scales
         self._code = code
-        self.codes = tier.empty(numel, torch.uint8).fill_(code.zero)
-        self.scales = tier.empty(blocks(numel), torch.float32).zero_()
+
+    @classmethod
+    def zeros(cls, numel: int, code: DynamicCode, tier: Tier) -> "PackedState":
+        """Of zeros, in memory of `tier`."""
+        codes = tier.empty(numel, torch.uint8).fill_(code.zero)
+        return cls(codes, tier.empty(blocks(numel), torch.float32).zero_(), code)
 
     @property
     def nbytes(self) -> int:

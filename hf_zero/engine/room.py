@@ -31,6 +31,7 @@ from .kernel_step import kernel_or_own_step
 from .loaded import is_loaded, wanted_dtype
 from .nonfinite import NonFiniteCheck
 from .outer import anchor_numel
+from .packed_moments import PackedMoments
 from .precision import resolve_precision
 from .state_kinds import tier_bytes_needed
 from .stochastic_holder import RoundedStochastically
@@ -79,12 +80,13 @@ def choose_holder(
     """
     offload, by_kernels = config.offload, uses_kernels(config.kernels, tier.device)
     most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
-    if isinstance(tier, HostBesideFiles):
-        return MastersInFiles(tier, optimizers, transport)
     if isinstance(tier, NvmeTier):
+        packed = PackedMoments(optimizers if config.quantises_moments else ())
+        if isinstance(tier, HostBesideFiles):
+            return MastersInFiles(tier, optimizers, transport, packed)
         if most_bytes:
-            return InFilesEarly(tier, optimizers, transport, tier.cores, most_bytes=most_bytes)
-        return InFiles(tier, optimizers, transport)
+            return InFilesEarly(tier, optimizers, transport, packed, tier.cores, most_bytes=most_bytes)
+        return InFiles(tier, optimizers, transport, packed)
     if config.quantises_moments and config.rounding == "stochastic":
         return RoundedInEightBits(optimizers)
     if config.quantises_moments:
@@ -97,7 +99,7 @@ def choose_holder(
         return Delayed(optimizers, tier.cores, warmup=offload.delay_warmup)
     if most_bytes:
         return SteppedEarly(optimizers, tier.cores, most_bytes=most_bytes)
-    return SteppedByKernels(nonfinite) if by_kernels else InMemory()
+    return SteppedByKernels(optimizers, nonfinite) if by_kernels else InMemory()
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:

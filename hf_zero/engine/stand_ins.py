@@ -1,11 +1,16 @@
 """What an optimizer's register has of state that is elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from .buckets import Row
+
 _HOST = torch.device("cpu")
+
+States = Mapping[Row, dict[str, Any]]
+"""The state of some of a bucket's rows by name: the optimizer's register of them, or a copy of it."""
 
 
 class StandIns:

@@ -57,7 +57,7 @@ class RoundedStochastically(SteppedInTurn):
 
     @torch.no_grad()
     def _put_back(self, bucket: Bucket, _shard: Bucket, _buffer: None) -> None:
-        register = self._register(bucket)
+        register = self._optimizer_of(bucket).state
         for row in bucket.rows:
             if row.tensor.grad is not None:
                 state = register[row.tensor]

@@ -9,7 +9,7 @@ from ..device import allocate
 from .host import HostTier
 from .host_cores import HostCores
 from .run_folder import RunFolder
-from .stored import StoredShard
+from .stored import Kind, StoredShard
 from .window import Window
 
 
@@ -45,13 +45,13 @@ class NvmeTier(HostTier):
         # A master on its way to its file: for a moment, and therefore not pinned.
         return allocate(numel, dtype, torch.device("cpu"))
 
-    def store(self, name: str, numel: int, kinds: Sequence[tuple[str, torch.dtype]]) -> StoredShard:
+    def store(self, name: str, kinds: Sequence[Kind]) -> StoredShard:
         """Makes a shard's file.
 
         Raises:
             OffloadError: there is no room for it.
         """
-        shard = StoredShard(self.folder.path / f"{name.replace(' ', '-')}.state", numel, kinds)
+        shard = StoredShard(self.folder.path / f"{name.replace(' ', '-')}.state", kinds)
         self.shards.append(shard)
         return shard
 

@@ -12,7 +12,7 @@ from ..layout.intervals import Interval
 from .host import HostTier
 from .host_cores import HostCores
 from .nvme import NvmeTier
-from .stored import StoredShard
+from .stored import Kind, StoredShard
 from .tier import DeviceTier, Tier
 
 PARAMETER = "parameter"
@@ -107,7 +107,7 @@ class FileShard(ParameterShard):
         self,
         numel: int,
         dtype: torch.dtype,
-        store: Callable[[tuple[tuple[str, torch.dtype], ...]], StoredShard],
+        store: Callable[[Kind], StoredShard],
         mover: "FileMover",
     ):
         self.values = allocate(numel, dtype, torch.device("cpu"))
@@ -123,7 +123,7 @@ class FileShard(ParameterShard):
             self.is_master = True
             self._stored, self._kind = master
         else:
-            self._stored = self._store(((PARAMETER, dtype),))
+            self._stored = self._store(Kind(PARAMETER, dtype, numel))
             self.write(self.values)
         self.values = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
 
@@ -296,7 +296,7 @@ class FileParameters(OffloadedParameters):
         return True
 
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
-        return FileShard(numel, dtype, lambda kinds: self.files.store(f"{name} parameters", numel, kinds), self._mover)
+        return FileShard(numel, dtype, lambda kind: self.files.store(f"{name} parameters", [kind]), self._mover)
 
     def end_step(self) -> None:
         self.files.end_step()

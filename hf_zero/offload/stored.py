@@ -1,6 +1,7 @@
 """One shard's state in one file."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,8 +13,21 @@ from .files import ALIGNMENT, AlignedFile, aligned
 _HOST = torch.device("cpu")
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A flat tensor, (numel,) of its dtype, that a file has under a name."""
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
 class StoredShard:
-    """A file with a region for each kind of state, each (numel,) of its dtype.
+    """A file with a region for each kind of state.
 
     [Note: two sides of a file]
     A file may have a second side of the same layout, which holds nothing that counts: what the state will be is written there,
@@ -21,7 +35,7 @@ class StoredShard:
     holds nothing. Until then the old state is whole, whatever happens to what will be.
 
     Args:
-        kinds: (name, dtype).
+        kinds: what has a region.
 
     Attributes:
         nbytes: of one side.
@@ -29,13 +43,12 @@ class StoredShard:
         read_bytes, written_bytes: moved so far.
     """
 
-    def __init__(self, path: Path, numel: int, kinds: Sequence[tuple[str, torch.dtype]]):
-        self._numel = numel
-        self._regions: dict[str, tuple[int, torch.dtype]] = {}
+    def __init__(self, path: Path, kinds: Sequence[Kind]):
+        self._regions: dict[str, tuple[int, Kind]] = {}
         offset = 0
-        for name, dtype in kinds:
-            self._regions[name] = (offset, dtype)
-            offset += aligned(numel * dtype.itemsize)
+        for kind in kinds:
+            self._regions[kind.name] = (offset, kind)
+            offset += aligned(kind.nbytes)
         self.nbytes = offset
         self.edition = 0
         self._start = 0
@@ -44,13 +57,13 @@ class StoredShard:
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        return {name: dtype for name, (_, dtype) in self._regions.items()}
+        return {name: kind.dtype for name, (_, kind) in self._regions.items()}
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The kinds, (numel,) each, in a buffer (uint8) of at least `nbytes`."""
         return {
-            name: buffer[offset : offset + self._numel * dtype.itemsize].view(dtype)
-            for name, (offset, dtype) in self._regions.items()
+            name: buffer[offset : offset + kind.nbytes].view(kind.dtype)
+            for name, (offset, kind) in self._regions.items()
         }
 
     def read(self, buffer: torch.Tensor) -> None:
@@ -77,7 +90,7 @@ class StoredShard:
 
     def region_bytes(self, kind: str) -> int:
         """Of the buffers that `read_region` and `write_region` take for this kind."""
-        return aligned(self._numel * self._regions[kind][1].itemsize)
+        return aligned(self._regions[kind][1].nbytes)
 
     def read_region(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
         """All of one kind, (numel,), read into a buffer (uint8) of `region_bytes`."""
@@ -87,8 +100,8 @@ class StoredShard:
 
     def region_values(self, kind: str, buffer: torch.Tensor) -> torch.Tensor:
         """All of one kind, (numel,), in a buffer that `read_region` has filled."""
-        dtype = self._regions[kind][1]
-        return buffer[: self._numel * dtype.itemsize].view(dtype)
+        found = self._regions[kind][1]
+        return buffer[: found.nbytes].view(found.dtype)
 
     def write_region(self, kind: str, buffer: torch.Tensor) -> None:
         """Replaces all of one kind by a buffer (uint8) of `region_bytes`, which the caller has counted."""
@@ -127,7 +140,7 @@ class StoredShard:
 
     def _span(self, kind: str, interval: Interval) -> tuple[int, int, torch.dtype]:
         """(first byte, the one behind the last, dtype) of the elements `interval` of one kind in the file."""
-        offset, dtype = self._regions[kind]
+        offset, dtype = self._regions[kind][0], self._regions[kind][1].dtype
         start = self._start + offset
         return start + interval.start * dtype.itemsize, start + interval.stop * dtype.itemsize, dtype
 
