@@ -318,10 +318,11 @@ IN_8_BITS, IN_HOST_MEMORY = {"moments": "8bit"}, {"offload": {"optimizer": "cpu"
         (1, {}),
         pytest.param(3, {}, marks=pytest.mark.slow),
         (2, IN_8_BITS),
+        pytest.param(2, IN_8_BITS | {"kernels": "always"}, marks=pytest.mark.slow),
         pytest.param(3, IN_HOST_MEMORY, marks=pytest.mark.slow),
         pytest.param(1, IN_8_BITS | IN_HOST_MEMORY, marks=pytest.mark.slow),
     ],
-    ids=["1", "3", "2, 8 bits", "3, host memory", "1, 8 bits in host memory"],
+    ids=["1", "3", "2, 8 bits", "2, 8 bits by kernels", "3, host memory", "1, 8 bits in host memory"],
 )
 def test_a_run_goes_on_bit_for_bit(tmp_path, stage, more):
     arguments = {"root": str(tmp_path), "stage": stage, "more": more}
