@@ -7,18 +7,25 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
+import largest
+import offload
 import step
+from offload_ways import WAYS
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
 from summary import summarise
 from wire import tcp_bytes
+from workload import WORKLOADS
 
 STEP_SCRIPT = step.BENCH_FOLDER / "step.py"
 TIME_LIMIT_S = 60
@@ -181,3 +188,97 @@ def test_step_refuses_an_unknown_engine(capsys):
     with pytest.raises(SystemExit):
         step.parse_options(["--engines", "fsdp3"])
     assert "unknown engines fsdp3; there are ddp" in capsys.readouterr().err
+
+
+def offload_figures(path: Path, *arguments: object) -> dict:
+    command = [sys.executable, STEP_SCRIPT.with_name("offload.py"), "--json", path, *arguments]
+    completed = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return json.loads(path.read_text())
+
+
+@pytest.mark.timeout(300)
+def test_offload_compares_ways_end_to_end_and_says_what_it_leaves_out(tmp_path):
+    figures = offload_figures(
+        *(tmp_path / "figures.json", "--model", "tiny", "--steps", 2, "--rounds", 1, "--nvme-path", tmp_path)
+    )
+    ways = {way["way"]: way for way in figures["ways"]}
+    assert list(ways) == ["none", "cpu", "cpu-delay", "nvme", "torch"]
+    assert figures["left_out"].keys() == {"torchao", "torchao-gradients", "deepspeed"}
+    assert not figures["failed"]
+    assert ways["none"]["losses"] == ways["cpu"]["losses"] == ways["nvme"]["losses"] != ways["cpu-delay"]["losses"]
+    assert all(way["step_ms"] > 0 and way["host_peak_bytes"] > 0 for way in ways.values())
+    assert ways["nvme"]["written_bytes_a_step"] > 0
+    assert figures["run"]["commit"] and figures["run"]["device"] == "cpu"
+
+
+def test_offload_begins_no_run_that_would_end_too_late(tmp_path):
+    figures = offload_figures(tmp_path / "figures.json", "--model", "tiny", "--minutes", 0, "--ways", "none")
+    assert figures["ways"] == [] and not figures["failed"]
+
+
+def test_an_exact_way_whose_losses_differ_is_named():
+    found = {"none": [[2.0, 1.0]], "cpu": [[2.0, 1.5]], "nvme": [[2.0, 1.0]], "cpu-delay": [[2.0, 1.9]]}
+    assert offload.differing([{"way": way, "losses": losses} for way, losses in found.items()]) == ["cpu"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_offload_finds_the_largest_that_fits_in_so_much_host_memory(tmp_path):
+    limits = ("--host-gb", 1.0, "--steps", 1, "--minutes", 3.5)
+    figures = offload_figures(tmp_path / "largest.json", "--model", "30m", "--largest", *limits)
+    # What has been held for less than a look is not seen.
+    assert figures["largest"]["host_peak_bytes"] <= 1.05e9
+    assert figures["largest"]["parameters"] > 1e6
+    failed = [tried for tried in figures["tries"] if "failed" in tried]
+    assert all(tried["layers"] > figures["largest"]["layers"] for tried in failed)
+    assert failed or not figures["is_narrowed_down"]
+
+
+@pytest.mark.timeout(120)
+def test_a_try_that_takes_more_host_memory_than_allowed_ends_itself():
+    figures = largest.find_largest(WORKLOADS["tiny"], host_bytes=1, steps=1, deadline_s=time.monotonic() + 100)
+    assert figures["largest"] is None and not figures["is_narrowed_down"]
+    assert figures["tries"] == [{"layers": 1, "failed": "more host memory than allowed"}]
+
+
+@given(limit=st.integers(0, 500), first=st.integers(1, 300), resolution=st.integers(1, 20))
+def test_a_search_ends_beside_the_greatest_that_fits(limit, first, resolution):
+    found = largest.search(lambda number: number <= limit, first, resolution)
+    if limit == 0:
+        assert (found.fits, found.fails) == (None, 1)
+    else:
+        assert found.fits <= limit < found.fails <= found.fits + resolution
+
+
+@given(limit=st.integers(1, 100), tries=st.integers(0, 6))
+def test_a_search_that_has_no_time_says_what_it_knows(limit, tries):
+    tried = []
+
+    def fits(number: int) -> bool:
+        if len(tried) == tries:
+            raise largest.OutOfTime
+        tried.append(number)
+        return number <= limit
+
+    found = largest.search(fits, 20, 1)
+    assert found.fits == max((number for number in tried if number <= limit), default=None)
+    assert found.fails == min((number for number in tried if number > limit), default=None)
+
+
+def test_copied_layers_make_a_model_of_their_depth():
+    model = largest.make_deep(WORKLOADS["tiny"], 5)
+    whole = replace(WORKLOADS["tiny"], n_layer=5).make_model()
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
+    assert [layer.attn.layer_idx for layer in model.transformer.h] == list(range(5))
+
+
+def test_the_great_model_has_the_size_that_its_comment_says():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in WORKLOADS["1.2b"].make_model().parameters()) == 1_210_851_840
+
+
+def test_a_peer_that_is_not_there_is_said_by_name():
+    absent = replace(WAYS["torchao"], package="no_such_peer")
+    assert absent.hindrance(torch.device("cuda")) == "no_such_peer is not installed"
+    assert WAYS["cpu"].hindrance(torch.device("cpu")) is None

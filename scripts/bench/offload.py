@@ -1,10 +1,12 @@
-"""A step with optimizer state on the device, in host memory and in files: time, memory and bytes written.
+"""A step with optimizer state on the device, in host memory and in files, beside torchao's and DeepSpeed's offloading.
 
-    python scripts/bench/offload.py --nvme-path /a/folder/on/the/disk      # 30 M parameters, one rank
+    python scripts/bench/offload.py --nvme-path /a/folder/on/the/disk      # 1.2 B parameters on a GPU, 30 M on a CPU
+    python scripts/bench/offload.py --largest --host-gb 100                # the largest GPT that trains on this GPU
     python scripts/bench/offload.py --model tiny --steps 2                 # does the harness run?
 
-Each kind runs in a process of its own, in turn, several times over; figures are medians over all their steps. Where there
-is a GPU the model is on it. The page cache is passed by where the file system lets direct I/O, which the table says.
+Each way runs in a process of its own, in turn, several times over; figures are medians over all their steps. Where there
+is a GPU the model is on it. A peer that is not installed, or does not run here, is said once and left out. The page cache is
+passed by where the file system lets direct I/O, which the table says. `--minutes` bounds the whole.
 """
 
 from __future__ import annotations
@@ -12,75 +14,123 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from memory import MALLOC_MMAP_THRESHOLD_BYTES
+from largest import find_largest
+from memory import MALLOC_MMAP_THRESHOLD_BYTES, status_bytes
+from offload_ways import OURS, WAYS
+from ranks import RankFailedError, RanksTimedOutError, run_alone
 from rich.console import Console
 from rich.table import Table
-from step import describe_run
-from workload import WORKLOADS, adamw_arguments
+from step import BENCH_FOLDER, describe_run
+from workload import WORKLOADS
 
-from hf_zero.device import peak_bytes
-from hf_zero.engine.engine import ZeroEngine
+from hf_zero.device import peak_bytes, wait_for_device
 
-KINDS = ("none", "cpu", "nvme")
+HOST = torch.device("cpu")
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def measure(kind: str, *, model_name: str, stage: int, steps: int, nvme_path: str) -> dict[str, object]:
-    """Figures of one kind in this process: a list of times a step, the rest as it is after the last."""
-    workload = WORKLOADS[model_name]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    before_bytes = _resident_bytes()
-    model = workload.make_model().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True))
-    offload = {"optimizer": kind} | ({"nvme_path": nvme_path} if kind == "nvme" else {})
-    engine = ZeroEngine(model, [optimizer], {"stage": stage, "offload": offload})
+def measure(
+    way: str, *, model_name: str, dtype: str, steps: int, threads: int | None, nvme_path: str
+) -> dict[str, Any]:
+    """Figures of one way in this process: a list of times a step, the rest as it is after the last."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    workload, device = WORKLOADS[model_name], here()
+    before_bytes = status_bytes("VmRSS")
+    with device:
+        model = workload.make_model().to(DTYPES[dtype])
+    trainer = WAYS[way].start(model, workload, nvme_path)
     losses, step_ms, optimizer_ms, cpu_ms = [], [], [], []
     for number in range(steps + 1):
+        input_ids = workload.make_batch(0, number).to(device)
         began, cpu_began = time.perf_counter(), time.process_time()
-        tokens = workload.make_batch(0, number).to(device)
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        losses.append(loss.item())
+        losses.append(trainer.backward(input_ids).item())
         backward_ended = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
-        _wait_for(device)
+        trainer.step()
+        wait_for_device(device)
         ended = time.perf_counter()
         # The first step makes the state.
         if number:
             step_ms.append(1000 * (ended - began))
             optimizer_ms.append(1000 * (ended - backward_ended))
             cpu_ms.append(1000 * (time.process_time() - cpu_began))
-    resident = peak_bytes(torch.device("cpu")) - before_bytes
-    traffic = engine.memory_report().traffic
     figures = {
-        "kind": kind,
-        "device": device.type,
+        "way": way,
         "losses": losses,
         "step_ms": step_ms,
         "optimizer_ms": optimizer_ms,
         "cpu_ms": cpu_ms,
-        "host_peak_bytes": resident,
+        "host_peak_bytes": peak_bytes(HOST) - before_bytes,
         "device_peak_bytes": peak_bytes(device) if device.type != "cpu" else None,
-        "written_bytes_a_step": traffic.written_bytes_a_step if traffic else 0,
-        "window_bytes": traffic.window_bytes if traffic else 0,
-        "direct": all(shard.file.is_direct for shard in engine.tier.shards) if traffic else None,
+        **trainer.traffic(),
     }
-    engine.close()
+    trainer.close()
     return figures
 
 
-def summarise(runs: list[dict]) -> dict[str, object]:
-    """One kind's runs as one: medians of times, the highest memory."""
+def here() -> torch.device:
+    """The device that models are trained on."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+class Rounds:
+    """Runs of several ways in turn, until there are enough or time is up.
+
+    Attributes:
+        runs: figures by way.
+        failures: why a way gave none, in a line.
+    """
+
+    def __init__(self, ways: list[str], deadline_s: float, keyword_arguments: dict[str, Any]):
+        self.runs: dict[str, list[dict]] = {way: [] for way in ways}
+        self.failures: dict[str, str] = {}
+        self._deadline_s = deadline_s
+        self._keyword_arguments = keyword_arguments
+        self._longest_s = 0.0
+
+    def take(self, rounds: int) -> None:
+        """Takes so many rounds, or fewer: a run is only begun if the longest one so far would still end in time."""
+        for _ in range(rounds):
+            for way in self.runs:
+                if way in self.failures:
+                    continue
+                if time.monotonic() + self._longest_s >= self._deadline_s:
+                    print(f"{sum(map(len, self.runs.values()))} runs, and no time for more (--minutes)")
+                    return
+                self._take_one(way)
+
+    def _take_one(self, way: str) -> None:
+        began_s = time.monotonic()
+        try:
+            figures = run_alone(
+                measure,
+                time_limit_s=self._deadline_s - began_s,
+                keyword_arguments={"way": way, **self._keyword_arguments},
+            )
+            self.runs[way].append(figures)
+        except (RankFailedError, RanksTimedOutError) as error:
+            self.failures[way] = str(error).strip().splitlines()[-1]
+            print(f"{way} gives no figures:\n{error}", file=sys.stderr)
+        self._longest_s = max(self._longest_s, time.monotonic() - began_s)
+
+
+def summarise(runs: list[dict]) -> dict[str, Any]:
+    """One way's runs as one: medians of times, the highest memory."""
     first = runs[0]
     return first | {
+        "runs": len(runs),
         # More than one where the libraries' own sums differ from run to run, as with several threads on a busy machine.
         "losses": [list(found) for found in dict.fromkeys(tuple(run["losses"]) for run in runs)],
         "step_ms": median(ms for run in runs for ms in run["step_ms"]),
@@ -88,93 +138,112 @@ def summarise(runs: list[dict]) -> dict[str, object]:
         "cpu_ms": median(ms for run in runs for ms in run["cpu_ms"]),
         "host_peak_bytes": max(run["host_peak_bytes"] for run in runs),
         "device_peak_bytes": max((run["device_peak_bytes"] or 0) for run in runs) or None,
+        "masters": WAYS[first["way"]].masters,
     }
 
 
 def table_of(summaries: list[dict], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("state in")
     headings = (
-        "ms a step",
-        "of it optimizer",
-        "CPU ms a step",
-        "host peak MiB",
-        "device peak MiB",
-        "written MiB a step",
-        "window MiB",
+        *("ms a step", "of it optimizer", "CPU ms a step", "host peak MiB", "device peak MiB"),
+        *("written MiB a step", "window MiB", "losses"),
     )
+    table.add_column("way")
     for heading in headings:
         table.add_column(heading, justify="right")
-    table.add_column("losses")
     for summary in summaries:
-        same = all(losses in summaries[0]["losses"] for losses in summary["losses"])
-        kind = summary["kind"] + {None: "", True: " (direct I/O)", False: " (page cache)"}[summary["direct"]]
+        direct = {None: "", True: " (direct I/O)", False: " (page cache)"}[summary["direct"]]
         table.add_row(
-            kind,
+            summary["way"] + direct,
             f"{summary['step_ms']:.0f}",
             f"{summary['optimizer_ms']:.0f}",
             f"{summary['cpu_ms']:.0f}",
-            f"{summary['host_peak_bytes'] / 2**20:.0f}",
-            "" if summary["device_peak_bytes"] is None else f"{summary['device_peak_bytes'] / 2**20:.0f}",
-            f"{summary['written_bytes_a_step'] / 2**20:.1f}",
-            f"{summary['window_bytes'] / 2**20:.1f}",
-            "bitwise none's" if same else "differ",
+            _mib(summary["host_peak_bytes"]),
+            _mib(summary["device_peak_bytes"]),
+            _mib(summary["written_bytes_a_step"]),
+            _mib(summary["window_bytes"]),
+            _losses(summary, summaries[0]),
         )
     return table
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _losses(summary: dict, first: dict) -> str:
+    if all(losses in first["losses"] for losses in summary["losses"]):
+        return f"bitwise {first['way']}'s"
+    return f"last {summary['losses'][0][-1]:.4f}"
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+def differing(summaries: list[dict]) -> list[str]:
+    """Ways that are to be exact, and whose losses are not those of `none`."""
+    found = {summary["way"]: summary["losses"] for summary in summaries}
+    expected = found.get("none")
+    return [way for way in found if expected and WAYS[way].is_exact and any(x not in expected for x in found[way])]
 
 
-def _in_a_process(kind: str, arguments: argparse.Namespace, nvme_path: str) -> dict:
-    command = [sys.executable, __file__, "--only", kind, "--nvme-path", nvme_path, "--model", arguments.model]
-    command += ["--stage", str(arguments.stage), "--steps", str(arguments.steps)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(arguments.threads),
-        "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
-    }
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+def _mib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**20:,.1f}"
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=WORKLOADS, default="30m")
-    parser.add_argument("--stage", type=int, choices=(0, 1, 2, 3), default=2)
+    parser.add_argument("--model", choices=WORKLOADS, help="default: 1.2b on a GPU, 30m on a CPU")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the parameters")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=10, help="measured steps a run")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each kind")
-    parser.add_argument("--threads", type=int, default=1, help="of torch on the CPU")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each way")
+    parser.add_argument("--threads", type=int, help="of torch on the CPU; torch's own number by default")
     parser.add_argument("--nvme-path", help="a folder on the disk to measure; a temporary one by default")
-    parser.add_argument("--json", type=Path, help="where the figures are written")
-    parser.add_argument("--only", choices=KINDS, help="measure one kind in this process and print JSON")
-    arguments = parser.parse_args()
-    if arguments.only:
-        figures = measure(
-            arguments.only,
-            model_name=arguments.model,
-            stage=arguments.stage,
-            steps=arguments.steps,
-            nvme_path=arguments.nvme_path,
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no more is begun")
+    parser.add_argument("--largest", action="store_true", help="find the largest GPT that trains in --host-gb instead")
+    parser.add_argument("--host-gb", type=float, default=100.0, help="1e9 bytes of host memory that --largest may take")
+    parser.add_argument("--json", type=Path, help="where figures go (default: results/offload-<commit>-<device>.json)")
+    options = parser.parse_args()
+    options.model = options.model or ("30m" if here().type == "cpu" else "1.2b")
+    return options
+
+
+def compare(options: argparse.Namespace, deadline_s: float) -> tuple[dict[str, Any], bool]:
+    """(figures, whether all of hf_zero's ways ran and were as exact as they should be)."""
+    hindrances = {way: WAYS[way].hindrance(here()) for way in options.ways}
+    left_out = {way: why for way, why in hindrances.items() if why is not None}
+    for way, why in left_out.items():
+        print(f"{way} is left out: {why}")
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.nvme_path) as folder:
+        settings = {"model_name": options.model, "dtype": options.dtype, "steps": options.steps}
+        settings |= {"threads": options.threads, "nvme_path": folder}
+        rounds = Rounds([way for way in options.ways if way not in left_out], deadline_s, settings)
+        rounds.take(options.rounds)
+    summaries = [summarise(runs) for runs in rounds.runs.values() if runs]
+    differ = differing(summaries)
+    title = f"{options.model}, AdamW, {options.dtype}, one rank on {device_name()}"
+    if summaries:
+        Console(width=180).print(table_of(summaries, title))
+    print(*(f"{way} should have the losses of none, bit for bit, and has not" for way in differ), sep="\n")
+    is_well = not differ and not any(way in rounds.failures for way in OURS)
+    return {"title": title, "ways": summaries, "left_out": left_out, "failed": rounds.failures}, is_well
+
+
+def main() -> int:
+    options = parse_options()
+    deadline_s = time.monotonic() + 60 * options.minutes
+    # Before the server of the processes starts, whose glibc reads it.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MALLOC_MMAP_THRESHOLD_BYTES)
+    if options.largest:
+        host_bytes = int(1e9 * options.host_gb)
+        figures = find_largest(
+            WORKLOADS[options.model], host_bytes=host_bytes, steps=options.steps, deadline_s=deadline_s
         )
-        print(json.dumps(figures))
-        return
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=arguments.nvme_path) as folder:
-        rounds = [{kind: _in_a_process(kind, arguments, folder) for kind in KINDS} for _ in range(arguments.rounds)]
-    summaries = [summarise([figures[kind] for figures in rounds]) for kind in KINDS]
-    title = f"{arguments.model}, AdamW, fp32, stage {arguments.stage}, one rank on {summaries[0]['device']}"
-    Console(width=160).print(table_of(summaries, title))
-    if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps({"run": describe_run(arguments), "title": title, "kinds": summaries}, indent=1)
-        )
+        is_well = figures["largest"] is not None
+    else:
+        figures, is_well = compare(options, deadline_s)
+    run = describe_run(options) | {"device": device_name(), "cores": len(os.sched_getaffinity(0))}
+    kind = "largest" if options.largest else "offload"
+    label = device_name().lower().replace(" ", "-")
+    path = options.json or BENCH_FOLDER / "results" / f"{kind}-{run['commit']}-{label}.json"
+    path.write_text(json.dumps({"run": run, **figures}, indent=1, default=str) + "\n")
+    print(f"figures in {path}")
+    return 0 if is_well else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Starting ranks fast: forkserver processes with torch already imported, joined by gloo over loopback.
+"""Starting ranks fast: forkserver processes with torch already imported, joined by gloo over loopback or alone.
 
     results = run_ranks(measure, world_size=2, time_limit_s=60, keyword_arguments={"rounds": 5})
 
@@ -51,6 +51,22 @@ def run_ranks(
     keyword_arguments: dict[str, Any] | None = None,
 ) -> list[Any]:
     """Run target in world_size fresh processes and return their results in rank order."""
+    return _run(_rank_main, target, world_size, time_limit_s, keyword_arguments or {})
+
+
+def run_alone(target: Callable[..., Any], *, time_limit_s: float, keyword_arguments: dict[str, Any]) -> Any:
+    """Run target in a fresh process that is in no process group, and return its result."""
+    [result] = _run(_lone_main, target, 1, time_limit_s, keyword_arguments)
+    return result
+
+
+def _run(
+    main: Callable[..., None],
+    target: Callable[..., Any],
+    world_size: int,
+    time_limit_s: float,
+    keyword_arguments: dict[str, Any],
+) -> list[Any]:
     deadline_s = time.monotonic() + time_limit_s
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_MODULES)
@@ -59,8 +75,8 @@ def run_ranks(
         try:
             for rank in range(world_size):
                 reading_end, writing_end = context.Pipe(duplex=False)
-                arguments = (target, rank, world_size, folder, time_limit_s, keyword_arguments or {}, writing_end)
-                process = context.Process(target=_rank_main, args=arguments, name=f"rank {rank}", daemon=True)
+                arguments = (target, rank, world_size, folder, time_limit_s, keyword_arguments, writing_end)
+                process = context.Process(target=main, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
                 # The rank holds the only writing end now, so its death closes the pipe.
                 writing_end.close()
@@ -100,9 +116,30 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    try:
+
+    def joined() -> Any:
         with joined_process_group(rank, world_size, store_folder, time_limit_s):
-            outcome = target(rank, world_size, **keyword_arguments)
+            return target(rank, world_size, **keyword_arguments)
+
+    _tell(joined, writing_end)
+
+
+def _lone_main(
+    target: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store_folder: str,
+    time_limit_s: float,
+    keyword_arguments: dict[str, Any],
+    writing_end: Connection,
+) -> None:
+    _tell(lambda: target(**keyword_arguments), writing_end)
+
+
+def _tell(call: Callable[[], Any], writing_end: Connection) -> None:
+    """Sends what the call returns, or how it failed."""
+    try:
+        outcome = call()
     except Exception:
         outcome = _Failure(time.monotonic(), traceback.format_exc())
     writing_end.send(outcome)

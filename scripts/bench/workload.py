@@ -22,6 +22,7 @@ class Workload:
     n_positions: int
     batch_size: int = 4
     sequence_length: int = 128
+    recomputes: bool = False  # activation checkpointing
 
     def make_model(self) -> GPT2LMHeadModel:
         """Build the model; two calls give the same weights."""
@@ -42,6 +43,8 @@ class Workload:
         model = GPT2LMHeadModel(config).train()
         # transformers finds no loss by this class's name and warns before it falls back to this one.
         model.loss_type = "ForCausalLM"
+        if self.recomputes:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return model
 
     def make_batch(self, rank: int, step: int) -> torch.Tensor:
@@ -57,6 +60,18 @@ WORKLOADS = {
     "30m": Workload(n_embd=512, n_layer=8, n_head=8, vocab_size=8192, n_positions=1024),
     # GPT-2 as published: 124,439,808 parameters.
     "124m": Workload(n_embd=768, n_layer=12, n_head=12, vocab_size=50257, n_positions=1024),
+    # 1,210,851,840 parameters, in the batches of torchao's table of CPU offloading (a vision model of 1.1 B parameters and 257
+    # positions, batch 32, activation checkpointing): https://github.com/pytorch/ao/tree/main/torchao/optim.
+    "1.2b": Workload(
+        n_embd=1536,
+        n_layer=40,
+        n_head=24,
+        vocab_size=50257,
+        n_positions=256,
+        batch_size=32,
+        sequence_length=256,
+        recomputes=True,
+    ),
 }
 
 
