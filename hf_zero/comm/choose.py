@@ -1,12 +1,17 @@
-"""The transport that suits a backend and a device, chosen once when the engine is built."""
+"""The transport that suits a backend and a device, and whether peers' memory is read: chosen once when the engine is built."""
+
+import sys
 
 import torch
 
+from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import clock
 from .collectives import CollectiveTransport
 from .groups import Groups
+from .host_peers import HostPeers
 from .ledger import Ledger
 from .local import LocalTransport
+from .peer_memory import PeerMemory
 from .point_to_point import PointToPointTransport
 from .transport import Transport
 
@@ -29,3 +34,50 @@ def choose_step_transport(transport: Transport, groups: Groups, device: torch.de
     if groups.outer is None:
         return transport
     return choose_transport(groups.of_a_step(), device, timeout_s, transport.ledger)
+
+
+def choose_peer_memory(
+    config: ZeroConfig, groups: Groups, transport: Transport, everyone: Transport, device: torch.device
+) -> PeerMemory | None:
+    """What gathers read in place of a collective, if `config.comm.peer_memory` wants it and all ranks can. Collective.
+
+    With `auto`, rank 0 says why it is not to be had.
+
+    Args:
+        groups, transport: of the ranks that take each step together.
+        everyone: the transport of all ranks.
+
+    Raises:
+        ConfigError: it is asked for with `always`, and not to be had.
+    """
+    wanted = config.comm.peer_memory
+    if wanted == "none" or groups.shard_size == 1:
+        return None
+    found, fault = None, config.hindrance_to_peer_memory
+    if fault is None:
+        try:
+            found = _peer_memory(groups, transport, device, config.comm.timeout_s)
+        except (OSError, RuntimeError) as error:
+            fault = str(error)
+    faults = [f"rank {rank}: {each}" for rank, each in enumerate(everyone.exchange(fault)) if each is not None]
+    if not faults:
+        return found
+    if wanted != AUTO:
+        raise ConfigError(
+            f"hf_zero config: `comm.peer_memory: {wanted}` cannot be had ({faults[0]}). Set it to auto or none: parameters then "
+            "travel through the process group."
+        )
+    if groups.shard.ranks[groups.shard.place] == 0:
+        print(f"hf_zero: comm.peer_memory: auto is none ({faults[0]})", file=sys.stderr, flush=True)
+    return None
+
+
+def _peer_memory(groups: Groups, transport: Transport, device: torch.device, timeout_s: float) -> PeerMemory:
+    if device.type == "cpu":
+        return HostPeers(groups, transport, timeout_s)
+    if device.type == "cuda":
+        # It rests on a private module of torch, which no other run should depend on.
+        from .device_peers import DevicePeers
+
+        return DevicePeers(groups, transport, device, timeout_s)
+    raise RuntimeError(f"there is no such memory on {device.type} devices")

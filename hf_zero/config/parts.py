@@ -161,6 +161,9 @@ class CommConfig:
     secondary_shard: str = "none"
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
     gathers stay inside the node."""
+    peer_memory: str = "none"
+    """Stages 1 to 3, on one host: ranks copy parameters out of each other's memory and send none. `auto` does so where all
+    ranks can, and `always` is an error where they cannot."""
     weights: str = "none"
     """Parameters travel as they are (`none`), or in blocks as `int8` or `fp8` (float8_e4m3fn), at stages 1 to 3. `auto` tries
     `none` and `int8` with a bucket at the start, and takes `int8` where training will wait less for it."""
@@ -186,6 +189,7 @@ class CommConfig:
             value = getattr(self, name)
             if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
+        one_of("comm.peer_memory", self.peer_memory, ("none", AUTO, "always"))
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         one_of("comm.weights", self.weights, ("none", AUTO, "int8", "fp8"))
         one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "fp8", "int4"))

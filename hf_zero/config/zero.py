@@ -163,6 +163,11 @@ class ZeroConfig:
                 f"hf_zero config: `comm.secondary_shard: {self.comm.secondary_shard}` is for the backward's gathers of stage 3, "
                 f"and there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). Leave it out."
             )
+        if self.comm.peer_memory == "always" and self.hindrance_to_peer_memory is not None:
+            raise ConfigError(
+                f"hf_zero config: `comm.peer_memory: always` cannot be had: {self.hindrance_to_peer_memory}. Leave one of the "
+                "two out, or set it to auto."
+            )
         for name in ("weights", "gradients"):
             value = getattr(self.comm, name)
             if self.stage == 0 and value != "none":
@@ -191,6 +196,19 @@ class ZeroConfig:
                 "each rank's masters in memory, in all groups at the same step and as it left them. Leave one of the two out; "
                 "`offload.optimizer: cpu` goes with outer steps."
             )
+
+    @property
+    def hindrance_to_peer_memory(self) -> str | None:
+        """Why parameters cannot be copied out of peers' memory with these settings; None where nothing stands in the way."""
+        if self.stage == 0:
+            return "`stage: 0` gathers no parameters"
+        if self.comm.weights not in ("none", AUTO):
+            return f"`comm.weights: {self.comm.weights}` sends blocks that are made anew for each gather"
+        if self.comm.secondary_shard != "none":
+            return f"`comm.secondary_shard: {self.comm.secondary_shard}` is for ranks on several nodes"
+        if self.offload.moves_params:
+            return f"`offload.params: {self.offload.params}` keeps shards where peers cannot read them"
+        return None
 
     @property
     def steps_by_bucket(self) -> bool:

@@ -22,6 +22,7 @@ from .memory import WholeMemory
 from .offloaded_memory import memory_in
 from .precision import resolve_precision, untrained_precision
 from .reach import keeps_intact
+from .shared_memory import memory_of
 from .unit_modules import find_unit_modules, own_parameters
 from .wire import Wire
 
@@ -215,7 +216,9 @@ def build_buckets(
     parameter_of = dict(part.parameters)
     buckets = []
     make_memory = WholeMemory
-    if part.sharded:
+    if wire.peers is not None:
+        make_memory = memory_of(wire.peers, sharded=part.sharded)
+    elif part.sharded:
         make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
     layouts = plan_buckets(
         _specs(part, owner, intact),

@@ -106,7 +106,7 @@ class ZeroEngine:
         self._holder = choose_holder(
             self.config, self.tier, optimizers, self.transport, nonfinite=self.nonfinite, needed=needed
         )
-        self._wire = choose_wire(self.config, self._peers, self._stepping)
+        self._wire = choose_wire(self.config, self._peers, self._stepping, self.transport, self.device)
         self._parts = build_parts(
             model,
             owner,
@@ -233,13 +233,13 @@ class ZeroEngine:
         with self.sharded.whole.gathered(parameters, writeback=writeback), self._exact.at_hand("hf_zero.gathered"):
             yield
             if writeback:
-                for parameter in parameters:
-                    if parameter not in self.sharded.unit_of:
-                        self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
+                for parameter in (p for p in parameters if p not in self.sharded.unit_of):
+                    self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {self._slot_of[p].bucket for p in parameters if p in self._slot_of}:
                     with self._holder.at_hand(bucket):
                         bucket.follow_values()
-                self._outer.start_from_masters()
+        if writeback:
+            self._outer.start_from_masters()
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 from ..comm.groups import Groups
+from ..comm.peer_memory import PeerMemory
 from ..comm.quantised import QuantisedAllGather
 from ..comm.transport import Handle, Transport
 from ..kernels.quantise import BlockFormat
@@ -45,6 +46,16 @@ class ExactGather(_Forgetful):
 
     def start(self, bucket: Bucket) -> Handle:
         return self._transport.start_all_gather(bucket.flat, bucket.memory.source, bucket.label(_KIND))
+
+
+class SharedGather(_Forgetful):
+    """Parameters as the ranks have them, copied out of each other's memory; all buckets are made of such."""
+
+    def __init__(self, peers: PeerMemory):
+        self._peers = peers
+
+    def start(self, bucket: Bucket) -> Handle:
+        return self._peers.start_all_gather(bucket.flat, bucket.memory.shared, bucket.label(_KIND))
 
 
 class QuantisedGather(_Forgetful):

@@ -103,8 +103,11 @@ class WholeMemory(ParameterMemory):
     """All parameters, all the time (stages 0 to 2)."""
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
-        self.flat = allocate(layout.numel, dtype, device)
+        self.flat = self._allocate(layout.numel, dtype, device)
         self._own = self.flat[shard.start : shard.stop]
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return allocate(numel, dtype, device)
 
     @property
     def own(self) -> torch.Tensor:

@@ -2,13 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from ..comm.choose import choose_peer_memory
 from ..comm.groups import Groups
+from ..comm.peer_memory import PeerMemory
 from ..comm.steps import StepsInOrder
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from ..kernels.quantise import CODES, BlockFormat
 from ..layout.slots import USUAL_ALIGNMENT, Alignment
-from .gathers import ExactGather, Gather, QuantisedGather
+from .gathers import ExactGather, Gather, QuantisedGather, SharedGather
 from .quantised_reductions import QuantisedReduction, choose_route
 from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
@@ -25,6 +29,7 @@ class Wire:
         exact: of parameters that are looked at, edited or saved.
         weight_format: the blocks in which `gather` sends them; None where it sends them as they are.
         align: of shards, so that none ends inside a block.
+        peers: what buckets' memory has to come from for these gathers; None where any will do.
     """
 
     reduction: Reduction
@@ -34,15 +39,26 @@ class Wire:
     exact: Gather
     weight_format: BlockFormat | None = None
     align: Alignment = USUAL_ALIGNMENT
+    peers: PeerMemory | None = None
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of lasting memory by kind."""
         return {"gradient residuals": self.reduction.held_bytes, "secondary shards": self.forward.held_bytes}
 
 
-def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wire:
-    """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised."""
-    exact = ExactGather(transport)
+def choose_wire(
+    config: ZeroConfig, groups: Groups, transport: Transport, everyone: Transport, device: torch.device
+) -> Wire:
+    """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised.
+
+    Collective. Raises `ConfigError` for what this machine has not got.
+
+    Args:
+        groups, transport: of the ranks that take each step together.
+        everyone: the transport of all ranks.
+    """
+    peers = choose_peer_memory(config, groups, transport, everyone, device)
+    exact = ExactGather(transport) if peers is None else SharedGather(peers)
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(transport), gather=exact, forward=exact, backward=exact, exact=exact)
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
@@ -70,6 +86,7 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
         exact=exact,
         weight_format=weights,
         align=align,
+        peers=peers,
     )
 
 

@@ -114,12 +114,15 @@ USUAL_ENGINES: dict[str, Callable[[MakeModel, OptimizerArguments], Engine]] = {
 
 INT8 = {"comm": {"gradients": "int8", "weights": "int8"}}
 AUTO = {"comm": {"gradients": "auto", "weights": "auto"}}
+SHARED = {"comm": {"peer_memory": "always"}}
 
 ENGINES = USUAL_ENGINES | {
     "hf_zero2_int8": partial(make_hf_zero, stage=2, **INT8),
     "hf_zero3_int8": partial(make_hf_zero, stage=3, **INT8),
     "hf_zero2_auto": partial(make_hf_zero, stage=2, **AUTO),
     "hf_zero3_auto": partial(make_hf_zero, stage=3, **AUTO),
+    "hf_zero2_shared": partial(make_hf_zero, stage=2, **SHARED),
+    "hf_zero3_shared": partial(make_hf_zero, stage=3, **SHARED),
     "hf_zero3_kept": partial(make_hf_zero, stage=3, reshard_after_forward=False),
     "hf_zero3_no_prefetch": partial(make_hf_zero, stage=3, prefetch_units=0),
 }
