@@ -37,8 +37,11 @@ EXACT = {
     "early steps": {"stage": 3, "offload": HOST | {"speculate_bytes": "1MiB"}},
     "state in files": {"stage": 2, "offload": FILES | {"speculate_bytes": 0}},
     "early steps in files": {"stage": 3, "offload": FILES | {"speculate_bytes": "1MiB"}},
-    "parameters in host memory": {"stage": 3, "offload": HOST | {"params": "cpu"}},
-    "parameters in files": {"stage": 3, "offload": FILES | {"params": "nvme"}},
+    **{
+        f"parameters in {params}, state in {state}": {"stage": 3, "offload": {"params": params, "optimizer": state}}
+        for params in ("cpu", "nvme")
+        for state in ("none", "cpu", "nvme")
+    },
     "activations in host memory": {"stage": 3, "offload": {"activations": "cpu"}},
 }
 

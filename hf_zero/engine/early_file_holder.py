@@ -66,6 +66,9 @@ class InFilesEarly(InFiles):
         optimizer = self._optimizer_of(bucket)
         trial = try_step(optimizer, optimizer.param_groups[bucket.layout.key[3]], bucket.precision.master)
         hindrance = hindrance_of(optimizer, bucket, trial)
+        if hindrance is None and not self._files[bucket].has_master:
+            # A layer that backward has yet to gather comes from there.
+            hindrance = "masters are the parameters themselves, in host memory"
         if hindrance is not None:
             self._hindrance = hindrance
             return
