@@ -234,16 +234,3 @@ def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_
     assert resumed == {step: expected[step] for step in resumed}
     assert losses_in(lines) == {step: expected[step] for step in losses_in(lines)}
     assert not list(disk.glob("hf_zero-run-*"))
-
-
-@pytest.mark.timeout(300)
-def test_the_benchmark_runs_from_end_to_end(tmp_path):
-    script, figures = ROOT / "scripts" / "bench" / "offload.py", tmp_path / "figures.json"
-    command = [sys.executable, str(script), "--model", "tiny", "--steps", "1", "--rounds", "1"]
-    command += ["--nvme-path", str(tmp_path), "--json", str(figures)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    kinds = {found["kind"]: found for found in json.loads(figures.read_text())["kinds"]}
-    assert kinds["none"]["losses"] == kinds["cpu"]["losses"] == kinds["nvme"]["losses"]
-    assert kinds["nvme"]["written_bytes_a_step"] > kinds["cpu"]["written_bytes_a_step"] == 0
-    assert "state in" in done.stdout
