@@ -23,6 +23,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <vector>
 
 namespace {
@@ -126,6 +127,29 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(start, tensor.sizes(), tensor.strides(), options);
 }
 
+// Host memory of torch's own allocator, and where it is.
+struct Pinned final : c10::Allocator {
+  static std::set<void*>& addresses() {
+    static std::set<void*> all;
+    return all;
+  }
+  static void release(void* address) {
+    std::lock_guard guard(lock);
+    addresses().erase(address);
+    free(address);
+  }
+  c10::DataPtr allocate(size_t nbytes) override {
+    std::lock_guard guard(lock);
+    auto address = malloc(std::max<size_t>(nbytes, 1));
+    addresses().insert(address);
+    return {address, address, &release, c10::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override { default_copy_data(target, source, nbytes); }
+};
+
+Pinned pinned;
+
 // ---- streams ----
 
 struct Copy {
@@ -171,9 +195,12 @@ void advance(int64_t id, int64_t up_to) {
 
 void advance(int64_t id) { advance(id, streams[id].queued); }
 
+// Copies into memory that is not pinned block on a GPU. What a page or more holds counts as pinned, whoever would have pinned it.
+bool blocks_the_host(const at::Tensor& target) { return target.nbytes() < 4096 && !target.is_pinned(); }
+
 bool defer(const at::Tensor& source, const at::Tensor& target) {
   const bool to_host = target.device().is_cpu();
-  if (target.numel() == 0 || (current == 0 && !to_host)) return false;
+  if (target.numel() == 0 || (to_host ? blocks_the_host(target) : current == 0)) return false;
   std::lock_guard guard(lock);
   Opened opened;
   opened.add(source);
@@ -345,8 +372,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  bool isPinnedPtr(const void*) const override { return true; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return at::getCPUAllocator(); }
+  bool isPinnedPtr(const void* address) const override {
+    std::lock_guard guard(lock);
+    return Pinned::addresses().count(const_cast<void*>(address));
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   at::Device getDeviceFromPtr(void*) const override { return kDevice; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     auto impl = storage.unsafeGetStorageImpl();

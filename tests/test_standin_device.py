@@ -10,9 +10,13 @@ import standin_device
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from test_checkpoint import save_engine
+from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.loss_scale import GradScaler
+from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -53,43 +57,82 @@ INEXACT = {
     "a step late": ({"stage": 2, "offload": HOST | {"delay": 1, "delay_warmup": 1}}, {"stage": 3}),
 }
 
+SCALED = ["stage 2", "state in host memory", "half of it", "early steps", "early steps in files"]
+
+SAVED = ["stage 1", "early steps in files", "parameters in cpu, state in none"]
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Path:
     return standin_device.build(tmp_path_factory.mktemp("standin"))
 
 
-def train(rank: int, world_size: int, settings: dict | None) -> list[torch.Tensor]:
-    """Losses of three steps on the device and the weights behind them, in host memory. Without settings, a plain loop's."""
+def prepared(settings: dict | None) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine | None]:
     torch.manual_seed(0)
     model = gpt2().to(standin_device.NAME)
     optimizer = fused_adamw(model)
-    engine = None if settings is None else ZeroEngine(model, [optimizer], settings)
-    generator = torch.Generator().manual_seed(100 + rank)
+    return model, optimizer, None if settings is None else ZeroEngine(model, [optimizer], settings)
+
+
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine | None, scaler: GradScaler, seeds
+) -> list:
+    """Their losses; without an engine, a plain loop's."""
     losses = []
-    for _ in range(3):
-        batch = {name: values.to(standin_device.NAME) for name, values in gpt2_batch(generator, 2).items()}
-        loss = model(**batch).loss
-        loss.backward()
+    for seed in seeds:
+        batch = gpt2_batch(torch.Generator().manual_seed(100 * seed + dist.get_rank()), 2)
+        loss = model(**{name: values.to(standin_device.NAME) for name, values in batch.items()}).loss
+        scaler.scale(loss).backward()
         losses.append(loss.detach().cpu())
+        scaler.unscale_(optimizer)
         if engine is None:
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-                parameter.grad.div_(world_size)
+                parameter.grad.div_(dist.get_world_size())
             torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         else:
             engine.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
+    return losses
+
+
+def train(settings: dict | None, *, scaled: bool = False) -> list[torch.Tensor]:
+    """Losses of three steps on the device and the weights behind them, in host memory.
+
+    A scale of 256 changes no digit.
+    """
+    model, optimizer, engine = prepared(settings)
+    losses = steps(
+        model, optimizer, engine, GradScaler(standin_device.NAME, init_scale=2.0**8, enabled=scaled), range(3)
+    )
     with nullcontext() if engine is None else engine.gathered():
         return losses + [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def goes_on(settings: dict, folder: Path) -> bool:
+    """Whether a run that reads a checkpoint takes the steps of the one that wrote it."""
+    unscaled = GradScaler(standin_device.NAME, enabled=False)
+    model, optimizer, engine = prepared(settings)
+    steps(model, optimizer, engine, unscaled, range(2))
+    save_engine(engine, folder)
+    with engine.gathered():
+        weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    expected = steps(model, optimizer, engine, unscaled, range(2, 5))
+    model, optimizer, engine = prepared(settings)
+    with engine.gathered(writeback=True):
+        for parameter, values in zip(model.parameters(), weights):
+            parameter.data.copy_(values)
+    load_engine(engine, folder / ZERO_FOLDER)
+    return steps(model, optimizer, engine, unscaled, range(2, 5)) == expected
 
 
 def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> None:
     compiled = standin_device.register(library)
 
     def run(settings: dict | None) -> list[torch.Tensor]:
-        return train(rank, world_size, settings and _placed(settings, folder))
+        return train(settings and _placed(settings, folder))
 
     with standin_device.process_group(rank, world_size, folder):
         plain = run(None)
@@ -99,6 +142,11 @@ def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> Non
             found = run(settings)
             assert all(map(torch.equal, run(settings | elsewhere), found)), name
             assert torch.stack(found[:3]).tolist() == pytest.approx(torch.stack(plain[:3]).tolist(), rel=0.02), name
+        for name in SCALED:
+            assert all(map(torch.equal, train(_placed(EXACT[name], folder), scaled=True), plain)), f"{name}, scaled"
+        saved = [EXACT[name] for name in SAVED] + [settings | elsewhere for settings, elsewhere in INEXACT.values()]
+        for number, settings in enumerate(saved):
+            assert goes_on(_placed(settings, folder), Path(folder) / f"checkpoint-{number}"), settings
     assert compiled.deferred() > 0
     assert compiled.hazards() == 0
 
@@ -117,7 +165,7 @@ def test_training_on_a_device_that_does_everything_late(world_size, library, tmp
 
 def misbehaves(rank: int, world_size: int, library: Path) -> None:
     compiled = standin_device.register(library)
-    there, here = torch.ones(8, device=standin_device.NAME), torch.empty(8)
+    there, here = torch.ones(8, device=standin_device.NAME), torch.empty(8, pin_memory=True)
     assert torch.empty(1, device=standin_device.NAME).isnan().item()
     here.copy_(there, non_blocking=True)
     assert here.isnan().all(), "a copy that nobody waited for has been made"

@@ -57,11 +57,15 @@ class _OverShards:
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         engine = engine_stepped_by(optimizer)
         if engine is None:
-            return found
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scale, clean = inv_scale, found_inf
+        if any(gradient.device.type == "cpu" for gradient in gradients):
+            # torch copies them from an accelerator to gradients in host memory, and does not wait before it reads the copies.
+            scale, clean = inv_scale.cpu(), found_inf.cpu()
+        found = super()._unscale_grads_(optimizer, scale, clean, allow_fp16)
         # torch does not count this as an edit, and a step that was begun with the scaled gradients would be kept.
         increment_version(gradients)
         # Rows may be in other memory than the scale, and a rank may have none.
