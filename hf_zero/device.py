@@ -142,16 +142,19 @@ def clock(device: torch.device) -> Callable[[], Moment]:
     return _HostMoment if device.type == "cpu" else partial(_QueueMoment, device)
 
 
-class Mark(ABC):
-    """A point in a `SideQueue`'s work."""
+class Arrival:
+    """A copy that has been started, and here is made already."""
+
+    def wait(self) -> None:
+        """Returns when it has been made."""
+
+
+class Mark(Arrival, ABC):
+    """A point in a `SideQueue`'s work, which `wait` waits for."""
 
     @abstractmethod
     def hold_up_device(self) -> None:
         """The device goes no further in its own queue before this point is reached. The host goes on."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Returns when this point is reached."""
 
 
 class SideQueue(ABC):
@@ -169,9 +172,6 @@ class SideQueue(ABC):
 class _Reached(Mark):
     def hold_up_device(self) -> None:
         """It was reached when it was made."""
-
-    def wait(self) -> None:
-        """Likewise."""
 
 
 class _HostQueue(SideQueue):
@@ -354,21 +354,6 @@ def wait_for_device(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-class Arrival:
-    """A copy that has been started, and here is made already."""
-
-    def wait(self) -> None:
-        """Returns when it has been made."""
-
-
-class _Copied(Arrival):
-    def __init__(self, event: torch.Event):
-        self._event = event
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class Downlink:
     """The way of tensors into other memory, which here is no way at all."""
 
@@ -394,7 +379,7 @@ class _StreamDownlink(Downlink):
             event.record(self._stream)
         # The allocator must not hand the memory out again before the copy has read it.
         source.record_stream(self._stream)
-        return _Copied(event)
+        return _Event(event, self._module)
 
 
 def downlink(device: torch.device) -> Downlink:

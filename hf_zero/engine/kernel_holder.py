@@ -83,21 +83,13 @@ class KernelShare:
             _log.info("hf_zero: buckets are left to the optimizer's own step: %s.", hindrance)
 
 
-class SteppedByKernels(SteppedByBucket, InMemory):
-    """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
-
-    See [Note: steps by kernels].
-    """
+class _WithKernels(SteppedByBucket):
+    """What a holder of buckets leaves to kernels, whatever form their state has."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], nonfinite: NonFiniteCheck):
         super().__init__(optimizers)
         self._nonfinite = nonfinite
         self._share = KernelShare()
-
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        mine, kernel = _take(self._share, optimizer, buckets, self._nonfinite)
-        if mine:
-            self._add(_in_turn(optimizer, mine, kernel), kernel)
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
         super().scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
@@ -109,16 +101,23 @@ class SteppedByKernels(SteppedByBucket, InMemory):
         return self._share.report()
 
 
-class InEightBitsByKernels(InEightBits):
+class SteppedByKernels(_WithKernels, InMemory):
+    """Buckets whose optimizer a kernel can stand for are stepped by it; the others are left to the optimizer's own step.
+
+    See [Note: steps by kernels].
+    """
+
+    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        mine, kernel = _take(self._share, optimizer, buckets, self._nonfinite)
+        if mine:
+            self._add(_in_turn(optimizer, mine, kernel), kernel)
+
+
+class InEightBitsByKernels(_WithKernels, InEightBits):
     """The same for moments in 8-bit blocks: those that a kernel can step there never leave them.
 
     The others are unpacked for their optimizer's step.
     """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], nonfinite: NonFiniteCheck):
-        super().__init__(optimizers)
-        self._nonfinite = nonfinite
-        self._share = KernelShare()
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         packed = [bucket for bucket in buckets if self.packed.takes(bucket)]
@@ -141,15 +140,6 @@ class InEightBitsByKernels(InEightBits):
             kernel = KernelStepInBlocks(optimizer, form, self._nonfinite, unpacked, self.packed)
         why = f"no kernel does what {type(optimizer).__name__} does on moments in 8 bits"
         return self._share.take(optimizer, buckets, kernel, else_why=why), kernel
-
-    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-        super().scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
-
-    def after_step(self, buckets: Sequence[Bucket]) -> None:
-        super().after_step(self._share.unwritten(buckets))
-
-    def kernel_report(self) -> KernelReport:
-        return self._share.report()
 
 
 def _take(
