@@ -45,3 +45,29 @@ def store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED: tl.co
     """What writing `q` for `x` loses, or what there was where the block is not finite."""
     kept = tl.where(scale < float("inf"), x - q * scale, old)
     tl.store(residual + offsets, rounded(kept, residual.dtype.element_ty, INTERPRETED), mask=mask)
+
+
+@kernel
+def sum_of_bytes(
+    codes,
+    scales,
+    out,
+    numel,
+    blocks,
+    RANKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Sums in rank order what codes of a byte each stand for; `codes` points to the type that they are."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, SIZE)[None, :]
+    known = row < blocks
+    total = tl.zeros((ROWS, SIZE), dtype=tl.float32)
+    for rank in tl.static_range(RANKS):
+        ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
+        scale = tl.load(scales + ranked, mask=known)
+        code = tl.load(codes + ranked[:, None] * SIZE + column, mask=known[:, None])
+        total += code.to(tl.float32) * scale[:, None]
+    offsets = row[:, None] * SIZE + column
+    tl.store(out + offsets, rounded(total, out.dtype.element_ty, INTERPRETED), mask=offsets < numel)

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from .block_format import Code
-from .block_parts import in_scales, load_with_residual, magnitudes, scale_of, store_residual
+from .block_parts import in_scales, load_with_residual, magnitudes, scale_of, store_residual, sum_of_bytes
 from .choose import runs_triton
 from .lazy import kernel
-from .rounding import rounded
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -80,17 +79,8 @@ def _sum(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, SIZE)[None, :]
-    known = row < blocks
-    total = tl.zeros((ROWS, SIZE), dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
-        ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
-        scale = tl.load(scales + ranked, mask=known)
-        place = codes.to(tl.pointer_type(tl.float8e4nv)) + ranked[:, None] * SIZE + column
-        total += tl.load(place, mask=known[:, None], other=0.0).to(tl.float32) * scale[:, None]
-    offsets = row[:, None] * SIZE + column
-    tl.store(out + offsets, rounded(total, out.dtype.element_ty, INTERPRETED), mask=offsets < numel)
+    codes = codes.to(tl.pointer_type(tl.float8e4nv))
+    sum_of_bytes(codes, scales, out, numel, blocks, RANKS, ROWS, SIZE, INTERPRETED)
 
 
 class Float8(Code):
