@@ -79,9 +79,6 @@ class ShardedModel:
     def is_empty(self) -> bool:
         return not self.unit_of
 
-    def units_of_module(self, module: nn.Module) -> list[Unit]:
-        return self.whole.units_of(module.parameters())
-
     def own_bytes(self, *, trained: bool) -> int:
         """Bytes of this rank's shards of the trained, or of the frozen parameters."""
         return sum(
