@@ -73,7 +73,7 @@ def measure(offload: dict, frozen: int = 0) -> dict[str, int]:
         "frozen": rows.get("frozen parameters", rows["frozen parameters and buffers"]),
         "gathered": rows["gathered parameters, at most"],
         "layer": 4 * WIDTH * WIDTH,
-        "gradients": rows["gradients"] + rows["gradient buffers"],
+        "gradients": sum(nbytes for kind, nbytes in rows.items() if kind.startswith("gradient")),
         "state": rows["optimizer state"],
         "window": traffic.window_bytes if traffic else 0,
         "written": traffic.written_bytes_a_step if traffic else 0,
