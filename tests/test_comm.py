@@ -1,8 +1,10 @@
 """What travels: the right sums, the bytes that a collective needs and no more, errors with a name."""
 
 import gc
+import subprocess
 import time
 from datetime import timedelta
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from wire import tcp_bytes
 import hf_zero.comm.groups as comm_groups
 from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.groups import Groups, _urgent_options
+from hf_zero.comm.meetings import Meetings
 from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.processes import RankProcess
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -319,3 +323,52 @@ def test_nccl_is_asked_for_a_stream_of_high_priority():
 
 def test_other_backends_have_no_priorities():
     assert _urgent_options("gloo", timedelta(seconds=7)) is None
+
+
+# ---- the ranks' processes ----
+
+
+def test_a_process_has_ended_once_it_has_even_before_its_parent_looks():
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    seen = RankProcess(pid=process.pid)
+    assert not seen.has_ended() and not RankProcess().has_ended()
+    process.kill()
+    deadline_s = time.monotonic() + 20
+    while not seen.has_ended():
+        assert time.monotonic() < deadline_s, "a process that its parent has not taken note of seems to live"
+        time.sleep(0.01)
+    process.communicate()
+    assert seen.has_ended()
+
+
+def test_of_processes_that_cannot_be_seen_nothing_is_said():
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert RankProcess(pid=process.pid).has_ended()
+    assert not RankProcess(pid=process.pid, namespace="of another host").has_ended()
+
+
+def loses_the_store(rank: int, world_size: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    ports = [None] * world_size
+    dist.all_gather_object(ports, store and store.port)
+    if rank == 1:
+        store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
+    groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
+    with mock.patch("hf_zero.comm.meetings._get_default_store", lambda: store):
+        meetings = Meetings(groups, "test", [RankProcess()] * world_size)
+    meetings.meet("the first meeting", 20)
+    dist.barrier()
+    if rank == 0:
+        del store, meetings
+        gc.collect()
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(
+            CommunicationError, match=r"the second meeting; the process that keeps the ranks' store has ended"
+        ):
+            meetings.meet("the second meeting", 20)
+
+
+def test_a_meeting_without_a_store_is_an_error_that_says_so():
+    run_ranks(loses_the_store, world_size=2, time_limit_s=60)

@@ -14,6 +14,7 @@ from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
+from hf_zero.comm.processes import RankProcess
 from hf_zero.comm.transport import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
 
@@ -97,7 +98,9 @@ def test_load_state_dict_writes_through(trained):
 # Parameters sharded over two ranks (stage 3)
 
 
-def sharded_and_whole(rank: int, make, make_batch) -> tuple[nn.Module, nn.Module, ZeroEngine]:
+def sharded_and_whole(
+    rank: int, make, make_batch, gather_timeout_s: float = GATHER_TIMEOUT_S
+) -> tuple[nn.Module, nn.Module, ZeroEngine]:
     """A model after a step at stage 3, and the same one trained whole in this process on all ranks' rows."""
     models, ranks = [], dist.get_world_size()
     for sharded in (True, False):
@@ -105,7 +108,7 @@ def sharded_and_whole(rank: int, make, make_batch) -> tuple[nn.Module, nn.Module
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if sharded:
-            settings = {"stage": 3, "comm": {"gather_timeout_s": GATHER_TIMEOUT_S}}
+            settings = {"stage": 3, "comm": {"gather_timeout_s": gather_timeout_s}}
             engine = ZeroEngine(model, [optimizer], settings)
         batches = [make_batch(torch.Generator().manual_seed(r), 2) for r in range(ranks)]
         for batch in [batches[rank]] if sharded else batches:
@@ -183,6 +186,27 @@ def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: s
 def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(come, tmp_path):
     arguments = {"come": come, "folder": str(tmp_path)}
     run_ranks(some_ranks_save, world_size=3, time_limit_s=60, keyword_arguments=arguments)
+
+
+def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
+    model = sharded_and_whole(rank, gpt2, gpt2_batch, gather_timeout_s=100)[0]
+    process = [None] * world_size
+    dist.all_gather_object(process, RankProcess())
+    if rank == 1:
+        time.sleep(0 if ends_first else 2)
+        return
+    while ends_first and not process[1].has_ended():
+        time.sleep(0.1)
+    started = time.monotonic()
+    with pytest.raises(CommunicationError, match=r"state_dict\(\) of GPT2LMHeadModel; ranks \[1\] have ended"):
+        model.state_dict()
+    waited = time.monotonic() - started
+    assert waited < 20, f"waited {waited:.1f} s"
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_ranks_that_have_ended_are_not_waited_for(ends_first):
+    run_ranks(one_rank_has_ended, world_size=2, time_limit_s=60, keyword_arguments={"ends_first": ends_first})
 
 
 def gathered_and_saved_by_one(rank: int, world_size: int, folder: str) -> None:

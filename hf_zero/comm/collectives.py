@@ -9,6 +9,7 @@ from .groups import Groups, RankGroup
 from .ledger import Ledger
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
+from .processes import RankProcess
 from .transport import CommunicationError, Handle, Label, Transport
 
 
@@ -18,7 +19,10 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger)
         self._groups = groups
-        self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
+        self._meetings = None
+        if groups.backend != "fake":
+            names, processes = zip(*self.exchange((uuid.uuid4().hex, RankProcess())))
+            self._meetings = Meetings(groups, names[0], processes)
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None

@@ -1,44 +1,68 @@
 """Ranks that wait for each other for a bounded time, without disturbing the process group when some do not come."""
 
-from datetime import timedelta
+import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .groups import Groups
+from .processes import RankProcess
 from .transport import CommunicationError
+
+_PAUSE_S = 0.02
 
 
 class Meetings:
     """Meetings of all ranks by way of the store they were launched with.
 
     gloo's own monitored barrier keeps time on rank 0 alone, and a time limit that passes there closes the connections of
-    its group.
+    its group. A store tells nobody that a rank has died: the ranks of this host are looked for while they are waited for. Those
+    of other hosts are their launcher's to watch, and else the time limit's.
 
     Args:
         name: the same on all ranks, and of this transport alone.
+        processes: of all ranks, in their order.
     """
 
-    def __init__(self, groups: Groups, name: str):
+    def __init__(self, groups: Groups, name: str, processes: Sequence[RankProcess]):
         self._groups = groups
+        self._processes = processes
         self._store = dist.PrefixStore(f"hf_zero/{name}", _get_default_store())
         self._count = 0
 
     def meet(self, purpose: str, timeout_s: float) -> None:
-        """Returns once every rank is here; raises `CommunicationError` after `timeout_s` naming those that are not."""
+        """Returns once every rank is here.
+
+        Raises:
+            CommunicationError: `timeout_s` have passed, or a rank has ended without coming; names those that are not here.
+        """
         self._count += 1
-        meeting = dist.PrefixStore(str(self._count), self._store)
+        try:
+            self._meet(dist.PrefixStore(str(self._count), self._store), purpose, timeout_s)
+        except dist.DistNetworkError as error:
+            raise _came_alone(
+                purpose, "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
+            ) from error
+
+    def _meet(self, meeting: dist.Store, purpose: str, timeout_s: float) -> None:
         if meeting.check(["given up"]):
             raise _came_alone(purpose, "the others have given up waiting for this rank")
         meeting.set(f"came {self._groups.rank}", "")
         if meeting.add("count", 1) == self._groups.world_size:
             meeting.set("complete", "")
-        try:
-            meeting.wait(["complete"], timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            meeting.set("given up", "")
+        deadline_s, pause_s = time.monotonic() + timeout_s, 1e-3
+        while not meeting.check(["complete"]):
+            ended = [rank for rank, process in enumerate(self._processes) if process.has_ended()]
             missing = [rank for rank in range(self._groups.world_size) if not meeting.check([f"came {rank}"])]
-            raise _came_alone(purpose, f"waited {timeout_s:.0f} s for ranks {missing}") from error
+            lost = [rank for rank in ended if rank in missing]
+            if lost or time.monotonic() >= deadline_s:
+                meeting.set("given up", "")
+                what = f"waited {timeout_s:.0f} s for ranks {missing}"
+                raise _came_alone(purpose, f"ranks {lost} have ended" if lost else what)
+            # Not by the store's own `wait`: at the end of a patience it prints warnings.
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S)
 
 
 def _came_alone(purpose: str, what: str) -> CommunicationError:

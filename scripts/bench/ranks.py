@@ -101,6 +101,8 @@ def joined_process_group(rank: int, world_size: int, store_folder: str | Path, t
         world_size=world_size,
         timeout=timedelta(seconds=time_limit_s),
     )
+    # A rank that has little to do and leaves would fail those that are still joining.
+    dist.barrier()
     yield
     dist.destroy_process_group()
 
