@@ -177,7 +177,7 @@ def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: s
         with pytest.raises(CommunicationError, match=r"only some ranks came to state_dict\(\) of GPT2LMHeadModel"):
             model.save_pretrained(f"{folder}/{rank}")
         waited = time.monotonic() - started
-        assert GATHER_TIMEOUT_S - 0.5 < waited < GATHER_TIMEOUT_S + 3, f"waited {waited:.1f} s"
+        assert GATHER_TIMEOUT_S - 0.5 < waited < GATHER_TIMEOUT_S + 15, f"waited {waited:.1f} s"
     # The rest is somewhere else, and lives on.
     time.sleep(GATHER_TIMEOUT_S + 5)
 

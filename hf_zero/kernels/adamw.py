@@ -130,6 +130,18 @@ def adamw_triton(
 
 
 @kernel
+def next_moments(m, v, g, one_minus_beta1, beta2, one_minus_beta2):
+    """Both moments with a gradient taken in, as `adamw` has them; all float32."""
+    return m + (g - m) * one_minus_beta1, v * beta2 + g * one_minus_beta2 * g
+
+
+@kernel
+def next_weights(w, m, v, decay, step_size, inverse_bias2_sqrt, eps):
+    """Weights a step further along the new moments, as `adamw` has them; all float32."""
+    return w * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_bias2_sqrt + eps)
+
+
+@kernel
 def _adamw(
     weights,
     gradient,
@@ -151,12 +163,10 @@ def _adamw(
 ):
     offsets, mask = own_elements(numel, found_inf, BLOCK)
     g = load_gradient(gradient, multiplier, offsets, mask)
-    m = tl.load(exp_avg + offsets, mask=mask)
-    m = m + (g - m) * one_minus_beta1
-    v = tl.load(exp_avg_sq + offsets, mask=mask)
-    v = v * beta2 + g * one_minus_beta2 * g
+    m, v = tl.load(exp_avg + offsets, mask=mask), tl.load(exp_avg_sq + offsets, mask=mask)
+    m, v = next_moments(m, v, g, one_minus_beta1, beta2, one_minus_beta2)
     w = tl.load(weights + offsets, mask=mask).to(tl.float32)
-    w = w * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_bias2_sqrt + eps)
+    w = next_weights(w, m, v, decay, step_size, inverse_bias2_sqrt, eps)
     tl.store(exp_avg + offsets, m, mask=mask)
     tl.store(exp_avg_sq + offsets, v, mask=mask)
     store_weights(weights, copy, w, offsets, mask, INTERPRETED)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..layout.blocks import BLOCK_NUMEL, blocks
-from .adamw import AdamW, adamw_reference
+from .adamw import AdamW, adamw_reference, next_moments, next_weights
 from .choose import runs_triton
 from .dynamic import SIGNED, SMALLEST_NORMAL, UNSIGNED, Coded, dequantise_dynamic, quantise_dynamic, tables_of
 from .lazy import is_interpreted, kernel
@@ -185,11 +185,11 @@ def _adamw_in_blocks(
     block = tl.program_id(0).to(tl.int64)
     g = load_gradient(gradient, multiplier, offsets, mask)
     m = _unpacked(exp_avg, tl.load(exp_avg_scales + block), values, offsets, mask)
-    m = tl.where(mask, m + (g - m) * one_minus_beta1, 0.0)
     v = _unpacked(exp_avg_sq, tl.load(exp_avg_sq_scales + block), values + 256, offsets, mask)
-    v = tl.where(mask, v * beta2 + g * one_minus_beta2 * g, 0.0)
+    m, v = next_moments(m, v, g, one_minus_beta1, beta2, one_minus_beta2)
+    m, v = tl.where(mask, m, 0.0), tl.where(mask, v, 0.0)
     w = tl.load(weights + offsets, mask=mask).to(tl.float32)
-    w = w * decay - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_bias2_sqrt + eps)
+    w = next_weights(w, m, v, decay, step_size, inverse_bias2_sqrt, eps)
     store_weights(weights, copy, w, offsets, mask, INTERPRETED)
     m_scale, v_scale = _scale_of(m, SMALLEST, True), _scale_of(v, SMALLEST, False)
     tl.store(exp_avg + offsets, _nearest(m, m_scale, first, thresholds), mask=mask)
