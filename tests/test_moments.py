@@ -483,6 +483,8 @@ def test_settings_that_it_does_not_go_with_are_refused(tmp_path):
     nvme = f"stage=3,moments=8bit,offload.nvme_path={tmp_path},"
     with pytest.raises(ConfigError, match=r"`moments: 8bit with offload\.optimizer.*is not built yet.*Leave `moments`"):
         ZeroConfig.from_flag(nvme + "offload.optimizer=cpu,offload.params=nvme")
+    with pytest.raises(ConfigError, match=r"offload\.ratio: 0\.5` is not built yet.*`offload\.ratio: 1\.0`"):
+        ZeroConfig.from_flag(nvme + "offload.optimizer=nvme,offload.ratio=0.5")
     for more in ("offload.delay=1", "offload.speculate_bytes=1MiB"):
         with pytest.raises(ConfigError, match=r"`moments: 8bit` and `offload\.(delay: 1|speculate_bytes: 1048576)`"):
             ZeroConfig.from_flag(f"moments=8bit,offload.optimizer=cpu,{more}")

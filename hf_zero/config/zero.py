@@ -131,6 +131,13 @@ class ZeroConfig:
                 "state in host memory beside masters in files has 32-bit moments. Leave `moments` at 32bit, or set "
                 "`offload.optimizer: nvme`, or `offload.params: cpu`",
             )
+        if offload.optimizer == "nvme" and offload.ratio != 1:
+            raise not_built(
+                "moments",
+                f"{self.moments} with offload.optimizer: nvme, offload.ratio: {offload.ratio}",
+                "beside state in files, state on the device has 32-bit moments. Leave `moments` at 32bit, or set "
+                "`offload.ratio: 1.0`, or `offload.optimizer: cpu`",
+            )
         if offload.optimizer == "cpu" and (offload.delay or offload.speculate_bytes not in (AUTO, 0)):
             name = "delay" if offload.delay else "speculate_bytes"
             raise ConfigError(
