@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from unittest import mock
 
@@ -372,3 +373,36 @@ def loses_the_store(rank: int, world_size: int) -> None:
 
 def test_a_meeting_without_a_store_is_an_error_that_says_so():
     run_ranks(loses_the_store, world_size=2, time_limit_s=60)
+
+
+def all_collectives(link: CollectiveTransport) -> Iterator[Callable[[], object]]:
+    flat, part = torch.zeros(8), torch.zeros(4)
+    yield lambda: link.start_reduce_scatter(flat, part, LABEL).finish()
+    yield lambda: link.start_all_gather(flat, part, LABEL).finish()
+    yield lambda: link.start_all_to_all(flat, torch.zeros(8), LABEL).finish()
+    yield lambda: link.agree_sum(part, LABEL)
+    yield lambda: link.agree_max(part, LABEL)
+    yield lambda: link.broadcast(flat, LABEL)
+
+
+def talks_to_nobody(rank: int, world_size: int) -> None:
+    groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
+    links = [CollectiveTransport(groups), PointToPointTransport(groups, 60)]
+    [_, peer] = links[0].exchange(RankProcess())
+    if rank == 1:
+        return
+    while not peer.has_ended():
+        time.sleep(0.05)
+    # The first ones fail when they are waited for, later ones as they start.
+    for link in links * 2:
+        for call in all_collectives(link):
+            with pytest.raises(
+                CommunicationError, match=r"reduce-scatter gradients of bucket 0 failed.*\nA peer ended"
+            ):
+                call()
+        with pytest.raises(CommunicationError, match=r"exchange of a few values between all ranks failed"):
+            link.exchange(1)
+
+
+def test_a_collective_that_a_peers_end_keeps_from_starting_has_a_name_too():
+    run_ranks(talks_to_nobody, world_size=2, time_limit_s=60)

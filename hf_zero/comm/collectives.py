@@ -10,7 +10,7 @@ from .ledger import Ledger
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
 from .processes import RankProcess
-from .transport import CommunicationError, Handle, Label, Transport
+from .transport import CommunicationError, Handle, Label, Transport, failures_named
 
 
 class CollectiveTransport(Transport):
@@ -30,7 +30,8 @@ class CollectiveTransport(Transport):
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
+        with failures_named(label):
+            work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
 
         def complete() -> None:
             work.wait()
@@ -44,7 +45,8 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.gather
         self._count(label, group, flat.nbytes)
-        work = all_gather_flat(flat, own, group=group.handle, async_op=True)
+        with failures_named(label):
+            work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_to_all(
@@ -52,18 +54,20 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
-        work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
+        with failures_named(label):
+            work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         self._count(label, self._groups.replicate, 2 * flat.nbytes)
-        work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
+        with failures_named(label):
+            work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
         sent = tensor.nbytes if self._groups.rank == 0 else 0
         self.ledger.count(label.kind, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
-        with self.ledger.waiting(label.kind):
+        with self.ledger.waiting(label.kind), failures_named(label):
             dist.broadcast(tensor, src=self._groups.world.ranks[0], group=self._groups.world.handle)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
@@ -83,7 +87,8 @@ class CollectiveTransport(Transport):
 
     def exchange(self, value: object) -> list[object]:
         values: list[object] = [None] * self._groups.world_size
-        dist.all_gather_object(values, value, group=self._groups.control)
+        with failures_named("exchange of a few values between all ranks"):
+            dist.all_gather_object(values, value, group=self._groups.control)
         return values
 
     def _agree(
@@ -91,7 +96,8 @@ class CollectiveTransport(Transport):
     ) -> torch.Tensor:
         self._count(label, ranks, 2 * values.nbytes)
         result = values.clone()
-        work = dist.all_reduce(result, op=op, group=handle, async_op=True)
+        with failures_named(label):
+            work = dist.all_reduce(result, op=op, group=handle, async_op=True)
         Handle(label, self.ledger, lambda: work.wait()).finish()
         return result
 

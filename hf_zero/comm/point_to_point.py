@@ -5,6 +5,7 @@ rank sends a peer the peer's part and adds what it receives in rank order, so th
 """
 
 import weakref
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -14,7 +15,7 @@ from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
 from .groups import Groups, RankGroup
 from .ledger import Ledger
-from .transport import CommunicationError, Handle, Label
+from .transport import CommunicationError, Handle, Label, failures_named
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 """Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
@@ -60,10 +61,7 @@ class PointToPointTransport(CollectiveTransport):
         # `out` takes the first peer's part, unless it lies in `flat` itself or has another dtype.
         first = group.peers[0]
         received[first] = out if self._is_scratch(out, flat) else torch.empty_like(parts[first])
-        tag = _REDUCE_TAG + label.channel
-        works = [dist.irecv(received[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
-        works += [dist.isend(parts[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
-        transfers = _Transfers(works, self._timeout)
+        transfers = self._start(_REDUCE_TAG, label, group, received, parts)
 
         def complete() -> None:
             transfers.wait()
@@ -78,12 +76,10 @@ class PointToPointTransport(CollectiveTransport):
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
         parts = flat.chunk(group.size)
-        tag = _GATHER_TAG + label.channel
-        works = [dist.irecv(parts[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
-        works += [dist.isend(own, dst=group.ranks[peer], tag=tag) for peer in group.peers]
+        transfers = self._start(_GATHER_TAG, label, group, parts, [own] * group.size)
         if own.data_ptr() != parts[group.place].data_ptr():
             parts[group.place].copy_(own)
-        return Handle(label, self.ledger, _Transfers(works, self._timeout).wait)
+        return Handle(label, self.ledger, transfers.wait)
 
     def start_all_to_all(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -91,11 +87,24 @@ class PointToPointTransport(CollectiveTransport):
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
         parts, places = flat.chunk(group.size), out.chunk(group.size)
-        tag = _EXCHANGE_TAG + label.channel
-        works = [dist.irecv(places[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
-        works += [dist.isend(parts[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
+        transfers = self._start(_EXCHANGE_TAG, label, group, places, parts)
         places[group.place].copy_(parts[group.place])
-        return Handle(label, self.ledger, _Transfers(works, self._timeout).wait)
+        return Handle(label, self.ledger, transfers.wait)
+
+    def _start(
+        self,
+        tag: int,
+        label: Label,
+        group: RankGroup,
+        received: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+        sent: Sequence[torch.Tensor],
+    ) -> _Transfers:
+        """Receives from each peer and sends to it what is at its place."""
+        tag += label.channel
+        with failures_named(label):
+            works = [dist.irecv(received[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
+            works += [dist.isend(sent[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
+        return _Transfers(works, self._timeout)
 
     def _finish_abandoned(self) -> None:
         while _ABANDONED:

@@ -1,7 +1,8 @@
 """What the engine asks of a transport, and the handle it gets back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,18 @@ class Label:
         return f"{self.kind} of {self.subject}"
 
 
+@contextmanager
+def failures_named(what: object) -> Iterator[None]:
+    """What a backend raises inside is a `CommunicationError` that says in which collective it was."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"hf_zero: the {what} failed: {error}\nA peer ended, or did not reach this collective in time. Look at the first "
+            "rank that stopped: its own error is the reason."
+        ) from error
+
+
 class Handle:
     """A started collective. `finish` waits for it once; later calls return at once.
 
@@ -47,22 +60,18 @@ class Handle:
         if self._complete is None:
             return
         complete, self._complete = self._complete, None
-        with self._ledger.waiting(self._label.kind):
-            try:
+        try:
+            with self._ledger.waiting(self._label.kind), failures_named(self._label):
                 complete()
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"hf_zero: the {self._label} failed: {error}\nA peer ended, or did not reach this collective in "
-                    "time. Look at the first rank that stopped: its own error is the reason."
-                ) from error
-            finally:
-                self._ledger.ended(self._label.kind)
+        finally:
+            self._ledger.ended(self._label.kind)
 
 
 class Transport(ABC):
     """Moves flat, contiguous buffers between the ranks of one engine.
 
-    `start_…` returns at once with a `Handle`. All ranks must start the same collectives in the same order.
+    `start_…` returns at once with a `Handle`. All ranks must start the same collectives in the same order. Each raises
+    `CommunicationError` where a peer has ended already.
 
     Args:
         ledger: to count in; by default a new one.
