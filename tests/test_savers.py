@@ -1,6 +1,7 @@
 """Everything people save a model with gives every name and value back, and no more bytes than the model has."""
 
 import io
+import re
 import time
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import clean_state_dict_for_safetensors
+from launching import launch
 from ranks import run_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
@@ -207,6 +209,46 @@ def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_ranks_that_have_ended_are_not_waited_for(ends_first):
     run_ranks(one_rank_has_ended, world_size=2, time_limit_s=60, keyword_arguments={"ends_first": ends_first})
+
+
+def one_rank_leaves(rank: int, world_size: int) -> None:
+    model, _, engine = sharded_and_whole(rank, gpt2, gpt2_batch, gather_timeout_s=100)
+    if rank == 1:
+        engine.transport.leave()
+    else:
+        with pytest.raises(CommunicationError, match=r"ranks \[1\] have ended"):
+            model.state_dict()
+    # Both are alive all the time.
+    dist.barrier()
+
+
+def test_ranks_that_are_about_to_end_are_not_waited_for():
+    run_ranks(one_rank_leaves, world_size=2, time_limit_s=60)
+
+
+SAVED_BY_ONE = """
+import torch
+from accelerate import Accelerator
+from hf_zero import ZeroPlugin
+
+accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(stage=3))
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+accelerator.backward(model(torch.ones(2, 8)).sum())
+optimizer.step()
+if accelerator.is_main_process:
+    model.state_dict()
+"""
+
+
+def test_a_script_whose_main_process_saves_alone_ends_at_once_and_says_why(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SAVED_BY_ONE)
+    result = launch(script, caches=tmp_path)
+    assert result.returncode != 0
+    assert re.search(r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended", result.stderr)
+    assert "this rank has come to its end, and another one has not" in result.stderr
+    assert "Exception ignored" not in result.stderr
 
 
 def gathered_and_saved_by_one(rank: int, world_size: int, folder: str) -> None:

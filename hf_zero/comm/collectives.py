@@ -85,6 +85,10 @@ class CollectiveTransport(Transport):
                     f"hf_zero: the ranks came to different collectives: {purposes}. Call the same one on every rank."
                 )
 
+    def leave(self) -> None:
+        if self._meetings is not None:
+            self._meetings.leave()
+
     def exchange(self, value: object) -> list[object]:
         values: list[object] = [None] * self._groups.world_size
         with failures_named("exchange of a few values between all ranks"):

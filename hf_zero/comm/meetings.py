@@ -35,7 +35,8 @@ class Meetings:
         """Returns once every rank is here.
 
         Raises:
-            CommunicationError: `timeout_s` have passed, or a rank has ended without coming; names those that are not here.
+            CommunicationError: `timeout_s` have passed, or a rank has ended or left without coming; names those that did not
+                come.
         """
         self._count += 1
         try:
@@ -45,6 +46,10 @@ class Meetings:
                 purpose, "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
             ) from error
 
+    def leave(self) -> None:
+        """Tells the ranks that wait, now or later, that this one will come no more."""
+        self._store.set(f"left {self._groups.rank}", "")
+
     def _meet(self, meeting: dist.Store, purpose: str, timeout_s: float) -> None:
         if meeting.check(["given up"]):
             raise _came_alone(purpose, "the others have given up waiting for this rank")
@@ -53,9 +58,10 @@ class Meetings:
             meeting.set("complete", "")
         deadline_s, pause_s = time.monotonic() + timeout_s, 1e-3
         while not meeting.check(["complete"]):
-            ended = [rank for rank, process in enumerate(self._processes) if process.has_ended()]
             missing = [rank for rank in range(self._groups.world_size) if not meeting.check([f"came {rank}"])]
-            lost = [rank for rank in ended if rank in missing]
+            lost = [
+                rank for rank in missing if self._processes[rank].has_ended() or self._store.check([f"left {rank}"])
+            ]
             if lost or time.monotonic() >= deadline_s:
                 meeting.set("given up", "")
                 what = f"waited {timeout_s:.0f} s for ranks {missing}"
