@@ -22,7 +22,7 @@ from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.groups import Groups, _urgent_options
 from hf_zero.comm.meetings import Meetings
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.processes import RankProcess
+from hf_zero.comm.processes import RankProcess, RankProcesses
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -356,12 +356,15 @@ def loses_the_store(rank: int, world_size: int) -> None:
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
-    with mock.patch("hf_zero.comm.meetings._get_default_store", lambda: store):
-        meetings = Meetings(groups, "test", [RankProcess()] * world_size)
+    with (
+        mock.patch("hf_zero.comm.meetings._get_default_store", lambda: store),
+        mock.patch("hf_zero.comm.processes._get_default_store", lambda: store),
+    ):
+        meetings, processes = Meetings(groups, "test"), RankProcesses()
     meetings.meet("the first meeting", 20)
     dist.barrier()
     if rank == 0:
-        del store, meetings
+        del store, meetings, processes
         gc.collect()
     dist.barrier()
     if rank == 1:
@@ -369,6 +372,7 @@ def loses_the_store(rank: int, world_size: int) -> None:
             CommunicationError, match=r"the second meeting; the process that keeps the ranks' store has ended"
         ):
             meetings.meet("the second meeting", 20)
+        assert processes.leave(patience_s=20) == []
 
 
 def test_a_meeting_without_a_store_is_an_error_that_says_so():

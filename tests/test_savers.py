@@ -16,7 +16,7 @@ from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
-from hf_zero.comm.processes import RankProcess
+from hf_zero.comm.processes import RankProcess, RankProcesses
 from hf_zero.comm.transport import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
 
@@ -212,21 +212,23 @@ def test_ranks_that_have_ended_are_not_waited_for(ends_first):
 
 
 def one_rank_leaves(rank: int, world_size: int) -> None:
-    model, _, engine = sharded_and_whole(rank, gpt2, gpt2_batch, gather_timeout_s=100)
+    model = sharded_and_whole(rank, gpt2, gpt2_batch, gather_timeout_s=100)[0]
     if rank == 1:
-        engine.transport.leave()
+        assert RankProcesses().leave(patience_s=0.2) == [0]
     else:
         with pytest.raises(CommunicationError, match=r"ranks \[1\] have ended"):
             model.state_dict()
     # Both are alive all the time.
     dist.barrier()
+    assert RankProcesses().leave(patience_s=50) == []
 
 
 def test_ranks_that_are_about_to_end_are_not_waited_for():
     run_ranks(one_rank_leaves, world_size=2, time_limit_s=60)
 
 
-SAVED_BY_ONE = """
+DONE_BY_ONE = """
+import sys
 import torch
 from accelerate import Accelerator
 from hf_zero import ZeroPlugin
@@ -237,17 +239,33 @@ model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters
 accelerator.backward(model(torch.ones(2, 8)).sum())
 optimizer.step()
 if accelerator.is_main_process:
-    model.state_dict()
+    if sys.argv[1] == "state_dict":
+        model.state_dict()
+    if sys.argv[1] == "save_state":
+        accelerator.save_state(sys.argv[2])
+    if sys.argv[1] == "forward":
+        model(torch.ones(2, 8))
 """
 
 
-def test_a_script_whose_main_process_saves_alone_ends_at_once_and_says_why(tmp_path):
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
+        ("save_state", r"only some ranks came to accelerator\.save_state; ranks \[1\] have ended"),
+        pytest.param(
+            "forward",
+            r"rank 1 has come to the end of its script(.|\n)*all-gather parameters of bucket \d failed",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_script_whose_main_process_goes_on_alone_ends_soon_and_says_why(what, named, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SAVED_BY_ONE)
-    result = launch(script, caches=tmp_path)
+    script.write_text(DONE_BY_ONE)
+    result = launch(script, what, tmp_path / "state", caches=tmp_path)
     assert result.returncode != 0
-    assert re.search(r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended", result.stderr)
-    assert "this rank has come to its end, and another one has not" in result.stderr
+    assert re.search(named, result.stderr), result.stderr
     assert "Exception ignored" not in result.stderr
 
 

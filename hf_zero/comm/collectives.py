@@ -9,7 +9,6 @@ from .groups import Groups, RankGroup
 from .ledger import Ledger
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
-from .processes import RankProcess
 from .transport import CommunicationError, Handle, Label, Transport, failures_named
 
 
@@ -19,10 +18,7 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger)
         self._groups = groups
-        self._meetings = None
-        if groups.backend != "fake":
-            names, processes = zip(*self.exchange((uuid.uuid4().hex, RankProcess())))
-            self._meetings = Meetings(groups, names[0], processes)
+        self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -84,10 +80,6 @@ class CollectiveTransport(Transport):
                 raise CommunicationError(
                     f"hf_zero: the ranks came to different collectives: {purposes}. Call the same one on every rank."
                 )
-
-    def leave(self) -> None:
-        if self._meetings is not None:
-            self._meetings.leave()
 
     def exchange(self, value: object) -> list[object]:
         values: list[object] = [None] * self._groups.world_size

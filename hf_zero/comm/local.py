@@ -44,9 +44,6 @@ class LocalTransport(Transport):
     def meet(self, purpose: str, timeout_s: float) -> None:
         """One rank is all ranks."""
 
-    def leave(self) -> None:
-        """Nobody waits."""
-
     def exchange(self, value: object) -> list[object]:
         return [value]
 

@@ -1,13 +1,12 @@
 """Ranks that wait for each other for a bounded time, without disturbing the process group when some do not come."""
 
 import time
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .groups import Groups
-from .processes import RankProcess
+from .processes import RankProcesses
 from .transport import CommunicationError
 
 _PAUSE_S = 0.02
@@ -17,17 +16,16 @@ class Meetings:
     """Meetings of all ranks by way of the store they were launched with.
 
     gloo's own monitored barrier keeps time on rank 0 alone, and a time limit that passes there closes the connections of
-    its group. A store tells nobody that a rank has died: the ranks of this host are looked for while they are waited for. Those
-    of other hosts are their launcher's to watch, and else the time limit's.
+    its group. A store tells nobody that a rank has died, so those that are waited for are looked for.
 
     Args:
         name: the same on all ranks, and of this transport alone.
-        processes: of all ranks, in their order.
     """
 
-    def __init__(self, groups: Groups, name: str, processes: Sequence[RankProcess]):
-        self._groups = groups
-        self._processes = processes
+    def __init__(self, groups: Groups, name: str):
+        self._ranks = groups.world.ranks
+        self._own = self._ranks[groups.world.place]
+        self._processes = RankProcesses()
         self._store = dist.PrefixStore(f"hf_zero/{name}", _get_default_store())
         self._count = 0
 
@@ -46,22 +44,16 @@ class Meetings:
                 purpose, "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
             ) from error
 
-    def leave(self) -> None:
-        """Tells the ranks that wait, now or later, that this one will come no more."""
-        self._store.set(f"left {self._groups.rank}", "")
-
     def _meet(self, meeting: dist.Store, purpose: str, timeout_s: float) -> None:
         if meeting.check(["given up"]):
             raise _came_alone(purpose, "the others have given up waiting for this rank")
-        meeting.set(f"came {self._groups.rank}", "")
-        if meeting.add("count", 1) == self._groups.world_size:
+        meeting.set(f"came {self._own}", "")
+        if meeting.add("count", 1) == len(self._ranks):
             meeting.set("complete", "")
         deadline_s, pause_s = time.monotonic() + timeout_s, 1e-3
         while not meeting.check(["complete"]):
-            missing = [rank for rank in range(self._groups.world_size) if not meeting.check([f"came {rank}"])]
-            lost = [
-                rank for rank in missing if self._processes[rank].has_ended() or self._store.check([f"left {rank}"])
-            ]
+            missing = [rank for rank in self._ranks if not meeting.check([f"came {rank}"])]
+            lost = [rank for rank in missing if self._processes.has_gone(rank)]
             if lost or time.monotonic() >= deadline_s:
                 meeting.set("given up", "")
                 what = f"waited {timeout_s:.0f} s for ranks {missing}"

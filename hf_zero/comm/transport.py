@@ -133,9 +133,5 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def leave(self) -> None:
-        """Tells ranks that wait in `meet`, now or later, that this one will come no more."""
-
-    @abstractmethod
     def exchange(self, value: object) -> list[object]:
         """Every rank's picklable `value`, in rank order."""

@@ -29,7 +29,9 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 
     Raises:
         ValueError: accelerate's automatic naming comes to a folder that is there.
+        CommunicationError: a rank does not come.
     """
+    engine.transport.meet("accelerator.save_state", engine.config.comm.timeout_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
     final = (

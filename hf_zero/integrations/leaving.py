@@ -8,7 +8,12 @@ import weakref
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from ..comm.processes import RankProcesses
+from ..comm.transport import CommunicationError
+
 logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0
 
 
 def end_cleanly(accelerator: Accelerator) -> None:
@@ -17,22 +22,24 @@ def end_cleanly(accelerator: Accelerator) -> None:
     gloo's threads abort a process that exits while they have work, with "terminate called without an active exception".
     After an error nothing is waited for: the peers may be gone, and the error is what should be seen.
     """
-    atexit.register(_leave, weakref.ref(accelerator))
+    if dist.is_initialized():
+        atexit.register(_leave, weakref.ref(accelerator), RankProcesses())
 
 
-def _leave(reference: weakref.ref) -> None:
+def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
     accelerator = reference()
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
     try:
         for engine in accelerator.zero_engines if accelerator is not None else ():
             engine.finish_parameters()
-            engine.transport.leave()
-        # Only after everyone has sent and received all: a peer that is still reading would see this end as a failure.
-        dist.barrier()
-    except RuntimeError as error:
+    except CommunicationError as error:
+        logger.warning(f"{error} This rank had come to its end.")
+    # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
+    at_work = processes.leave(_PATIENCE_S)
+    if at_work:
         logger.warning(
-            f"hf_zero: this rank has come to its end, and another one has not ({error}). Look at what that one printed: its "
-            "error is the reason."
+            f"hf_zero: rank {dist.get_rank()} has come to the end of its script, has waited {_PATIENCE_S:.0f} s for ranks "
+            f"{at_work} to do so, and ends now. What they have yet to do together with it fails."
         )
     dist.destroy_process_group()
