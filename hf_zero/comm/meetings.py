@@ -67,5 +67,5 @@ def _came_alone(purpose: str, what: str) -> CommunicationError:
     return CommunicationError(
         f"hf_zero: only some ranks came to {purpose}; {what}. It is collective: call it on every rank, outside "
         "`if is_main_process`, or wrap the call in `with hf_zero.gathered(model)` on every rank. The time limit is "
-        "`comm.gather_timeout_s`."
+        "`comm.gather_timeout_s`, and of a save_state `comm.timeout_s`."
     )
