@@ -184,6 +184,11 @@ class Bucket:
         return self.memory.is_view(slot.parameter, slot.place)
 
     @property
+    def row_writes(self) -> int:
+        """Autograd's count of in-place writes to the rows, which share it and have it to themselves."""
+        return self.rows[0].tensor._version if self.rows else 0
+
+    @property
     def edited_rows(self) -> list[Row]:
         """Those whose parameter a script has written to in place since the master last followed it."""
         return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
@@ -205,6 +210,13 @@ class Bucket:
         for row in self.rows:
             if not row.has_gradient:
                 row.tensor.grad = None
+
+    def forget_gradients(self) -> None:
+        """Leaves neither rows nor parameters a gradient."""
+        for row in self.rows:
+            row.tensor.grad = None
+        for slot in self.slots:
+            slot.parameter.grad = None
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
         if self.precision.weights is None:
@@ -278,10 +290,12 @@ class Bucket:
 
     def _make_rows(self, shard_rank: int) -> list[Row]:
         slot_of = {slot.name: slot for slot in self.slots}
+        # By `data`: its count of writes begins anew, and parameters that are gathered beside the rows do not count there.
+        master = self.master.data
         rows = []
         for layout in rows_of_shard(self.layout, shard_rank):
             slot = slot_of[layout.name]
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
-            tensor = slot.parameter if self.whole else nn.Parameter(_part(self.master, layout.in_shard, shape))
+            tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
             rows.append(Row(slot=slot, layout=layout, tensor=tensor))
         return rows

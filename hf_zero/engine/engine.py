@@ -29,13 +29,14 @@ from .look import Look, slot_of
 from .memory import GatheredMemory, WholeMemory
 from .memory_report import Places, report_memory
 from .nonfinite import NonFiniteCheck
-from .optimizer import ShardedOptimizer
+from .optimizer import ShardedOptimizer, identity_of
 from .outer import choose_outer
 from .parameters import ParameterGather, caches_parameters, is_compiled
 from .reference import attach, detach
 from .reports import CommReport, MemoryReport
 from .resize import on_host, resize_whole
 from .room import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
+from .row_writes import RowWrites
 from .sharded_model import ShardedModel
 from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 from .weights import OwnWeights, load_weights, own_weights
@@ -150,8 +151,11 @@ class ZeroEngine:
             self.config, self.buckets, self._stepping, replicated=self._is_replicated, device=self.device
         )
         self._no_sync_depth = 0
+        self._row_writes = RowWrites(self.buckets, self._stepping, before=self._end_reads, send=self._share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(self._entry)
+        at_hand = not (self.config.steps_by_bucket or offload.delay)
+        self._handles += self._row_writes.watch(model, optimizers, is_state_at_hand=at_hand)
         attach(self, (model, self._entry, *model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
@@ -197,15 +201,18 @@ class ZeroEngine:
         self._parameters.finish_all()
 
     def synchronise(self) -> None:
-        """Takes the outer step of `comm.sync_every` now, if local steps wait for it; saves do it. Collective."""
+        """Makes the model the same on all ranks; saves do it. Collective.
+
+        Sends what was written to this rank's part of the parameters in `optimizer.param_groups` outside of a step, and takes
+        the outer step of `comm.sync_every`, if local steps wait for it.
+        """
+        self.finish_parameters()
+        self._row_writes.send("the model")
         self.finish_parameters()
         if self.groups.outer is None:
             return
         self.sharded.schedule.reshard_all()
-        changed = self._outer.finish()
-        for bucket in changed:
-            bucket.write_back()
-        self._share(changed)
+        self._row_writes.renew_copies(self._outer.finish())
         self.finish_parameters()
         broadcast_buffers(self.model, self.transport)
 
@@ -305,6 +312,7 @@ class ZeroEngine:
         rows, replica = list(self._row_of.values()), self._outer.replica
         fill_rows(self.optimizers, rows, read, kinds_of, scalars_of, self._holder, replica)
         self._outer.fill(read, kinds_of)
+        self._row_writes.follow(self.buckets)
 
     def parameters_in_buckets(self) -> list[nn.Parameter]:
         """All that `own_weights` hands out parts of, on some rank."""
@@ -323,6 +331,7 @@ class ZeroEngine:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""
         self._outer.start_from_masters()
         self._share(self.buckets)
+        self._row_writes.follow(self.buckets)
         self.finish_parameters()
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -367,8 +376,7 @@ class ZeroEngine:
     def close(self, *, rank0_only: bool = False) -> None:
         """Hands back an ordinary model and optimizer: hooks off, parameters in memory of their own, groups whole.
 
-        The optimizer's state, which only exists in rows, is dropped where it is sharded. Collective at stage 3, and where
-        `comm.weights` is set.
+        The optimizer's state, which only exists in rows, is dropped where it is sharded. Collective.
 
         Args:
             rank0_only: at stage 3, whole parameters on rank 0 alone; on the others they are on the meta device.
@@ -402,17 +410,12 @@ class ZeroEngine:
             self._holder.landed(bucket, arrival)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
-        groups = self.groups
-        identity = (
-            f"rank {groups.shard_rank} of {groups.shard_size}, stage {self.config.stage}, {len(self.buckets)} buckets of "
-            f"{sum(bucket.layout.numel for bucket in self.buckets)} elements"
-        )
         mine = [bucket for bucket in self.buckets if bucket.layout.key[2] == index]
         sharded = ShardedOptimizer(
             optimizer,
             rows=self._row_of,
             trained=set(self._slot_of),
-            identity=identity,
+            identity=identity_of(self.groups, self.config.stage, self.buckets),
             before_step=lambda: self._before_step(optimizer, mine),
             after_step=lambda: self._after_step(mine),
             holder=self._holder,
@@ -431,6 +434,7 @@ class ZeroEngine:
         if torch._C._current_graph_task_id() != -1:
             # Activation checkpointing runs the forward again inside backward.
             return
+        self._row_writes.refuse_unsent("a forward begins")
         self._gradients.recover()
         self.tier.cores.give_back()
         self._holder.before_forward()
@@ -451,9 +455,7 @@ class ZeroEngine:
             self._buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        # The last gathers still send from the shards that the optimizer is about to write.
-        self._parameters.finish_all()
-        self.sharded.schedule.reshard_all()
+        self._end_reads()
         self._gradients.refuse_unreduced()
         refuse_unfrozen(self._frozen)
         self._homes.refuse_strays()
@@ -464,6 +466,11 @@ class ZeroEngine:
             self.clip_grad_norm_(float("inf"))
         self.nonfinite.end(optimizer)
         self.tier.cores.take()
+
+    def _end_reads(self) -> None:
+        # The last gathers still send from the shards that the optimizer is about to write.
+        self._parameters.finish_all()
+        self.sharded.schedule.reshard_all()
 
     def _follow_edits(self) -> None:
         for bucket in self.buckets:
@@ -476,16 +483,12 @@ class ZeroEngine:
         self._holder.after_step(buckets)
         for bucket in self._outer.after_step(buckets):
             bucket.write_back()
-        for bucket in buckets:
-            if bucket.whole:
-                continue
+        for bucket in (bucket for bucket in buckets if not bucket.whole):
             # Trainer only ever calls model.zero_grad(): what is left here would be added to the next step.
-            for row in bucket.rows:
-                row.tensor.grad = None
-            for slot in bucket.slots:
-                slot.parameter.grad = None
+            bucket.forget_gradients()
             self._store.release(bucket)
         self._share(reversed(buckets))
+        self._row_writes.follow(buckets)
         if not self.config.overlap_param_gather:
             self._parameters.finish_all()
         self.parameter_tier.end_step()

@@ -1,13 +1,14 @@
 """The user's own optimizer object, given this rank's rows instead of whole parameters."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from .buckets import ParameterSlot, Row
+from ..comm.groups import Groups
+from .buckets import Bucket, ParameterSlot, Row
 from .holder import StateHolder
 from .hooks import WeakHook
 from .reference import engine_attached_to
@@ -165,6 +166,12 @@ class ShardedOptimizer:
                 f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
                 "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
             )
+
+
+def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
+    """Which shard of which layout an optimizer's state belongs to, in words; equal for shards that are laid out alike."""
+    numel = sum(bucket.layout.numel for bucket in buckets)
+    return f"rank {groups.shard_rank} of {groups.shard_size}, stage {stage}, {len(buckets)} buckets of {numel} elements"
 
 
 def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..config import AUTO, ConfigError, ZeroConfig
-from .state_kinds import double_of, own_step, settings_of
+from .state_kinds import double_of, enter_training, own_step, settings_of
 
 
 class Reach(Enum):
@@ -118,6 +118,7 @@ def _stepped(
     settings = settings_of(group) | {"lr": 0.1, "params": parameters}
     trial = double_of(optimizer, settings, {})
     with torch.random.fork_rng(devices=[]):
+        enter_training(trial)
         for _ in range(2):
             for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = gradient.clone()

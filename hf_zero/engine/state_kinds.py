@@ -34,6 +34,13 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
 
+def enter_training(optimizer: torch.optim.Optimizer) -> None:
+    """Schedule-free optimizers refuse to step before their `train()`."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+
+
 def double_of(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]
 ) -> torch.optim.Optimizer:
@@ -78,6 +85,7 @@ def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
     trial = double_of(optimizer, settings_of(settings) | {"params": [parameter]}, {})
     try:
         with torch.random.fork_rng(devices=[]):
+            enter_training(trial)
             before = torch.get_rng_state()
             own_step(trial)
             draws = not torch.equal(torch.get_rng_state(), before)
