@@ -1,5 +1,8 @@
 """Every way of writing a config gives the same object; every wrong one a sentence that helps."""
 
+import json
+
+import numpy as np
 import pytest
 import yaml
 
@@ -76,15 +79,18 @@ def test_frozen_and_keyword_only():
         ({"offload": {"delay": 1}}, "`offload.delay: 1` needs all of the state in host memory (optimizer is none"),
         ({"offload": {"optimizer": "cpu", "delay": 1, "ratio": 0.5}}, "needs all of the state in host memory"),
         ({"offload": {"optimizer": "cpu", "delay": 1, "speculate_bytes": "1GiB"}}, "Leave one of the two out"),
-        ({"offload": {"optimizer": "cpu", "threads": 0}}, "`offload.threads` is 0; allowed: auto, or a whole number"),
+        ({"offload": {"optimizer": "cpu", "threads": 0}}, "`offload.threads` is 0; allowed: auto, a whole number"),
         ({"offload": {"threads": 2}}, "`offload.threads` is of steps on the host"),
-        ({"offload": {"optimizer": "cpu", "numa": -1}}, "`offload.numa` is -1; allowed: auto, none, or the number"),
+        (
+            {"offload": {"optimizer": "cpu", "numa": -1}},
+            "`offload.numa` is -1; allowed: auto, none, a whole number, that",
+        ),
         ({"offload": {"optimizer": "cpu", "numa": True}}, "`offload.numa` is True; allowed: auto, none"),
         ({"offload": {"numa": 0}}, "`offload.numa` is 0, and nothing is held or stepped in host memory"),
         ({"offload": {"ratio": 2}}, "`offload.ratio` is 2; allowed: a number above 0, up to 1"),
         ({"offload": "cpu"}, "`offload` is 'cpu'; allowed: a mapping of optimizer, params"),
         ({"comm": {"shard_group_size": 4.5}}, "`comm.shard_group_size` is 4.5; allowed: auto, a whole number from 2"),
-        ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: a number of seconds above 0"),
+        ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: a number of seconds from 0.001"),
         ({"param_dtype": "bf16"}, "`param_dtype` is 'bf16'; allowed: auto, float32, bfloat16, float16"),
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
@@ -120,6 +126,17 @@ def test_missing_and_broken_files(tmp_path):
         ("stage=2,local", "settings as name=value, separated by commas"),
         ("stage=2,stage.x=1", "`stage.x` is '1'; allowed: nothing: `stage` has a value already"),
         ("5", "`stage` is 5"),
+        ("two", "a .yaml path. For stage 2 say 2."),
+        ("zero3", "For stage 3 say 3."),
+        ("²", "`config` is '²'; allowed: a stage (0, 1, 2, 3)"),
+        ("stage=2,stage=3", "`stage` is said twice, as 2 and as '3'. Say it once."),
+        ("stage=2020-13-45", "`stage` is '2020-13-45'; allowed: 0, 1, 2, 3"),
+        ("stage=[2", "`stage=[2` is not valid YAML, line 1: expected ',' or ']'"),
+        ("bucket_bytes=0.5b", "`bucket_bytes` is '0.5b'; allowed: a number of bytes above 0"),
+        ("comm.timeout_s=.nan", "`comm.timeout_s` is nan; allowed: a number of seconds from 0.001"),
+        ("comm.timeout_s=.inf", "`comm.timeout_s` is inf"),
+        ("comm.timeout_s=1e300", "`comm.timeout_s` is 1e+300"),
+        (f"bucket_bytes={'9' * 6000}", "bucket_bytes"),
     ],
 )
 def test_wrong_flags(text, says):
@@ -136,7 +153,74 @@ def test_other_objects_are_refused():
     assert ZeroConfig(offload=OffloadConfig()) == ZeroConfig()
 
 
-@pytest.mark.parametrize(("text", "nbytes"), [("16MiB", 2**24), ("1.5 GiB", 3 * 2**29), ("10 mb", 10**7), (512, 512)])
+def test_a_list_in_a_flag_keeps_its_commas():
+    config = ZeroConfig.of("stage=3,unit_modules=[GPT2Block, 'BertLayer'],comm.timeout_s=1e3")
+    assert config.unit_modules == ("GPT2Block", "BertLayer") and config.comm.timeout_s == 1000
+    path = "/a,b's"
+    flag = f'stage=3,offload.params=nvme,offload.nvme_path="{path}"'
+    assert ZeroConfig.of(flag).offload.nvme_path == path
+
+
+def test_a_flag_may_end_like_a_file_name(tmp_path):
+    assert ZeroConfig.of("offload.optimizer=nvme,offload.nvme_path=/disk/x.yaml").offload.nvme_path == "/disk/x.yaml"
+    (tmp_path / "a=b.yaml").write_text("stage: 1")
+    assert ZeroConfig.of(str(tmp_path / "a=b.yaml")).stage == 1
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = ZeroConfig(stage=np.int64(1), check_nonfinite=np.bool_(False), comm=CommConfig(timeout_s=np.float32(60)))
+    assert config == ZeroConfig(stage=1, check_nonfinite=False, comm=CommConfig(timeout_s=60.0))
+    assert type(config.stage) is int and type(config.check_nonfinite) is bool
+
+
+def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path):
+    (tmp_path / "twice.yaml").write_text("stage: 2\ncomm: {timeout_s: 60}\nstage: 3")
+    with pytest.raises(ConfigError, match=r"twice.yaml is not valid YAML, line 3: the key 'stage' stands there twice"):
+        ZeroConfig.of(tmp_path / "twice.yaml")
+
+
+def test_files_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "utf16.yaml").write_text("stage: 2", encoding="utf-16")
+    (tmp_path / "long.yaml").write_text("# " + "x" * 2**20)
+    for name, says in (("utf16", "is not text in UTF-8"), ("long", "is longer than 64 KiB")):
+        with pytest.raises(ConfigError, match=says):
+            ZeroConfig.of(tmp_path / f"{name}.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read \(File name too long\)"):
+        ZeroConfig.of("a" * 5000 + ".yaml")
+
+
+def test_deepspeeds_config_is_answered_in_our_words(tmp_path):
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "reduce_bucket_size": 5e8,
+        "zero_quantized_weights": True,
+    }
+    (tmp_path / "ds_config.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    with pytest.raises(ConfigError) as error:
+        ZeroConfig.of(str(tmp_path / "ds_config.json"))
+    assert "ds_config.json is a config of DeepSpeed" in str(error.value)
+    assert "`stage=3,offload.optimizer=cpu,comm.weights=int8`" in str(error.value)
+    assert "say the rest: bf16 (and no --deepspeed)" in str(error.value)
+    assert ZeroConfig.of("stage=3,offload.optimizer=cpu,comm.weights=int8").offload.optimizer == "cpu"
+    with pytest.raises(ConfigError, match="it is DeepSpeed's; here it is `bucket_bytes`"):
+        ZeroConfig.of({"stage": 2, "reduce_bucket_size": 5e8})
+    with pytest.raises(ConfigError, match="is a config of `accelerate launch`, not of hf_zero"):
+        ZeroConfig.of({"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"})
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("16MiB", 2**24),
+        ("1.5 GiB", 3 * 2**29),
+        ("10 mb", 10**7),
+        (512, 512),
+        ("5e8", 500_000_000),
+        (5e8, 500_000_000),
+        ("1e-3 GB", 10**6),
+    ],
+)
 def test_bytes_in_words(text, nbytes):
     assert parse_bytes("x", text) == nbytes
 

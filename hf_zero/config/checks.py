@@ -1,24 +1,113 @@
 """What a setting may be, and how one that may not is refused: by name, value, and what is allowed."""
 
+import dataclasses
 import difflib
+import math
+import re
+import reprlib
 from typing import Any
 
 AUTO = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 _BYTES_PER_UNIT = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTES_IN_WORDS = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?(?:e[+-]?[0-9]{1,3})?) *([a-z]*)")
+_MOST = 2**31 - 1
+_MOST_BYTES = 2**63 - 1
+_MOST_SECONDS = 2_000_000
+_MOST_SHOWN = 160
+_LONGEST_PATH = 4096
 
 
 class ConfigError(ValueError):
     """A setting that cannot be honoured: names the field, the value, and what is allowed."""
 
 
+class _Shown(reprlib.Repr):
+    """`repr` of the beginning of a value, in little time however large or deep the value is."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 100, 100
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python refuses to write integers of thousands of digits.
+        digits = int(value.bit_length() * math.log10(2)) + 1
+        return repr(value) if digits < 40 else f"a whole number of about {digits} digits"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[:40]) if len(value) <= 40 else f"{value[:40]!r}..."
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: Python's `repr`, cut where it would be long."""
+    return cut(_Shown().repr(value))
+
+
+def cut(text: str) -> str:
+    """The beginning of a text, for errors that quote it; what cannot be printed is escaped."""
+    text = text[: _MOST_SHOWN + 1]
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy's, or one of a subclass of Python's numbers and text, as Python's own; anything else as it is."""
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
+def settle(config: Any) -> None:
+    """Numbers of numpy's and of subclasses in a config's fields become Python's own."""
+    for field in dataclasses.fields(config):
+        object.__setattr__(config, field.name, plain(getattr(config, field.name)))
+
+
+def is_auto(value: Any) -> bool:
+    return type(value) is str and value == AUTO
+
+
 def refuse(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"hf_zero config: `{name}` is {value!r}; allowed: {allowed}.")
+    return ConfigError(f"hf_zero config: `{name}` is {shown(value)}; allowed: {allowed}.")
 
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
-    if not any(value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed):
+    if not any(type(value) is type(a) and value == a for a in allowed):
         raise refuse(name, value, ", ".join(str(a) for a in allowed))
+
+
+def whole_number(name: str, value: Any, least: int, *, most: int = _MOST, also: tuple = (), what: str = "") -> None:
+    """Refuses all but an integer from `least`, or one of the words in `also`.
+
+    Args:
+        most: the largest one.
+        what: what the number counts, in words.
+    """
+    if type(value) is str and value in also:
+        return
+    if type(value) is not int or not least <= value <= most:
+        raise refuse(name, value, f"{', '.join((*also, ''))}a whole number{what} from {least} to {most}")
+
+
+def seconds(name: str, value: Any) -> None:
+    """Refuses all but a time that timers can be set to."""
+    if type(value) not in (int, float) or not 0.001 <= value <= _MOST_SECONDS:
+        raise refuse(name, value, f"a number of seconds from 0.001 to {_MOST_SECONDS}")
+
+
+def number(name: str, value: Any, holds: Any, allowed: str) -> None:
+    """Refuses all but a number for which `holds` is true."""
+    if type(value) not in (int, float) or not holds(value):
+        raise refuse(name, value, allowed)
+
+
+def path_of_folder(name: str, value: Any) -> None:
+    """Refuses what no folder can be called."""
+    if type(value) is not str or not value or "\0" in value or len(value) > _LONGEST_PATH:
+        raise refuse(name, value, "the path of a folder")
 
 
 _SAID_ELSEWHERE = (
@@ -33,13 +122,22 @@ _SAID_ELSEWHERE = (
 """Keys that people bring from other engines' files; they have one source, and it is not this one."""
 
 
-def unknown_key(key: str, prefix: str, known: list[str]) -> ConfigError:
-    if any(key == name or key.endswith(f"_{name}") for name in _SAID_ELSEWHERE):
+def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = None) -> ConfigError:
+    """Args:
+    meant: what the key is where it comes from, in words.
+    """
+    is_word = isinstance(key, str) and len(key) <= 64
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5) if is_word else []
+    if meant is not None:
+        hint = meant
+    elif is_word and any(key == name or key.endswith(f"_{name}") for name in _SAID_ELSEWHERE):
         hint = "it is said in the training arguments or the script, and only there"
+    elif near:
+        hint = f"the nearest known one is `{prefix}{near[0]}`"
     else:
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"the nearest known one is `{prefix}{near[0]}`" if near else "nothing known is near it"
-    return ConfigError(f"hf_zero config: unknown key `{prefix}{key}`; {hint}. Known: {', '.join(known)}.")
+        hint = "nothing known is near it"
+    name = f"`{prefix}{key}`" if is_word and key.isprintable() else shown(key)
+    return ConfigError(f"hf_zero config: unknown key {name}; {hint}. Known: {', '.join(known)}.")
 
 
 def not_built(name: str, value: Any, instead: str) -> ConfigError:
@@ -47,14 +145,17 @@ def not_built(name: str, value: Any, instead: str) -> ConfigError:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """`16777216`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, zero and negatives too."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    if isinstance(value, str):
-        number = value.strip().lower().rstrip("abcdefghijklmnopqrstuvwxyz ")
-        unit = value.strip().lower()[len(number) :].strip() or "b"
-        if number.replace(".", "", 1).isdigit() and unit in _BYTES_PER_UNIT and float(number) > 0:
-            return int(float(number) * _BYTES_PER_UNIT[unit])
+    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, zero and negatives too."""
+    value = plain(value)
+    number, unit = value, "b"
+    if type(value) is str:
+        words = _BYTES_IN_WORDS.fullmatch(value.strip().lower())
+        if words is not None:
+            number, unit = (int(words[1]) if words[1].isdigit() else float(words[1])), words[2] or "b"
+    if type(number) in (int, float) and unit in _BYTES_PER_UNIT:
+        nbytes = number * _BYTES_PER_UNIT[unit]
+        if 1 <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
+            return int(nbytes)
     raise refuse(name, value, "a number of bytes above 0, or text such as '16MiB'")
 
 

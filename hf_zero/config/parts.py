@@ -2,7 +2,20 @@
 
 from dataclasses import dataclass, field
 
-from .checks import AUTO, ConfigError, not_built, one_of, parse_bytes, refuse
+from .checks import (
+    AUTO,
+    ConfigError,
+    is_auto,
+    not_built,
+    number,
+    one_of,
+    parse_bytes,
+    path_of_folder,
+    refuse,
+    seconds,
+    settle,
+    whole_number,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +53,11 @@ class OffloadConfig:
     """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
 
     def __post_init__(self):
+        settle(self)
         for name in ("optimizer", "params", "activations"):
             one_of(f"offload.{name}", getattr(self, name), ("none", "cpu", "nvme"))
-        if self.nvme_path is not None and (not isinstance(self.nvme_path, str) or not self.nvme_path):
-            raise refuse("offload.nvme_path", self.nvme_path, "the path of a folder")
+        if self.nvme_path is not None:
+            path_of_folder("offload.nvme_path", self.nvme_path)
         in_files = [name for name in ("optimizer", "params") if getattr(self, name) == "nvme"]
         if in_files and self.nvme_path is None:
             raise ConfigError(
@@ -54,23 +68,21 @@ class OffloadConfig:
                 "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
                 f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
-            raise refuse("offload.window", self.window, "a whole number from 1")
-        if self.speculate_bytes != AUTO and (self.speculate_bytes != 0 or isinstance(self.speculate_bytes, bool)):
+        whole_number("offload.window", self.window, 1)
+        is_said = type(self.speculate_bytes) is not int or self.speculate_bytes != 0
+        if is_said and not is_auto(self.speculate_bytes):
             object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
             if not self.moves_state:
                 raise ConfigError(
                     "hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
                     f"{self.optimizer}): copies of state in host memory or in files. Set one of those, or leave it out."
                 )
-        if self.threads != AUTO:
-            if isinstance(self.threads, bool) or not isinstance(self.threads, int) or self.threads < 1:
-                raise refuse("offload.threads", self.threads, "auto, or a whole number from 1")
-            if not self.moves_state:
-                raise ConfigError(
-                    "hf_zero config: `offload.threads` is of steps on the host, and with `offload.optimizer: none` there are "
-                    "none. Set that to cpu or nvme, or leave the threads out."
-                )
+        whole_number("offload.threads", self.threads, 1, also=(AUTO,))
+        if self.threads != AUTO and not self.moves_state:
+            raise ConfigError(
+                "hf_zero config: `offload.threads` is of steps on the host, and with `offload.optimizer: none` there are "
+                "none. Set that to cpu or nvme, or leave the threads out."
+            )
         self._check_numa()
         self._check_delay()
         if self.optimizer == "cpu" and self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
@@ -81,8 +93,7 @@ class OffloadConfig:
             )
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
-            raise refuse("offload.ratio", self.ratio, "a number above 0, up to 1")
+        number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
         if self.ratio != 1 and not self.moves_state:
             raise ConfigError(
                 f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
@@ -90,11 +101,8 @@ class OffloadConfig:
             )
 
     def _check_numa(self) -> None:
-        if self.numa in (AUTO, "none"):
-            return
-        if isinstance(self.numa, bool) or not isinstance(self.numa, int) or self.numa < 0:
-            raise refuse("offload.numa", self.numa, "auto, none, or the number of a NUMA node, from 0")
-        if not (self.moves_state or self.moves_params):
+        whole_number("offload.numa", self.numa, 0, also=(AUTO, "none"), what=", that of a NUMA node,")
+        if self.numa not in (AUTO, "none") and not (self.moves_state or self.moves_params):
             raise ConfigError(
                 f"hf_zero config: `offload.numa` is {self.numa}, and nothing is held or stepped in host memory with "
                 "`offload.optimizer: none` and `offload.params: none`. Set one of those, or leave the node out."
@@ -102,8 +110,7 @@ class OffloadConfig:
 
     def _check_delay(self) -> None:
         one_of("offload.delay", self.delay, (0, 1))
-        if isinstance(self.delay_warmup, bool) or not isinstance(self.delay_warmup, int) or self.delay_warmup < 0:
-            raise refuse("offload.delay_warmup", self.delay_warmup, "a whole number from 0")
+        whole_number("offload.delay_warmup", self.delay_warmup, 0)
         if not self.delay:
             if self.delay_warmup != type(self).delay_warmup:
                 raise ConfigError(
@@ -143,10 +150,9 @@ class OuterConfig:
     """0 keeps no state."""
 
     def __post_init__(self):
-        if isinstance(self.lr, bool) or not isinstance(self.lr, int | float) or not 0 < self.lr <= 2:
-            raise refuse("comm.outer.lr", self.lr, "a number above 0, up to 2")
-        if isinstance(self.momentum, bool) or not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
-            raise refuse("comm.outer.momentum", self.momentum, "a number from 0, below 1")
+        settle(self)
+        number("comm.outer.lr", self.lr, lambda lr: 0 < lr <= 2, "a number above 0, up to 2")
+        number("comm.outer.momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0, below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +190,10 @@ class CommConfig:
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
     def __post_init__(self):
+        settle(self)
         self._check_outer()
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
-            value = getattr(self, name)
-            if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise refuse(f"comm.{name}", value, f"auto, a whole number from {least}")
+            whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
         one_of("comm.peer_memory", self.peer_memory, ("none", AUTO, "always"))
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         one_of("comm.weights", self.weights, ("none", AUTO, "int8", "fp8"))
@@ -196,13 +201,10 @@ class CommConfig:
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise refuse(f"comm.{name}", value, "a number of seconds above 0")
+            seconds(f"comm.{name}", getattr(self, name))
 
     def _check_outer(self) -> None:
-        if isinstance(self.sync_every, bool) or not isinstance(self.sync_every, int) or self.sync_every < 1:
-            raise refuse("comm.sync_every", self.sync_every, "a whole number of steps, from 1")
+        whole_number("comm.sync_every", self.sync_every, 1, what=" of steps,")
         if not isinstance(self.outer, OuterConfig):
             raise refuse("comm.outer", self.outer, "a mapping of lr, momentum")
         if self.sync_every == 1 and self.outer != OuterConfig():
@@ -241,10 +243,10 @@ class CheckpointConfig:
     does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
 
     def __post_init__(self):
+        settle(self)
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
-        if isinstance(self.full_every, bool) or not isinstance(self.full_every, int) or self.full_every < 0:
-            raise refuse("checkpoint.full_every", self.full_every, "a whole number of steps, 0 for none")
+        whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
         one_of("checkpoint.async_save", self.async_save, (True, False))
-        if self.snapshot_bytes != AUTO:
+        if not is_auto(self.snapshot_bytes):
             object.__setattr__(self, "snapshot_bytes", parse_bytes("checkpoint.snapshot_bytes", self.snapshot_bytes))

@@ -1,15 +1,30 @@
 """All settings together, read from YAML, a dict or a flag."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from .checks import AUTO, DTYPES, ConfigError, class_names, not_built, one_of, parse_bytes, refuse, unknown_key
+from .checks import (
+    AUTO,
+    DTYPES,
+    ConfigError,
+    class_names,
+    is_auto,
+    not_built,
+    one_of,
+    parse_bytes,
+    plain,
+    refuse,
+    settle,
+    unknown_key,
+    whole_number,
+)
+from .elsewhere import meaning_elsewhere, refuse_files_of_others
 from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
+from .reading import read_yaml, settings_of
 
 _NESTED = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
 _NESTED_IN_COMM = {"outer": OuterConfig}
@@ -73,11 +88,14 @@ class ZeroConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
+        settle(self)
+        for name, kind in _NESTED.items():
+            if not isinstance(getattr(self, name), kind):
+                raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
         one_of("stage", self.stage, (0, 1, 2, 3))
-        if self.bucket_bytes != AUTO:
+        if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
-        if isinstance(self.grad_buffers, bool) or not isinstance(self.grad_buffers, int) or self.grad_buffers < 1:
-            raise refuse("grad_buffers", self.grad_buffers, "a whole number from 1")
+        whole_number("grad_buffers", self.grad_buffers, 1)
         one_of("grad_accumulation", self.grad_accumulation, (AUTO, "local", "sharded"))
         if self.grad_accumulation == "sharded" and self.stage < 2:
             raise ConfigError(
@@ -86,13 +104,11 @@ class ZeroConfig:
             )
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
-        for name in ("prefetch_units", "persist_below_numel"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise refuse(name, value, "a whole number from 0")
+        whole_number("prefetch_units", self.prefetch_units, 0)
+        whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
         for name in ("optimizer", "params"):
-            value = getattr(self.offload, name, "none")
+            value = getattr(self.offload, name)
             if self.rounding == "stochastic" and value != "none":
                 raise ConfigError(
                     f"hf_zero config: `rounding: stochastic` keeps no master that `offload.{name}: {value}` could move, or make "
@@ -106,14 +122,11 @@ class ZeroConfig:
         one_of("kernels", self.kernels, (AUTO, "always", "never"))
         one_of("split_parameters", self.split_parameters, (True, False, AUTO))
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
-        if self.unit_modules != AUTO:
+        if not is_auto(self.unit_modules):
             object.__setattr__(self, "unit_modules", class_names("unit_modules", self.unit_modules))
         for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "true, false")
-        for name, kind in _NESTED.items():
-            if not isinstance(getattr(self, name), kind):
-                raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
         self._check_moments()
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
@@ -237,43 +250,49 @@ class ZeroConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> "ZeroConfig":
         """A nested mapping, as YAML gives it. Unknown keys are errors that name the nearest known one."""
+        if not isinstance(settings, Mapping):
+            raise refuse("config", settings, f"a mapping of {', '.join(_names(cls))}")
+        refuse_files_of_others(settings, "this mapping")
         return _build(cls, settings, "")
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "ZeroConfig":
         """The settings in a YAML file. An empty file is all defaults."""
         path = Path(path)
-        if not path.is_file():
-            near = sorted(p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-            found = f"that folder holds {', '.join(near)}" if near else "there is no YAML file in that folder"
-            raise ConfigError(f"hf_zero config: no file {str(path)!r}; {found}. Give a YAML path or a stage number.")
-        try:
-            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"hf_zero config: {path} is not valid YAML: {error}") from error
+        settings = read_yaml(path)
         if settings is not None and not isinstance(settings, Mapping):
             raise ConfigError(
                 f"hf_zero config: {path} holds {type(settings).__name__}, not a mapping such as `stage: 2`."
             )
+        refuse_files_of_others(settings or {}, path.name)
         return cls.from_dict(settings or {})
 
     @classmethod
-    def from_flag(cls, text: str) -> "ZeroConfig":
-        """A command-line value: a stage (`2`), settings (`stage=2,grad_accumulation=local`) or a YAML path."""
+    def from_flag(cls, text: str, name: str = "config") -> "ZeroConfig":
+        """A command-line value: a stage (`2`), settings (`stage=2,grad_accumulation=local`) or a YAML path.
+
+        Args:
+            name: what the value is called where it is said, for errors.
+        """
         text = text.strip()
-        if text.lstrip("-").isdigit():
+        if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
             return cls(stage=int(text))
-        if Path(text).suffix.lower() in (".yaml", ".yml"):
+        is_path = Path(text).suffix.lower() in (".yaml", ".yml", ".json")
+        first = re.split(r"[.=\s]", text, maxsplit=1)[0]
+        if is_path and not ("=" in text and first in _names(cls)):
             return cls.from_yaml(text)
         if "=" not in text:
-            raise refuse(
-                "config", text, "a stage (0, 1, 2, 3), settings such as stage=2,grad_accumulation=local, a .yaml path"
-            )
-        return cls.from_dict(_settings_of(text))
+            raise refuse(name, text, f"{_FLAGS}{_meant(text)}")
+        return cls.from_dict(settings_of(text))
 
     @classmethod
-    def of(cls, value: "ZeroConfig | Mapping | str | Path | int | None") -> "ZeroConfig":
-        """Whatever a user hands over as a config: a stage number, YAML path, flag text, mapping, config, or None."""
+    def of(cls, value: "ZeroConfig | Mapping | str | Path | int | None", name: str = "config") -> "ZeroConfig":
+        """Whatever a user hands over as a config: a stage number, YAML path, flag text, mapping, config, or None.
+
+        Args:
+            name: what the value is called where it is said, for errors.
+        """
+        value = plain(value)
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -283,31 +302,26 @@ class ZeroConfig:
         if isinstance(value, Path):
             return cls.from_yaml(value)
         if isinstance(value, str):
-            return cls.from_flag(value)
-        if isinstance(value, int) and not isinstance(value, bool):
+            return cls.from_flag(value, name)
+        if type(value) is int:
             return cls(stage=value)
-        raise refuse("config", value, "a stage number, a YAML path, a mapping or a ZeroConfig")
+        raise refuse(name, value, "a stage number, a YAML path, a mapping or a ZeroConfig")
 
     def to_dict(self) -> dict[str, Any]:
         """The nested plain dict that `from_dict` reads back to an equal config."""
         return dataclasses.asdict(self)
 
 
-def _settings_of(text: str) -> dict[str, Any]:
-    """`stage=2,comm.timeout_s=60` → {"stage": 2, "comm": {"timeout_s": 60}}, values read as YAML."""
-    settings: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        *path, leaf = name.strip().split(".")
-        place = settings
-        for step in path:
-            place = place.setdefault(step, {})
-            if not isinstance(place, dict):
-                raise refuse(name.strip(), value, f"nothing: `{step}` has a value already")
-        if not equals:
-            raise refuse("config", text, "settings as name=value, separated by commas")
-        place[leaf] = yaml.safe_load(value)
-    return settings
+_FLAGS = "a stage (0, 1, 2, 3), settings such as stage=2,grad_accumulation=local, a .yaml path"
+_SPELT = ("zero", "one", "two", "three")
+
+
+def _meant(text: str) -> str:
+    """The stage that a text such as `two`, `zero2` or `stage-2` may be meant for."""
+    text = text.lower()
+    found = re.fullmatch(r"(?:zero|stage|z)?[-_ ]?([0-3])", text)
+    stage = _SPELT.index(text) if text in _SPELT else found[1] if found else None
+    return "" if stage is None else f". For stage {stage} say {stage}"
 
 
 def _names(kind: type) -> list[str]:
@@ -318,8 +332,8 @@ def _build(kind: type, settings: Mapping[str, Any], prefix: str):
     nested = {ZeroConfig: _NESTED, CommConfig: _NESTED_IN_COMM}.get(kind, {})
     arguments = {}
     for name, value in settings.items():
-        if name not in _names(kind):
-            raise unknown_key(str(name), prefix, _names(kind))
+        if not isinstance(name, str) or name not in _names(kind):
+            raise unknown_key(name, prefix, _names(kind), meaning_elsewhere(name))
         if name in nested and isinstance(value, Mapping):
             value = _build(nested[name], value, f"{prefix}{name}.")
         arguments[name] = value
