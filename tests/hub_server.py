@@ -22,10 +22,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+from huggingface_hub import constants
 
 TOKEN = "hf_ThisIsAnObviouslyFakeTokenOfTheTests"
 USER = "tester"
 REGULAR_BELOW_BYTES = 10_000
+
+CLIENT_SETTINGS = ("ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "HUGGINGFACE_CO_URL_TEMPLATE")
+"""Of this process's client, which `talk_to` changes."""
+
+
+def talk_to(url: str) -> None:
+    """Points this process's client, which reads its environment once, to a server of the tests."""
+    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = url, False, True
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,19 +3,16 @@
 import dataclasses
 import inspect
 import json
-import os
 import re
-import shlex
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from hub_server import HubServer
 from launching import ROOT
+from readme_walk import RUNS_THE_TESTS, SECONDS, Line, Walk, blocks_of, steps_of
 from test_floors import FLOOR
 
 import hf_zero
@@ -23,7 +20,6 @@ from hf_zero import ZeroConfig
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-SECONDS = 60
 ENGINE_NAMES = {
     "DDP": "ddp",
     "DDP + ZeroRedundancyOptimizer": "zero_optimizer",
@@ -33,22 +29,6 @@ ENGINE_NAMES = {
     "hf_zero stage 2": "hf_zero2",
     "hf_zero stage 3": "hf_zero3",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Block:
-    """A fenced block. `words` follow the language in the fence: `launch` and the script's arguments."""
-
-    language: str
-    words: tuple[str, ...]
-    text: str
-
-
-def blocks_of(text: str, language: str) -> list[Block]:
-    found = re.findall(r"^```(\w+)([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [
-        Block(language=name, words=tuple(words.split()), text=body) for name, words, body in found if name == language
-    ]
 
 
 def table_under(text: str, first_heading: str) -> list[list[str]]:
@@ -63,58 +43,17 @@ def table_under(text: str, first_heading: str) -> list[list[str]]:
 
 
 EXAMPLES = blocks_of(README, "python")
-FLAG_EXAMPLE = next(index for index, block in enumerate(EXAMPLES) if "--zero" in block.words)
-
-
-def launch_command(launcher: str, script: Path) -> tuple[dict[str, str], list[str]]:
-    """The README's own command for two ranks on the CPU by this launcher: its variables and words, for this script."""
-    commands = [line for block in blocks_of(README, "bash") for line in block.text.splitlines()]
-    line = next(line for line in commands if launcher in line and "ACCELERATE_USE_CPU" in line)
-    words = shlex.split(line.replace("configs/", f"{ROOT}/configs/"))
-    variables = dict(word.split("=", 1) for word in words if re.fullmatch(r"[A-Z_]+=.*", word))
-    return variables, [*words[len(variables) : words.index("train.py")], str(script)]
-
-
-WAYS_IN = 3
-"""The first examples: flag, callback, plugin."""
+LINES = [step for step in steps_of(README) if isinstance(step, Line)]
 
 
 @pytest.fixture(scope="module")
-def run_example(tmp_path_factory) -> Callable[[int], tuple[Path, subprocess.CompletedProcess]]:
-    """Runs an example of the README once, as its reader would, and returns its folder and outcome."""
-    outcomes: dict[int, tuple[Path, subprocess.CompletedProcess]] = {}
-
-    def run(index: int) -> tuple[Path, subprocess.CompletedProcess]:
-        if index not in outcomes:
-            block, folder = EXAMPLES[index], tmp_path_factory.mktemp("example")
-            script = folder / "train.py"
-            script.write_text(block.text, encoding="utf-8")
-            variables, command = {}, [sys.executable, str(script)]
-            arguments = block.words
-            if arguments[:1] == ("launch",):
-                # The three ways in through accelerate launch; torchrun, which starts sooner, for the rest.
-                launcher = "accelerate launch" if index < WAYS_IN else "torchrun"
-                variables, command = launch_command(launcher, script)
-                arguments = arguments[1:]
-            # No caches and no settings of whoever runs the tests.
-            environment = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
-            outcomes[index] = (
-                folder,
-                subprocess.run(
-                    [*command, *arguments],
-                    cwd=folder,
-                    env=environment | {"HF_HOME": str(folder / "caches"), "HF_HUB_OFFLINE": "1"} | variables,
-                    capture_output=True,
-                    text=True,
-                    timeout=SECONDS,
-                ),
-            )
-        return outcomes[index]
-
-    return run
+def walk(tmp_path_factory) -> Iterator[Walk]:
+    """A reader's folder, which the tests of single lines share."""
+    with HubServer() as hub:
+        yield Walk(README, tmp_path_factory.mktemp("walk"), hub)
 
 
-# The README's examples
+# The README's examples and commands
 
 
 def test_the_three_ways_in_are_there():
@@ -123,26 +62,44 @@ def test_the_three_ways_in_are_there():
         assert name in text
 
 
-@pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("index", range(len(EXAMPLES)))
-def test_python_example_runs(run_example, index):
-    _, done = run_example(index)
-    assert done.returncode == 0, done.stderr[-4000:]
-    if "launch" in EXAMPLES[index].words:
-        assert "state over 2 of 2 ranks" in done.stderr
+def test_every_python_example_has_a_file_name_and_a_launch():
+    names = [example.name for example in EXAMPLES]
+    assert all(re.fullmatch(r"\w+\.py", name) for name in names) and len(set(names)) == len(names)
+    for name in names:
+        assert any(f" {name}" in line.command for line in LINES), name
 
 
-@pytest.mark.timeout(2 * SECONDS)
-def test_a_checkpoint_holds_what_is_listed(run_example):
-    folder, done = run_example(FLAG_EXAMPLE)
-    assert done.returncode == 0, done.stderr[-4000:]
+@pytest.mark.timeout(len(LINES) * SECONDS)
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if line.is_slow else [], id=line.command)
+        for line in LINES
+        if not line.is_for_others
+    ],
+)
+def test_line_runs_as_it_is_typed_after_those_before_it(walk, line):
+    outcome = walk.run(line)
+    assert outcome.status == 0, outcome.said[-4000:]
+    if "torchrun" in line.command or "accelerate launch" in line.command:
+        assert "state over 2 of 2 ranks" in outcome.said
+
+
+def test_only_lines_with_a_visible_reason_are_not_run():
+    left = [line for line in LINES if line.is_for_others]
+    assert {line.command for line in left if "GPU" not in line.comment} == {RUNS_THE_TESTS}
+
+
+@pytest.mark.timeout(len(LINES) * SECONDS)
+def test_a_checkpoint_holds_what_is_listed(walk):
     [listing] = blocks_of(README, "text")
     place, *lines = listing.text.splitlines()
+    walk.run(next(line for line in LINES if f"--output_dir {Path(place).parent}" in line.command))
     names = re.findall(r"[\w/.-]+\.(?:safetensors|json|pt|pth|bin)\b", "\n".join(lines))
     assert len(names) > 4
     for name in names:
-        assert (folder / place / name).is_file(), name
-    assert not (folder / place / "optimizer.pt").exists()
+        assert (walk.folder / place / name).is_file(), name
+    assert not (walk.folder / place / "optimizer.pt").exists()
 
 
 def test_yaml_examples_are_configs():

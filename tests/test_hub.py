@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_server import TOKEN, USER, Fault, HubServer
+from hub_server import CLIENT_SETTINGS, TOKEN, USER, Fault, HubServer, talk_to
 from huggingface_hub import HfApi, constants
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -36,15 +36,9 @@ REPO = f"{USER}/model"
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "logging_steps": 1}
 
 
-def talk_to(url: str) -> None:
-    """Points this process's client, which reads its environment once, to a server of the tests."""
-    constants.ENDPOINT, constants.HF_HUB_OFFLINE, constants.HF_HUB_DISABLE_XET = url, False, True
-    constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-
-
 @pytest.fixture(autouse=True)
 def as_at_first(monkeypatch):
-    for name in ("ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_XET", "HUGGINGFACE_CO_URL_TEMPLATE"):
+    for name in CLIENT_SETTINGS:
         monkeypatch.setattr(constants, name, getattr(constants, name))
     monkeypatch.setattr(hub_module, "WAITS_S", (0.02, 0.02, 0.02))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -290,6 +284,13 @@ def test_a_wrong_repository_is_refused_in_one_line(repo_id, said, plain, server)
     [line] = refusals("push", plain, repo_id)
     assert line.startswith("hf_zero: ") and said in line
     assert server.repos == {} and server.put == []
+
+
+def test_a_name_without_an_owner_is_of_the_account_of_the_token(plain, server):
+    result = hf_zero("push", plain, "model", "--private")
+    assert result.exit_code == 0, result.output
+    assert list(server.repos) == [REPO] and server.repos[REPO].private
+    assert f"/{REPO}/commit/" in result.stdout
 
 
 def test_a_missing_and_a_wrong_token_are_refused_in_one_line(plain, server, monkeypatch, tmp_path):

@@ -107,7 +107,7 @@ def consolidate(
 @app.command()
 def push(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a model folder.")],
-    repo_id: Annotated[str, typer.Argument(help="Such as me/my-model; made when it is not there.")],
+    repo_id: Annotated[str, typer.Argument(help="Such as my-model or OWNER/my-model; made if not there.")],
     private: Annotated[bool | None, typer.Option(help="Of a repository that is made; the account's default.")] = None,
     revision: Annotated[str | None, typer.Option(help="A branch, made when it is not there; main by default.")] = None,
     dtype: Annotated[Dtype | None, typer.Option(help="Of the weights; the saved one by default.")] = None,

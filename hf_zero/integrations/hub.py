@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,7 +50,7 @@ class Destination:
     """Where a push goes.
 
     Attributes:
-        repo_id: such as "me/my-model".
+        repo_id: such as "me/my-model"; "my-model" is one of the account that the token belongs to.
         revision: a branch, made when it is not there; None is main.
         private: of a repository that is new; None is the account's default.
         token: None is the one of `hf auth login` or HF_TOKEN.
@@ -84,6 +84,10 @@ def push_folder(
     if mirrored == WEIGHTS and not _matching(files, WEIGHTS):
         mirrored = ()
     with _told_plainly(to, token, "this push has committed nothing to"):
+        if "/" not in to.repo_id:
+            # The Hub's client makes such a repository too, and then finds it under its whole name only.
+            owner = _patiently(lambda: api.whoami(token=token))["name"]
+            to = replace(to, repo_id=f"{owner}/{to.repo_id}")
         _patiently(lambda: api.create_repo(to.repo_id, token=token, private=to.private, exist_ok=True))
         if to.revision is not None and not to.revision.startswith("refs/"):
             _patiently(lambda: api.create_branch(to.repo_id, branch=to.revision, token=token, exist_ok=True))

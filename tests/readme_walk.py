@@ -1,0 +1,167 @@
+"""README.md as its reader types it: example after example and line after line, in one folder.
+
+A Python example is saved under the name in its first line. A line of a bash block is run as it stands, unless its own comment
+says that this machine cannot (`# 8 GPUs`) or that it takes minutes, which only a test marked slow runs.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import CLIENT_SETTINGS, TOKEN, HubServer, talk_to
+from huggingface_hub import constants
+from launching import ROOT
+from typer.testing import CliRunner
+
+from hf_zero.integrations.cli import app
+
+SECONDS = 120
+"""For a line that takes no minutes, on a machine that does other work too."""
+
+MINUTES = 20
+"""For one that does."""
+
+LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
+"""How an example is launched that no bash line names; its fence says so, with the script's arguments."""
+
+RUNS_THE_TESTS = "bash scripts/test.sh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block. `words` follow the language in the fence: `launch` and the script's arguments."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The file that a Python example is saved as."""
+        return self.text.splitlines()[0].removeprefix("# ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A command of a bash block, or the launch of an example that none of them names."""
+
+    command: str
+    comment: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        return "minutes" in self.comment
+
+    @property
+    def is_for_others(self) -> bool:
+        """Whether this machine cannot run it, or it would run this very test."""
+        gpus = re.match(r"(\d+) GPUs?\b", self.comment)
+        return self.command == RUNS_THE_TESTS or (gpus is not None and torch.cuda.device_count() < int(gpus[1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    status: int
+    said: str
+
+
+def blocks_of(text: str, language: str = r"\w+") -> list[Block]:
+    found = re.findall(rf"^```({language})\b([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(language=name, words=tuple(words.split()), text=body) for name, words, body in found]
+
+
+def steps_of(text: str) -> Iterator[Block | Line]:
+    """What a reader does, in order: an example to save, or a line to type."""
+    blocks = blocks_of(text)
+    typed = "".join(block.text for block in blocks if block.language == "bash")
+    for block in blocks:
+        if block.language == "python":
+            yield block
+            if block.words and not re.search(rf"\s{re.escape(block.name)}\b", typed):
+                launch, *arguments = block.words
+                assert launch == "launch", block.words
+                yield Line(command=shlex.join([*LAUNCH.split(), block.name, *arguments]))
+        elif block.language == "bash":
+            for line in block.text.splitlines():
+                command, _, comment = line.partition(" # ")
+                yield Line(command=command.strip(), comment=comment.strip())
+
+
+class Walk:
+    """One reader's folder. Lines run once, each after those before it that take no minutes.
+
+    Args:
+        folder: gets what a fresh copy of the repository has, as far as the document's lines name it.
+        hub: what `hf-zero push` takes for the Hub.
+    """
+
+    def __init__(self, text: str, folder: Path, hub: HubServer):
+        self.folder = folder
+        self._hub = hub
+        self.steps = list(steps_of(text))
+        self._at = 0
+        self._outcomes: dict[Line, Outcome] = {}
+        for name in ("configs", "scripts", "pyproject.toml"):
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
+
+    def run(self, line: Line) -> Outcome:
+        """The outcome of a line, in a folder where everything before it has been done."""
+        last = self.steps.index(line)
+        for step in self.steps[self._at : last]:
+            self._do(step)
+        self._at = max(self._at, last)
+        if line not in self._outcomes:
+            self._outcomes[line] = self._typed(line)
+        return self._outcomes[line]
+
+    def _do(self, step: Block | Line) -> None:
+        if isinstance(step, Block):
+            (self.folder / step.name).write_text(step.text, encoding="utf-8")
+        elif not (step.is_for_others or step.is_slow or step in self._outcomes):
+            self._outcomes[step] = self._typed(step)
+
+    def _typed(self, line: Line) -> Outcome:
+        if line.command.startswith("hf-zero "):
+            return self._in_this_process(line)
+        # No caches and no settings of whoever runs the tests.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
+        own = {"HF_HOME": str(self.folder / "caches"), "HF_HUB_OFFLINE": "1", "HF_ZERO_VENV": str(self._environment())}
+        done = subprocess.run(
+            ["bash", "-c", line.command],
+            cwd=self.folder,
+            env=inherited | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60 * MINUTES if line.is_slow else SECONDS,
+        )
+        return Outcome(status=done.returncode, said=done.stdout)
+
+    def _in_this_process(self, line: Line) -> Outcome:
+        """The command hf-zero without the seconds that a new interpreter takes to import torch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder)
+            patch.setenv("HF_TOKEN", TOKEN)
+            for name in CLIENT_SETTINGS:
+                patch.setattr(constants, name, getattr(constants, name))
+            talk_to(self._hub.url)
+            result = CliRunner().invoke(app, shlex.split(line.command)[1:])
+        return Outcome(status=result.exit_code, said=result.output)
+
+    def _environment(self) -> Path:
+        """What `scripts/venv.sh` takes for an environment with everything installed: this one."""
+        venv = self.folder / ".venv"
+        if not venv.exists():
+            (venv / "bin").mkdir(parents=True)
+            (venv / "bin" / "python").symlink_to(sys.executable)
+            (venv / "bin" / "activate").write_text("", encoding="utf-8")
+            (venv / ".hf_zero_installed").touch()
+        return venv
