@@ -3,6 +3,7 @@
 The public names are loaded on first use, so that `import hf_zero` costs nothing in scripts that only need one of them.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ _HOME_OF = {
     "gathered": "integrations.whole",
     "init": "integrations.init",
     "unsharded": "integrations.whole",
+    "with_zero": "integrations.arguments",
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "gathered",
     "init",
     "unsharded",
+    "with_zero",
 ]
 
 if TYPE_CHECKING:
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
     from .engine.engine import ZeroEngine
     from .engine.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
-    from .integrations.arguments import ZeroTrainingArguments
+    from .integrations.arguments import ZeroTrainingArguments, with_zero
     from .integrations.callback import ZeroCallback
     from .integrations.engine_of import engine_of
     from .integrations.init import init
@@ -59,3 +62,7 @@ def __getattr__(name: str):
 
 def __dir__():
     return __all__
+
+
+if os.environ.get("HF_ZERO_CONFIG"):
+    import_module(".integrations.first_step", __name__).watch_for_the_variable()

@@ -1,7 +1,6 @@
 """accelerate's doors: an unchanged loop has DDP's losses, saves what others can read, resumes, and is refused by name."""
 
 import os
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_job import as_launched
 from training import bert, bert_batch, gpt2, gpt2_batch
 
-from hf_zero import ConfigError, ZeroAccelerator, ZeroPlugin, engine_of
+from hf_zero import ConfigError, ZeroPlugin, engine_of
 from hf_zero.integrations.environment import _processes_on
 
 pytestmark = pytest.mark.timeout(180)
@@ -387,21 +386,13 @@ def test_notebook_launcher(fresh_state, tmp_path):
     assert (tmp_path / "ZeroAccelerator").exists()
 
 
-def test_a_second_accelerators_plugin_is_called_ignored(fresh_state):
-    accelerator = Accelerator(cpu=True)
-    with pytest.warns(UserWarning, match=r"plugin\.attach"):
-        plugin = ZeroPlugin(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert type(Accelerator(cpu=True, parallelism_config=plugin)) is Accelerator
-        assert type(ZeroAccelerator(zero_plugin=plugin, cpu=True)) is not Accelerator
-    plugin.attach(accelerator)
+def test_a_plugin_is_attached_before_prepare(fresh_state):
+    accelerator = ZeroPlugin(2).attach(Accelerator(cpu=True))
     loader = accelerator.prepare(DataLoader(Texts(4)))
     assert next(iter(loader))["input_ids"].shape == (1, 16)
+    plugin, other = ZeroPlugin(2), Accelerator(cpu=True)
+    other.prepare(gpt2())
     with pytest.raises(ConfigError, match="came after accelerator"):
-        model = gpt2()
-        other = Accelerator(cpu=True)
-        other.prepare(model)
         plugin.attach(other)
 
 
@@ -414,7 +405,7 @@ def test_other_sharders_are_refused(fresh_state, monkeypatch):
     plugin = ZeroPlugin(2)
     accelerator = Accelerator(cpu=True)
     monkeypatch.setattr(type(accelerator), "distributed_type", property(lambda self: DistributedType.FSDP))
-    with pytest.raises(ConfigError, match="two engines cannot own one model"):
+    with pytest.raises(ConfigError, match="Two engines cannot own one model"):
         plugin.attach(accelerator)
 
 

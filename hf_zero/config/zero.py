@@ -19,6 +19,7 @@ from .checks import (
     plain,
     refuse,
     settle,
+    shown,
     unknown_key,
     whole_number,
 )
@@ -338,3 +339,21 @@ def _build(kind: type, settings: Mapping[str, Any], prefix: str):
             value = _build(nested[name], value, f"{prefix}{name}.")
         arguments[name] = value
     return kind(**arguments)
+
+
+def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:
+    """What two configs disagree on, in words: "`stage` 1, and this one 2"."""
+    return [
+        f"`{name}` {shown(value)}, and this one {shown(other)}"
+        for (name, value), other in zip(_flat(first, ""), (value for _, value in _flat(second, "")))
+        if value != other
+    ]
+
+
+def _flat(config: Any, prefix: str) -> list[tuple[str, Any]]:
+    found = []
+    for field_ in dataclasses.fields(config):
+        value = getattr(config, field_.name)
+        is_section = dataclasses.is_dataclass(value)
+        found += _flat(value, f"{prefix}{field_.name}.") if is_section else [(f"{prefix}{field_.name}", value)]
+    return found

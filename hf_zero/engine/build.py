@@ -20,6 +20,7 @@ from .buckets import Bucket
 from .loaded import cast_as_wanted, take_rank_0s, wanted_dtype
 from .memory import WholeMemory
 from .offloaded_memory import memory_in
+from .other_engines import refuse_other_engines
 from .precision import resolve_precision, untrained_precision
 from .reach import keeps_intact
 from .shared_memory import memory_of
@@ -36,6 +37,7 @@ _LARGEST_UNIT_BUCKET_BYTES = 32 * _MIB
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
+    refuse_other_engines(model)
     on_meta = [name for name, p in model.named_parameters() if p.is_meta]
     if on_meta:
         raise ValueError(

@@ -6,7 +6,6 @@ plugin turns that very instance into one whose methods know the engine; nothing 
 
 import os
 import sys
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 from torch import nn
 
@@ -26,17 +24,18 @@ from ..checkpoint.foreign.find import is_foreign
 from ..config import ConfigError, ZeroConfig
 from ..engine.engine import ZeroEngine
 from ..engine.optimizer import engine_stepped_by
+from ..engine.other_engines import refuse_other_engines
 from ..engine.parameters import is_compiled
 from ..engine.precision import check_cast_owner
 from ..engine.reference import engine_attached_to
 from .accelerate_states import folder_to_fill, numbered_states
 from .announce import announce
 from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
-from .environment import check_environment
+from .environment import check_environment, refuse_engines_of_the_launch
+from .first_step import CONFIG_VARIABLE, StepWatch
+from .ignored_plugin import watch_for_steps_without
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
-
-CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
 
 class ZeroPlugin(ParallelismConfig):
@@ -48,22 +47,23 @@ class ZeroPlugin(ParallelismConfig):
         settings: fields of ZeroConfig by name, in place of `config`.
     """
 
+    _watch: StepWatch | None = None
+
     def __init__(self, config: object = None, **settings: Any):
         if config is not None and settings:
             raise ConfigError(
                 f"hf_zero: ZeroPlugin got a config ({config!r}) and the settings {', '.join(settings)}; give one of the two."
             )
-        if config is None and not settings:
-            config = os.environ.get(CONFIG_VARIABLE)
-        self.config = ZeroConfig.from_dict(settings) if settings else ZeroConfig.of(config)
+        refuse_engines_of_the_launch()
+        if settings:
+            self.config = ZeroConfig.from_dict(settings)
+        elif config is None:
+            # An empty variable is one that is not set.
+            self.config = ZeroConfig.of(os.environ.get(CONFIG_VARIABLE) or None, CONFIG_VARIABLE)
+        else:
+            self.config = ZeroConfig.of(config)
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
-        held = AcceleratorState._shared_state.get("parallelism_config")
-        if AcceleratorState._shared_state and not isinstance(held, ZeroPlugin):
-            warnings.warn(
-                "An Accelerator exists in this process already, and accelerate ignores a plugin that is given to a second one: "
-                "call plugin.attach(accelerator) instead.",
-                stacklevel=2,
-            )
+        self._watch = watch_for_steps_without(self, self.config)
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
         """Installs the engine's methods in an existing Accelerator, before it prepares anything; returns it."""
@@ -73,6 +73,16 @@ class ZeroPlugin(ParallelismConfig):
             )
         self._install(accelerator)
         return accelerator
+
+    def stand_aside(self) -> None:
+        """Lets steps go on without this plugin, where the engine is there by another door."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or one in a file of training arguments, need not be installed.
+        return {name: value for name, value in self.__dict__.items() if name != "_watch"}
 
     def to_json(self) -> dict[str, Any]:
         """The settings, for TrainingArguments.to_dict and trackers."""
@@ -93,9 +103,14 @@ class ZeroPlugin(ParallelismConfig):
             trainer = trainer_under_construction()
             if trainer is not None:
                 install_in_trainer(trainer)
+                own = trainer.args.parallelism_config
+                if isinstance(own, ZeroPlugin) and own is not self:
+                    # accelerate goes by the plugin of the process's first Accelerator.
+                    own._install(accelerator)
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)
+        self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             accelerator.__class__ = _with_engine(type(accelerator))
             end_cleanly(accelerator)
@@ -141,6 +156,7 @@ class ZeroAcceleratorMixin:
             if engine_attached_to(model) is not None or self._is_sharded_next(model):
                 # Whole, the model may not fit the device: the engine moves this rank's shard there.
                 device_placement = False
+        refuse_other_engines(model)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
@@ -350,8 +366,8 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
             raise ConfigError("hf_zero: ZeroAccelerator takes zero_plugin, not parallelism_config.")
         plugin = zero_plugin if isinstance(zero_plugin, ZeroPlugin) else ZeroPlugin(zero_plugin)
         super().__init__(*args, parallelism_config=plugin, **kwargs)
-        if not hasattr(self, "zero_config"):
-            # The shared state came from an earlier Accelerator, which had no plugin.
+        if getattr(self, "zero_config", None) is not plugin.config:
+            # The shared state came from an earlier Accelerator, which had no plugin or another one.
             plugin.attach(self)
 
 

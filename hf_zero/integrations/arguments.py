@@ -1,17 +1,24 @@
-"""TrainingArguments with one more flag: `--zero 2` or `--zero configs/zero2.yaml`."""
+"""TrainingArguments, and subclasses such as TRL's SFTConfig, with one more flag: `--zero 2` or `--zero configs/zero2.yaml`."""
 
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 from transformers import TrainingArguments
 
+from ..config import ConfigError, ZeroConfig
+from ..config.checks import cut
 from .accelerate import ZeroPlugin
+from .environment import refuse_engines_of_the_launch
 
 
-@dataclass
-class ZeroTrainingArguments(TrainingArguments):
-    """TrainingArguments whose `zero` installs the engine in the Trainer that gets them; nothing else is needed.
+@dataclass(repr=False)
+class ZeroArguments:
+    """The flag `--zero`, for a dataclass of training arguments: `class Arguments(ZeroArguments, TrainingArguments)`.
 
-    Without `zero` they are plain TrainingArguments: stock DDP, whatever HF_ZERO_CONFIG says.
+    Args:
+        zero: installs the engine in the Trainer that gets the arguments; nothing else is needed. None is stock DDP, whatever
+            HF_ZERO_CONFIG says.
     """
 
     zero: str | None = field(
@@ -22,10 +29,29 @@ class ZeroTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self):
+        if self.zero is None:
+            super().__post_init__()
+            return
+        config = ZeroConfig.of(self.zero, "--zero")
+        self._refuse_other_engines(config)
         super().__post_init__()
-        if self.zero is not None:
-            # After super(), which resets accelerate's shared state.
-            self.parallelism_config = ZeroPlugin(self.zero)
+        # After super(), which resets accelerate's shared state.
+        self.parallelism_config = ZeroPlugin(config)
+
+    def _refuse_other_engines(self, config: ZeroConfig) -> None:
+        for name, engine in (("fsdp", "FSDP"), ("deepspeed", "DeepSpeed")):
+            if getattr(self, name, None):
+                raise ConfigError(
+                    f"hf_zero: `--zero {cut(str(self.zero))}` and `--{name} {cut(str(getattr(self, name)))}`: two engines cannot "
+                    f"own one model. Leave --{name} out to train with hf_zero, or --zero to train with {engine}."
+                )
+        other = self.parallelism_config
+        if other is not None and getattr(other, "config", None) != config:
+            raise ConfigError(
+                f"hf_zero: `--zero {cut(str(self.zero))}` and parallelism_config={type(other).__name__}: two ways to split one "
+                "model. Give one of them."
+            )
+        refuse_engines_of_the_launch()
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -34,3 +60,50 @@ class ZeroTrainingArguments(TrainingArguments):
         if isinstance(plugin, ZeroPlugin) and plugin.config.stage == 3:
             return False
         return super().place_model_on_device
+
+
+@dataclass(repr=False)
+class ZeroTrainingArguments(ZeroArguments, TrainingArguments):
+    """TrainingArguments whose `zero` installs the engine in the Trainer that gets them; nothing else is needed.
+
+    Without `zero` they are plain TrainingArguments: stock DDP, whatever HF_ZERO_CONFIG says.
+    """
+
+
+def with_zero(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
+    """A class of training arguments with the flag `--zero`: `HfArgumentParser(with_zero(Seq2SeqTrainingArguments))`.
+
+    It is a subclass of `arguments` with one more field, the last. The same class comes each time, and its objects can be
+    pickled where hf_zero and the module of `arguments` can be imported.
+
+    Raises:
+        TypeError: `arguments` is no subclass of TrainingArguments.
+    """
+    if not (isinstance(arguments, type) and issubclass(arguments, TrainingArguments)):
+        raise TypeError(
+            f"hf_zero: with_zero takes a subclass of TrainingArguments, such as Seq2SeqTrainingArguments, not {arguments!r}."
+        )
+    if issubclass(arguments, ZeroArguments):
+        return arguments
+    if arguments is TrainingArguments:
+        return ZeroTrainingArguments
+
+    return _made_of(arguments)
+
+
+@cache
+def _made_of(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        # pickle finds classes by their names, and this one has none.
+        if type(self) is made:
+            return _new, (arguments,), self.__dict__
+        return super(made, self).__reduce_ex__(protocol)
+
+    members = {"__module__": __name__, "__doc__": arguments.__doc__, "__reduce_ex__": __reduce_ex__}
+    made = dataclass(repr=False)(type(f"Zero{arguments.__name__}", (ZeroArguments, arguments), members))
+    return made
+
+
+def _new(arguments: type[TrainingArguments]) -> TrainingArguments:
+    made = with_zero(arguments)
+    return made.__new__(made)

@@ -2,7 +2,8 @@
 
 from transformers import Trainer, TrainerCallback
 
-from ..config import ZeroConfig
+from ..config import ConfigError, ZeroConfig
+from ..config.zero import differences
 from .accelerate import ZeroAcceleratorMixin, ZeroPlugin
 from .frames import find_in_callers
 from .trainer import ZeroTrainerMixin, install_in_trainer
@@ -38,6 +39,7 @@ class ZeroCallback(TrainerCallback):
         self._trainer = None
         if isinstance(trainer.accelerator, ZeroAcceleratorMixin):
             self._refuse_contradiction(trainer.accelerator.zero_config)
+            self._plugin.stand_aside()
         else:
             self._plugin.attach(trainer.accelerator)
         if not isinstance(trainer, ZeroTrainerMixin):
@@ -48,8 +50,10 @@ class ZeroCallback(TrainerCallback):
         return handler is not None and any(callback is self for callback in handler.callbacks)
 
     def _refuse_contradiction(self, installed: ZeroConfig) -> None:
-        if not self._is_default and installed != self._plugin.config:
-            raise ValueError(
-                f"hf_zero: two configs for one Trainer: the arguments installed {installed} and ZeroCallback asks for "
-                f"{self._plugin.config}. Give one of them, or the same to both."
-            )
+        asked = self._plugin.config
+        if self._is_default or installed == asked:
+            return
+        raise ConfigError(
+            "hf_zero: two configs for one Trainer: the training arguments, or an earlier ZeroCallback, have "
+            f"{'; '.join(differences(installed, asked))}. Give one of them, or the same to both."
+        )
