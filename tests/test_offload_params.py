@@ -266,7 +266,7 @@ def test_between_steps_nothing_of_a_layer_is_on_the_device(params, optimizer, tm
     assert state_plan(engine).parameters == rows["parameters"].bytes
     announce(engine, "nobody")
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert {"cpu": "MiB a rank in host memory", "nvme": "MiB a rank, with all in files: "}[params] in said
+    assert {"cpu": "iB a rank in host memory", "nvme": "iB a rank, with all in files: "}[params] in said
     assert ("in files" in said) is bool(per_element)
 
 

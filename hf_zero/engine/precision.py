@@ -77,7 +77,7 @@ def untrained_precision(dtype: torch.dtype) -> Precision:
 
 
 def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
-    """Who casts, in words for the plan. Refuses two owners, and fp8.
+    """Who casts parameters or activations to a lower precision, in words for the plan. Refuses two owners, and fp8.
 
     Args:
         mixed_precision: accelerate's or Trainer's setting: "no", "bf16", "fp16" or "fp8".
@@ -94,4 +94,8 @@ def check_cast_owner(config: ZeroConfig, mixed_precision: str) -> str:
             f"{config.param_dtype}`. Keep one: mixed_precision={mixed_precision!r} with `param_dtype: auto` for fp32 parameters "
             f"under autocast, or `param_dtype: {dtype}` without mixed_precision for {dtype} parameters with an fp32 master."
         )
-    return "autocast (accelerate)" if mixed_precision != "no" else "the engine"
+    if mixed_precision != "no":
+        return f"autocast to {mixed_precision} (accelerate)"
+    if config.param_dtype != AUTO:
+        return f"the engine, parameters to {config.param_dtype}"
+    return "nobody: parameters stay in the model's dtype"

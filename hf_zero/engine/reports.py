@@ -93,14 +93,14 @@ class MemoryReport:
         return sum(row.ddp_bytes for row in self.rows)
 
     def table(self) -> str:
-        rows = [(row.kind, mib(row.bytes), row.where, mib(row.ddp_bytes)) for row in self.rows]
-        rows.append(("total", mib(self.total_bytes), "", mib(self.ddp_total_bytes)))
-        rows.append(("peak of the process", mib(self.peak_bytes), "", ""))
+        rows = [(row.kind, in_units(row.bytes), row.where, in_units(row.ddp_bytes)) for row in self.rows]
+        rows.append(("total", in_units(self.total_bytes), "", in_units(self.ddp_total_bytes)))
+        rows.append(("peak of the process", in_units(self.peak_bytes), "", ""))
         if self.traffic is not None:
-            rows.append(("files", mib(self.traffic.held_bytes), IN_FILES, ""))
-            rows.append(("read by the last step", mib(self.traffic.read_bytes_a_step), IN_FILES, ""))
-            rows.append(("written by the last step", mib(self.traffic.written_bytes_a_step), IN_FILES, ""))
-        return render("Memory a rank", ("kind", "MiB", "where", "DDP would hold"), rows)
+            rows.append(("files", in_units(self.traffic.held_bytes), IN_FILES, ""))
+            rows.append(("read by the last step", in_units(self.traffic.read_bytes_a_step), IN_FILES, ""))
+            rows.append(("written by the last step", in_units(self.traffic.written_bytes_a_step), IN_FILES, ""))
+        return render("Memory a rank", ("kind", "held", "where", "DDP would hold"), rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +142,16 @@ class CommReport:
             (
                 row.kind,
                 str(row.calls),
-                mib(row.bytes_sent - row.bytes_between),
-                mib(row.bytes_between),
+                in_units(row.bytes_sent - row.bytes_between),
+                in_units(row.bytes_between),
                 f"{1e3 * row.wait_seconds:,.0f}",
                 f"{row.gb_per_second:.3f}",
             )
             for row in self.rows
         ]
-        inside = mib(self.bytes_sent - self.bytes_between)
-        rows.append(("total", "", inside, mib(self.bytes_between), f"{1e3 * self.wait_seconds:,.0f}", ""))
-        columns = ("kind", "calls", "MiB in node", "between nodes", "exposed ms", "GB/s")
+        inside, between = in_units(self.bytes_sent - self.bytes_between), in_units(self.bytes_between)
+        rows.append(("total", "", inside, between, f"{1e3 * self.wait_seconds:,.0f}", ""))
+        columns = ("kind", "calls", "in node", "between nodes", "exposed ms", "GB/s")
         return render("Sent by this rank", columns, rows) + "".join(f"{trial}\n" for trial in self.trials)
 
 
@@ -160,11 +160,19 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f}"
 
 
+def in_units(nbytes: int) -> str:
+    """Bytes with their unit: MiB with one decimal, and KiB or bytes for what would be a fraction of one."""
+    for unit_bytes, unit in ((2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit_bytes:
+            return f"{nbytes / unit_bytes:,.1f} {unit}"
+    return f"{nbytes} B" if nbytes else "0"
+
+
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A plain-text table; numbers to the right."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right")
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=index == 0)
     for row in rows:
         table.add_row(*row)
     buffer = StringIO()

@@ -2,26 +2,28 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+
+from torch import nn
 
 from ..engine.buckets import Bucket
 from ..engine.engine import ZeroEngine
 from ..engine.memory import GatheredMemory
 from ..engine.outer import anchor_numel
-from ..engine.reports import IN_FILES, mib, render
+from ..engine.reports import IN_FILES, in_units, render
 from ..offload.budget import available_host_bytes
-from ..plan.states import BucketCost, StatePlan, plan_states, state_values
+from ..plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states, state_values
 
 
 def state_plan(engine: ZeroEngine) -> StatePlan:
     """The bytes of state that each rank of this engine will hold."""
-    frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
-    return _plan_of(engine, [*engine.buckets, *frozen])
+    return _plan_of(engine, _all_buckets(engine), kept_whole=_frozen_bytes(engine, engine.sharded.unit_of))
 
 
-def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket]) -> StatePlan:
-    costs, beside = [_cost(engine, bucket) for bucket in buckets], engine.memory_report().most_beside_bytes
-    return plan_states(costs, engine.config, engine.groups.replicate.size, beside)
+def ddp_state(engine: ZeroEngine) -> DdpState:
+    """The bytes of state that each rank would hold under DDP."""
+    costs = [_cost(engine, bucket) for bucket in _all_buckets(engine)]
+    return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
 
 
 def announce(engine: ZeroEngine, cast_owner: str) -> None:
@@ -32,41 +34,92 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
     """
     if engine.groups.rank != 0:
         return
-    plan = state_plan(engine)
-    names = {"param": set(), "master": set(), "reduce": set()}
-    for bucket in engine.buckets:
-        for kind, found in names.items():
-            found.add(str(getattr(bucket.precision, kind)).removeprefix("torch."))
-    dtypes = ", ".join(f"{kind} {'/'.join(sorted(found))}" for kind, found in names.items())
+    plan, config = state_plan(engine), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
-    optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.named_groups()) or "none"
-    config = engine.config
     accumulation = "local" if config.accumulates_locally else "sharded"
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
-        ("dtypes", dtypes),
+        ("dtypes", _dtypes(engine)),
         ("who casts", cast_owner),
         (
             "buckets",
-            f"{len(engine.buckets)}, largest {mib(largest)} MiB, {_padding(engine)}; accumulation {accumulation}",
+            f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
         ),
         *_unit_rows(engine),
-        ("parameters", f"{mib(plan.parameters)} MiB"),
-        *([("frozen parameters", f"{mib(plan.frozen)} MiB")] if plan.frozen else []),
-        ("fp32 masters", f"{mib(plan.masters)} MiB"),
-        ("gradients", f"{mib(plan.gradients)} MiB, and at most {mib(plan.gradient_buffers)} MiB in passing"),
-        (
-            f"optimizer state ({optimizers}{', 8-bit moments' if config.quantises_moments else ''})",
-            "told after the first step" if plan.optimizer is None else f"{mib(plan.optimizer)} MiB",
-        ),
         *_kernel_rows(engine),
         *_offload_rows(engine),
-        ("bytes a rank", f"{mib(plan.total)} MiB of state{_not_in_memory(engine)}"),
     ]
-    print(render("hf_zero plan", ("what", "for each rank"), rows), file=sys.stderr, flush=True)
+    state = _state_rows(engine, plan, ddp_state(engine))
+    tables = [
+        render("hf_zero plan", ("what", "for each rank"), rows),
+        render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
+    ]
+    print("".join(tables), file=sys.stderr, flush=True)
+
+
+def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0) -> StatePlan:
+    costs, beside = [_cost(engine, bucket) for bucket in buckets], engine.memory_report().most_beside_bytes
+    return plan_states(costs, engine.config, engine.groups.replicate.size, beside, kept_whole)
+
+
+def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
+    """Those of frozen parameters too, which stage 3 has."""
+    frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
+    return [*engine.buckets, *frozen]
+
+
+def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
+    """Of parameters that take no gradients, and of buffers, each whole."""
+    trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
+    frozen = [p for p in engine.model.parameters() if p not in trained and p not in without]
+    return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers()))
+
+
+def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
+    """What each kind of state takes here, and what it takes under DDP."""
+    optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.named_groups()) or "none"
+    in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
+    passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
+    told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
+    ours = {
+        "masters": plan.masters,
+        "gradient residuals": plan.residuals,
+        "copies for early and late steps": plan.beside,
+    }
+    only_ours = [(kind, in_units(held), "") for kind, held in ours.items() if held]
+    frozen = [("frozen parameters and buffers", in_units(plan.frozen), in_units(ddp.frozen))] if ddp.frozen else []
+    return [
+        ("parameters", in_units(plan.parameters), in_units(ddp.parameters)),
+        *frozen,
+        ("gradients", in_units(plan.gradients), in_units(ddp.gradients)),
+        ("gradient buckets", passing, in_units(ddp.gradient_buckets)),
+        (
+            f"optimizer state ({optimizers}{in_blocks})",
+            told_later if plan.optimizer is None else in_units(plan.optimizer),
+            told_later if ddp.optimizer is None else in_units(ddp.optimizer),
+        ),
+        *only_ours,
+        ("all that lasts", f"{known}{in_units(plan.total)}{_not_in_memory(engine)}", f"{known}{in_units(ddp.total)}"),
+    ]
+
+
+def _dtypes(engine: ZeroEngine) -> str:
+    """Of parameters, of gradients as they travel, of the step, and of the masters that are kept from step to step."""
+    precisions = [bucket.precision for bucket in engine.buckets]
+    masters = [bucket.precision.master if bucket.keeps_master else None for bucket in engine.buckets]
+    kinds = {
+        "param": [precision.param for precision in precisions],
+        "reduce": [precision.reduce for precision in precisions],
+        "step": [precision.master for precision in precisions],
+        "master": masters,
+    }
+    return ", ".join(
+        f"{kind} {'/'.join(sorted({str(dtype).removeprefix('torch.').lower() for dtype in found})) or 'none'}"
+        for kind, found in kinds.items()
+    )
 
 
 def _padding(engine: ZeroEngine) -> str:
@@ -88,11 +141,11 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     """What is held elsewhere than on the training device."""
     offload, traffic, rows = engine.config.offload, engine.memory_report().traffic, []
     files = engine.parameter_tier.files or engine.tier
-    in_files = f" in files: {mib(traffic.held_bytes)} MiB a rank in {files.folder.path}" if traffic else ""
+    in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {files.folder.path}" if traffic else ""
     if offload.moves_params:
-        plan = state_plan(engine)
+        plan = _plan_of(engine, _all_buckets(engine))
         where = f", with all{in_files}" if offload.params == "nvme" else f" in {engine.parameter_tier.name}"
-        rows.append(("offload.params", f"{mib(plan.parameters + plan.frozen)} MiB a rank{where}"))
+        rows.append(("offload.params", f"{in_units(plan.parameters + plan.frozen)} a rank{where}"))
     moved = [bucket for bucket in engine.buckets if bucket.tier is engine.tier]
     if not offload.moves_state or not moved:
         return rows
@@ -100,7 +153,7 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
     if offload.optimizer == "nvme":
         what = (
-            f"optimizer state and separate masters{in_files}; at most {mib(traffic.window_bytes)} MiB of it in memory, during "
+            f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
             "the step"
         )
     else:
@@ -109,15 +162,15 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
             (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
         )
         what = (
-            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {mib(moved_bytes)} MiB a rank, of "
-            f"{mib(available_host_bytes())} MiB that this host has left; the step runs there"
+            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {in_units(moved_bytes)} a rank, of "
+            f"{in_units(available_host_bytes())} that this host has left; the step runs there"
         )
     return [*rows, ("offload.optimizer", what + stays), *_early_rows(engine)]
 
 
 def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     report, offload = engine.memory_report(), engine.config.offload
-    early, in_memory = report.early, f"in host memory: {mib(report.most_beside_bytes)} MiB a rank"
+    early, in_memory = report.early, f"in host memory: {in_units(report.most_beside_bytes)} a rank"
     if offload.delay:
         late = f"each ends one step late, after {offload.delay_warmup} in their time: not exact; on copies {in_memory}"
         return [("late steps", late)]
@@ -133,7 +186,7 @@ def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]
     comm = engine.config.comm
     if not comm.quantises or engine.groups.shard_size == 1:
         return []
-    kept = f", {mib(plan.residuals)} MiB of residuals" if plan.residuals else ""
+    kept = f", {in_units(plan.residuals)} of residuals" if plan.residuals else ""
     travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}; blocks of {comm.block_numel}"
     return [("quantised", travels)]
 
@@ -148,12 +201,12 @@ def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     travels = (
         f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
     )
-    return [("outer steps", f"{travels}; {mib(held)} MiB beside the masters")]
+    return [("outer steps", f"{travels}; {in_units(held)} beside the masters")]
 
 
 def _not_in_memory(engine: ZeroEngine) -> str:
     traffic = engine.memory_report().traffic
-    return "" if traffic is None else f" in memory, {mib(traffic.held_bytes)} MiB in files"
+    return "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
 
 
 def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
@@ -168,10 +221,10 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     ahead = min(engine.config.prefetch_units, max(len(layers) - 1, 0))
     if schedule.reshards_after_forward:
         most = root.passing_bytes + (1 + ahead) * largest
-        policy = f"{ahead} ahead, dropped after forward; at most {mib(most)} MiB gathered"
+        policy = f"{ahead} ahead, dropped after forward; at most {in_units(most)} gathered"
     else:
         most = sum(unit.passing_bytes for unit in schedule.units)
-        policy = f"kept until the step: {mib(most)} MiB gathered"
+        policy = f"kept until the step: {in_units(most)} gathered"
     return [("units", f"{named} and the root"), ("gathering", policy)]
 
 

@@ -53,6 +53,11 @@ class BucketCost:
         """Bytes of parameters that a rank keeps all the time."""
         return (self.layout.shard_numel if self.sharded else self.layout.numel) * self.param_bytes
 
+    @property
+    def own_numel(self) -> int:
+        """Elements of the parameters themselves, without padding."""
+        return self.layout.numel - sum(gap.numel for gap in self.layout.padding)
+
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlan:
@@ -60,7 +65,7 @@ class StatePlan:
 
     `residuals` are what error feedback keeps of the gradients that a rank sends.
 
-    `frozen` are the parameters that take no gradients, as far as they lie in buckets (stage 3).
+    `frozen` are the parameters that take no gradients, and buffers.
 
     `beside` are copies of state, with gradients, on which steps are taken early or late. `in_files` is the part of all kinds that
     is in files, and so in no memory.
@@ -81,6 +86,25 @@ class StatePlan:
         """All that lasts in memory, the host's and the device's, as far as it is known beforehand."""
         lasts = (self.parameters, self.frozen, self.masters, self.gradients, self.residuals, self.beside)
         return sum(lasts) + (self.optimizer or 0) - self.in_files
+
+
+@dataclass(frozen=True, kw_only=True)
+class DdpState:
+    """Bytes that each rank holds of the same model under DistributedDataParallel, whose gradient buckets last.
+
+    `optimizer` is None where its state is not known beforehand.
+    """
+
+    parameters: int
+    frozen: int
+    gradients: int
+    gradient_buckets: int
+    optimizer: int | None
+
+    @property
+    def total(self) -> int:
+        """As far as it is known beforehand."""
+        return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
 
 
 def state_values(optimizer_name: str, settings: dict) -> int | None:
@@ -111,7 +135,28 @@ def _residual_bytes(layout: BucketLayout, replicas: int) -> int:
     return _RESIDUAL_BYTES * (layout.numel + between)
 
 
-def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int = 1, beside: int = 0) -> StatePlan:
+def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> DdpState:
+    """The bytes of state for these buckets' parameters where nothing is sharded.
+
+    Args:
+        frozen: bytes of parameters that take no gradients, and of buffers.
+    """
+    trained = [cost for cost in costs if cost.trained]
+    parameters = sum(cost.own_numel * cost.param_bytes for cost in trained)
+    known = all(cost.state_values is not None for cost in trained)
+    return DdpState(
+        parameters=parameters,
+        frozen=frozen,
+        gradients=parameters,
+        # A rank by itself has nothing to reduce.
+        gradient_buckets=parameters if world_size > 1 else 0,
+        optimizer=sum(cost.state_values * cost.own_numel * cost.master_bytes for cost in trained) if known else None,
+    )
+
+
+def plan_states(
+    costs: Sequence[BucketCost], config: ZeroConfig, replicas: int = 1, beside: int = 0, kept_whole: int = 0
+) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
     Stage 1 keeps whole gradients and reduces them in place; stages 2 and 3 keep the shard and pass whole buckets through a
@@ -120,9 +165,10 @@ def plan_states(costs: Sequence[BucketCost], config: ZeroConfig, replicas: int =
     Args:
         replicas: shard groups.
         beside: bytes for steps out of their time.
+        kept_whole: bytes of frozen parameters and buffers that are in no bucket.
     """
     in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
-    frozen = sum(cost.parameter_bytes for cost in costs if not cost.trained)
+    frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
     costs = [cost for cost in costs if cost.trained]
     whole = {True: 0, False: 0}
     for cost in costs:

@@ -1,0 +1,133 @@
+"""The plan that rank 0 prints: what is there is named, what is not is not, and DDP stands beside it."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from training import gpt2
+
+from hf_zero import ZeroEngine
+from hf_zero.engine.reports import in_units
+from hf_zero.integrations.announce import announce, ddp_state, state_plan
+
+
+@pytest.fixture
+def two_ranks():
+    """One process that takes itself for the first of two."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def engine_of_adapters(stage: int, **settings) -> ZeroEngine:
+    """A model of which two matrices are trained, as under LoRA."""
+    model = gpt2().requires_grad_(False)
+    model.transformer.h[0].attn.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return ZeroEngine(model, [optimizer], {"stage": stage, **settings})
+
+
+def plan_rows(engine: ZeroEngine, capsys: pytest.CaptureFixture) -> dict[str, tuple[str, str]]:
+    """The printed tables: row → what it says for a rank, and for DDP."""
+    capsys.readouterr()
+    announce(engine, "nobody")
+    cells = [
+        re.split("[│┃]", line)[1:-1] for line in capsys.readouterr().err.splitlines() if line.startswith(("│", "┃"))
+    ]
+    rows: dict[str, tuple[str, str]] = {}
+    for name, here, ddp in ([*(cell.strip() for cell in row), ""][:3] for row in cells):
+        # A cell that is too long goes on in the next line.
+        name = name or list(rows)[-1]
+        before = rows.get(name, ("", ""))
+        rows[name] = (f"{before[0]} {here}".strip(), f"{before[1]} {ddp}".strip())
+    return rows
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_parameters_are_in_the_plan_at_every_stage(stage, two_ranks, capsys):
+    engine = engine_of_adapters(stage)
+    whole = sum(p.nbytes for p in engine.model.parameters() if not p.requires_grad)
+    whole += sum(buffer.nbytes for buffer in engine.model.buffers())
+    here, ddp = plan_rows(engine, capsys)["frozen parameters and buffers"]
+    assert ddp == in_units(whole)
+    assert here == in_units(state_plan(engine).frozen)
+    assert state_plan(engine).frozen == (whole if stage < 3 else pytest.approx(whole / 2, rel=0.1))
+
+
+def test_a_plan_without_frozen_parameters_has_no_row_for_them(two_ranks, capsys):
+    model = torch.nn.Linear(8, 8)
+    engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    assert not [name for name in plan_rows(engine, capsys) if name.startswith("frozen")]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_ddp_would_hold_is_what_the_memory_report_says_after_a_step(stage):
+    model = gpt2()
+    model.transformer.wte.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    engine = ZeroEngine(model, [optimizer], stage)
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    held: dict[str, int] = {}
+    for row in engine.memory_report().rows:
+        held[row.kind] = held.get(row.kind, 0) + row.ddp_bytes
+    ddp = ddp_state(engine)
+    assert ddp.parameters == held["parameters"] + held["parameters kept whole"]
+    assert ddp.frozen == held["frozen parameters and buffers"]
+    assert ddp.gradients == held["gradients"]
+    assert ddp.optimizer == held["optimizer state"]
+    # One rank reduces nothing.
+    assert ddp.gradient_buckets == 0
+
+
+def test_ddp_of_two_ranks_keeps_its_gradient_buckets(two_ranks, capsys):
+    engine = engine_of_adapters(2)
+    trained = sum(p.nbytes for p in engine.model.parameters() if p.requires_grad)
+    rows = plan_rows(engine, capsys)
+    assert rows["gradient buckets"][1] == rows["gradients"][1] == rows["parameters"][1] == in_units(trained)
+    assert rows["optimizer state (AdamW)"][1] == in_units(2 * trained)
+    assert rows["all that lasts"][1] == in_units(ddp_state(engine).total)
+
+
+def test_no_master_is_named_where_none_is_kept(two_ranks, capsys):
+    rows = plan_rows(engine_of_adapters(2), capsys)
+    assert "masters" not in rows
+    assert rows["dtypes"][0] == "param float32, reduce float32, step float32, master none"
+    rows = plan_rows(engine_of_adapters(2, param_dtype="bfloat16"), capsys)
+    assert rows["dtypes"][0] == "param bfloat16, reduce bfloat16, step float32, master float32"
+    assert rows["masters"][0].endswith("KiB")
+
+
+def test_an_unknown_optimizers_state_leaves_the_totals_open(two_ranks, capsys):
+    class Own(torch.optim.AdamW):
+        pass
+
+    model = torch.nn.Linear(64, 64)
+    rows = plan_rows(ZeroEngine(model, [Own(model.parameters())], 2), capsys)
+    assert rows["optimizer state (Own)"] == ("told after the first step",) * 2
+    assert all(said.startswith("at least ") for said in rows["all that lasts"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_small_models_plan_and_reports_never_say_0_mib(stage, two_ranks, capsys):
+    engine = engine_of_adapters(stage)
+    announce(engine, "nobody")
+    said = capsys.readouterr().err + engine.memory_report().table() + engine.comm_report().table()
+    assert not re.search(r"\b0\.0 (MiB|KiB)", said)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0"),
+        (5, "5 B"),
+        (1024, "1.0 KiB"),
+        (2**20 - 1, "1,024.0 KiB"),
+        (2**20, "1.0 MiB"),
+        (3 * 2**30, "3,072.0 MiB"),
+    ],
+)
+def test_a_size_has_the_unit_that_leaves_it_digits(nbytes, said):
+    assert in_units(nbytes) == said
