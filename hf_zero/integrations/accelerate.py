@@ -35,6 +35,7 @@ from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, 
 from .environment import check_environment
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
+from .resumed import say_resumed
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
@@ -297,6 +298,8 @@ class ZeroAcceleratorMixin:
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         for index, engine in enumerate(self.zero_engines):
             load_engine(engine, _zero_folder(folder, index))
+        if self.zero_engines:
+            say_resumed(self.zero_engines[0], folder)
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:
