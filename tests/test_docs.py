@@ -159,6 +159,13 @@ def test_the_key_table_lists_the_settings_with_their_defaults():
     assert {key.split(".")[0] for key in listed} == {field.name for field in dataclasses.fields(ZeroConfig)}
 
 
+def test_the_log_table_lists_every_figure_of_the_log():
+    said = {name for row in table_under(README, "in Trainer's log") for name in re.findall(r"zero/\w+", row[0])}
+    rooms = ROOT / "hf_zero" / "integrations"
+    logged = (re.findall(r'"(zero/\w+)"\] =', path.read_text(encoding="utf-8")) for path in rooms.glob("*.py"))
+    assert said == {name for names in logged for name in names} | {"zero/peak_mib"}
+
+
 def test_the_rooms_are_those_whose_imports_are_checked():
     rows = table_under((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), "floor")
     assert {row[1]: int(row[0]) for row in rows} == FLOOR

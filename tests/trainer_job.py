@@ -74,15 +74,17 @@ def history(trainer: Trainer) -> dict[str, list[float]]:
 
 
 def run(rank: int, world_size: int, door: str, model: str, output_dir: str, resume: object = None, **overrides) -> dict:
-    """Trains; returns losses and norms, the last log entry, the state dict as lists, and class names."""
+    """Trains; returns losses and norms, the log entries with a loss, the last one, the state dict as lists, and class names."""
     as_launched(rank, world_size)
     trainer = make_trainer(door, model, output_dir, **overrides)
     trainer.train(resume_from_checkpoint=resume)
     if overrides.get("save_strategy", "no") == "no":
         trainer.save_model()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {
         **history(trainer),
-        "log": next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry),
+        "log": logged[-1],
+        "logged": logged,
         "state": {name: value.float().tolist() for name, value in trainer.model.state_dict().items()},
         "best": trainer.state.best_model_checkpoint,
         "classes": [type(trainer).__name__, type(trainer.accelerator).__name__],

@@ -134,12 +134,17 @@ def lay_out(
     return {name: start + entry["data_offsets"][0] for name, entry in header.items() if name in tensors}
 
 
-def write_all(pieces: Iterable[Piece]) -> None:
-    """Writes pieces one after the other."""
+def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambda _: None) -> None:
+    """Writes pieces one after the other.
+
+    Args:
+        on_written: is told the bytes of each part that has been written.
+    """
     for piece in pieces:
         # What is no tensor yet never is all at once.
         for chunk in _chunks(piece):
             chunk.write()
+            on_written(chunk.nbytes)
 
 
 class LivePieces:
@@ -151,10 +156,18 @@ class LivePieces:
     Args:
         most_bytes: that the copies may take; `secure` writes what does not fit itself.
         refuse_edits: raises if values have been changed without `secure`. Called when all is written or copied.
+
+    Attributes:
+        nbytes: of all pieces.
+        written_bytes: of those that are written.
+        on_written: is told the bytes of each part, in the thread that has written it.
     """
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int, refuse_edits: Callable[[], None]):
         self._left = deque(chunk for piece in pieces for chunk in _chunks(piece))
+        self.nbytes = sum(chunk.nbytes for chunk in self._left)
+        self.written_bytes = 0
+        self.on_written: Callable[[int], None] = lambda _: None
         self._most_bytes = most_bytes
         self._refuse_edits = refuse_edits
         self._is_secured = False
@@ -177,7 +190,9 @@ class LivePieces:
                         self._is_secured = True
                     return
                 try:
-                    self._left.popleft().write()
+                    chunk = self._left.popleft()
+                    chunk.write()
+                    self._count(chunk.nbytes)
                 except Exception:
                     self._left.clear()
                     raise
@@ -194,13 +209,17 @@ class LivePieces:
                 self._is_secured = True
                 now, copies = _snapshot(list(self._left), self._most_bytes)
                 self._left = deque(copies)
-                write_all(now)
+                write_all(now, self._count)
                 self._refuse_edits()
         except Exception as fault:
             # This is the thread that trains; the one that saves tells all ranks.
             self._fault = fault
         finally:
             self._is_wanted = False
+
+    def _count(self, nbytes: int) -> None:
+        self.written_bytes += nbytes
+        self.on_written(nbytes)
 
 
 def _chunks(piece: Piece) -> Iterable[Piece]:

@@ -1,7 +1,7 @@
 """Writing masters and optimizer state: every rank its rows, in a file of its own."""
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +68,18 @@ def plan_rows(
     return _manifest(reports, world_size, stage, optimizers), pieces
 
 
-def write_pieces(pieces: Sequence[Piece], folder: Path, exchange: Exchange) -> None:
+def write_pieces(
+    pieces: Sequence[Piece], folder: Path, exchange: Exchange, on_written: Callable[[int], None] = lambda _: None
+) -> None:
     """Writes this rank's pieces. Collective.
+
+    Args:
+        on_written: is told the bytes of each part that has been written.
 
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed.
     """
-    together(exchange, lambda: write_all(pieces), doing=f"write to {folder}", then=_THEN)
+    together(exchange, lambda: write_all(pieces, on_written), doing=f"write to {folder}", then=_THEN)
 
 
 def write_live(pieces: LivePieces, folder: Path, exchange: Exchange) -> None:

@@ -36,6 +36,7 @@ from .first_step import CONFIG_VARIABLE, StepWatch
 from .ignored_plugin import watch_for_steps_without
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
+from .resumed import say_resumed
 
 
 class ZeroPlugin(ParallelismConfig):
@@ -313,6 +314,8 @@ class ZeroAcceleratorMixin:
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         for index, engine in enumerate(self.zero_engines):
             load_engine(engine, _zero_folder(folder, index))
+        if self.zero_engines:
+            say_resumed(self.zero_engines[0], folder)
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.commit import seal
 from ..checkpoint.disks import Disk
 from ..checkpoint.manifest import CheckpointError, Manifest
@@ -14,6 +16,8 @@ from ..checkpoint.together import Exchange, together
 from ..checkpoint.verify import checkpoint_faults
 from ..checkpoint.writer import Row, plan_rows, write_pieces
 from ..engine.engine import ZeroEngine
+from ..layout.intervals import Interval
+from .progress import progress_bar
 
 ZERO_FOLDER = "zero"
 
@@ -21,7 +25,9 @@ ZERO_FOLDER = "zero"
 def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
     """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective."""
     manifest, pieces = plan_state(engine, folder)
-    write_pieces(pieces, Path(folder), engine.transport.exchange)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    with progress_bar("writing optimizer state", nbytes, is_main=engine.groups.rank == 0) as show:
+        write_pieces(pieces, Path(folder), engine.transport.exchange, show)
     return manifest
 
 
@@ -141,7 +147,14 @@ def _load_own(engine: ZeroEngine, folder: Path) -> None:
                 )
             for group, saved_group in zip(optimizer.param_groups, saved["groups"]):
                 restore_settings(group, saved_group["settings"])
-        engine.fill_state(reader.read, reader.kinds_of, reader.scalars_of)
+        with progress_bar("reading optimizer state", is_main=engine.groups.rank == 0) as show:
+
+            def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
+                values = reader.read(kind, name, interval)
+                show(values.nbytes)
+                return values
+
+            engine.fill_state(read, reader.kinds_of, reader.scalars_of)
 
 
 def _saved_optimizers(engine: ZeroEngine, reader: CheckpointReader, folder: Path) -> tuple[dict[str, Any], ...]:

@@ -27,8 +27,9 @@ _NOT_COPIED = (".safetensors", ".bin", ".index.json")
 _OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
 
 
-def load_foreign(engine: ZeroEngine, folder: Path) -> None:
-    """Takes this rank's part of the masters and optimizer state of a DeepSpeed or FSDP checkpoint. Collective.
+def load_foreign(engine: ZeroEngine, folder: Path) -> str:
+    """Takes this rank's part of the masters and optimizer state of a DeepSpeed or FSDP checkpoint; returns in words what it is.
+    Collective.
 
     Whatever world size and stage wrote it: a rank reads the bytes of its own rows. Parameters that are trained in fp32 are
     loaded beforehand, by `load_foreign_weights`.
@@ -36,15 +37,15 @@ def load_foreign(engine: ZeroEngine, folder: Path) -> None:
     Raises:
         CheckpointError: on every rank: damaged, not covered, of another model, or with other groups of parameters.
     """
-    together(
+    return together(
         engine.transport.exchange,
         lambda: _load_own(engine, folder),
         doing=f"read {folder}",
         then="Nothing was trained; resume from another checkpoint.",
-    )
+    )[0]
 
 
-def _load_own(engine: ZeroEngine, folder: Path) -> None:
+def _load_own(engine: ZeroEngine, folder: Path) -> str:
     foreign = open_foreign(folder)
     foreign.check_names(engine.parameter_shapes())
     optimizers = engine.named_groups()
@@ -65,6 +66,7 @@ def _load_own(engine: ZeroEngine, folder: Path) -> None:
         known = {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}
         restore_settings(group, known)
     engine.fill_state(foreign.read, foreign.kinds_of, foreign.scalars_of)
+    return foreign.origin
 
 
 def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:

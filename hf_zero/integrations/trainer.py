@@ -27,8 +27,10 @@ from .frames import find_in_callers
 from .frozen_base import refuse_other_base
 from .init import init, leave_in_checkpoint
 from .plain_optimizer import load_plain_optimizer
+from .resumed import say_resumed
 from .resuming import checkpoint_to_resume
 from .row_weights import has_row_weights, load_row_weights
+from .step_figures import StepFigures
 from .trainer_checkpoints import CheckpointSaver
 from .trainer_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .weights import is_checkpoint_of_ours
@@ -56,6 +58,7 @@ class ZeroTrainerMixin:
     """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
 
     _checkpoint_saver: CheckpointSaver | None = None
+    _step_figures: StepFigures | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
@@ -64,6 +67,9 @@ class ZeroTrainerMixin:
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
+        if self._step_figures is None:
+            self._step_figures = StepFigures()
+            self.add_callback(self._step_figures)
         try:
             return super().train(
                 resume_from_checkpoint=resume_from_checkpoint,
@@ -96,17 +102,11 @@ class ZeroTrainerMixin:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         engine = _only_engine(self)
-        if "loss" in logs and engine is not None:
-            report = engine.comm_report()
-            for verb, sent in report.bytes_by_verb().items():
-                logs[f"zero/{verb.replace('-', '_')}_mib"] = round(sent / 2**20, 3)
-            logs["zero/between_nodes_mib"] = round(report.bytes_between / 2**20, 3)
-            if report.gradient_error is not None:
-                logs["zero/gradient_error"] = round(report.gradient_error, 6)
-            logs["zero/wait_s"] = round(report.wait_seconds, 3)
-            if self._checkpoint_saver is not None and self._checkpoint_saver.stall_s is not None:
-                logs["zero/save_stall_s"] = round(self._checkpoint_saver.stall_s, 3)
-            logs["zero/peak_mib"] = round(engine.memory_report().peak_bytes / 2**20, 1)
+        if "loss" in logs and engine is not None and self._step_figures is not None:
+            logs |= self._step_figures.since_the_last(engine, self.state.global_step)
+            stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
+            if stall_s:
+                logs["zero/save_stall_s"] = round(stall_s, 3)
         super().log(logs, start_time)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -202,10 +202,12 @@ class ZeroTrainerMixin:
         refuse_other_base(engine, Path(checkpoint))
         if folder.is_dir() and Manifest.read(folder).optimizers:
             load_engine(engine, folder)
+            origin = None
         elif plain.is_file():
             load_plain_optimizer(engine, plain)
+            origin = "plain Trainer"
         elif is_foreign(Path(checkpoint)):
-            load_foreign(engine, Path(checkpoint))
+            origin = load_foreign(engine, Path(checkpoint))
             if not (Path(checkpoint) / SCHEDULER_NAME).is_file():
                 raise CheckpointError(
                     f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: it was made with a scheduler of DeepSpeed's config, which "
@@ -217,6 +219,7 @@ class ZeroTrainerMixin:
             return
         scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+        say_resumed(engine, checkpoint, origin)
 
     def _load_best_model(self) -> None:
         for engine in self.accelerator.zero_engines:

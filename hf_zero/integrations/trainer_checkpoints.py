@@ -33,6 +33,7 @@ from .card_facts import write_run
 from .checkpointing import ZERO_FOLDER, plan_state, seal_state, state_bytes
 from .frozen_base import FrozenBase
 from .placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
+from .progress import progress_bar
 
 logger = logging.get_logger(__name__)
 
@@ -52,7 +53,6 @@ class CheckpointSaver:
 
     Attributes:
         engine: whose state is saved.
-        stall_s: seconds for which the last save, and the wait for the one before, have held training up.
     """
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
@@ -67,9 +67,15 @@ class CheckpointSaver:
         self._aside = Aside(engine.groups, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
+        self._written: tuple[str, LivePieces] | None = None
         for sharded in engine.optimizers:
             sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
-        self.stall_s: float | None = None
+        self._stall_s = 0.0
+
+    def take_stall_s(self) -> float:
+        """Seconds for which saves, and waits for them, have held training up since this was last asked."""
+        taken, self._stall_s = self._stall_s, 0.0
+        return taken
 
     def save(self, trial: object) -> None:
         """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
@@ -88,15 +94,31 @@ class CheckpointSaver:
         self._former_best = trainer.state.best_model_checkpoint
         with self._on_failure():
             self._save(run_folder, final)
-        self.stall_s = time.perf_counter() - began_s
+        self._stall_s += time.perf_counter() - began_s
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
-        # By way of the process group, which tells at once that a rank has died; the store does not.
-        while not all(self.engine.transport.exchange(self._background.is_done(_GLANCE_S))):
-            pass
+        with self._shown_from_here():
+            # By way of the process group, which tells at once that a rank has died; the store does not.
+            while not all(self.engine.transport.exchange(self._background.is_done(_GLANCE_S))):
+                pass
         with self._on_failure():
             self._background.finish()
+
+    @contextmanager
+    def _shown_from_here(self) -> Iterator[None]:
+        """A bar for what this rank still has to write of the last save, while training waits for it."""
+        if self._written is None:
+            yield
+            return
+        name, live = self._written
+        is_main = self.engine.groups.rank == 0 and not self._trainer.args.disable_tqdm
+        try:
+            with progress_bar(f"writing {name}", live.nbytes, is_main=is_main, done_bytes=live.written_bytes) as show:
+                live.on_written = show
+                yield
+        finally:
+            live.on_written, self._written = _not_told, None
 
     def give_up(self) -> None:
         """Lets a save behind training end, without waiting long for other ranks: an exception is ending this one."""
@@ -143,12 +165,14 @@ class CheckpointSaver:
         pieces = [*plan.pieces, *pieces]
         best = trainer.state.best_model_checkpoint
         live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
+        self._written = (final.name, live)
         complete = partial(self._complete, manifest, live, temporary, final, disk=disk, best=best)
         if self._is_async:
             self._live = live
             self._background.start(partial(complete, exchange=self._aside.exchange))
         else:
-            complete(exchange=exchange)
+            with self._shown_from_here():
+                complete(exchange=exchange)
             if trainer.args.push_to_hub:
                 trainer._push_from_checkpoint(str(final))
 
@@ -157,7 +181,7 @@ class CheckpointSaver:
             began_s = time.perf_counter()
             self._live.secure()
             self._live = None
-            self.stall_s += time.perf_counter() - began_s
+            self._stall_s += time.perf_counter() - began_s
 
     def _is_full(self, run_folder: Path) -> bool:
         """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""
@@ -222,6 +246,10 @@ class CheckpointSaver:
             raise
         if disk.leads:
             _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
+
+
+def _not_told(_nbytes: int) -> None:
+    """For parts that are written while nobody waits."""
 
 
 def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:

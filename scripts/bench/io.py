@@ -111,7 +111,7 @@ def saves_of_ours(
             trainer.model(input_ids=ids, labels=ids).loss.backward()
             trainer.optimizer.step()
             trainer.optimizer.zero_grad()
-            seconds["stall"].append(savers["behind"].stall_s)
+            seconds["stall"].append(savers["behind"].take_stall_s())
             savers["behind"].finish()
 
         seconds["behind"].append(timed(behind))
