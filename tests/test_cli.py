@@ -1,5 +1,6 @@
 """The command hf-zero: faults in one line each and exit status 1, and folders that from_pretrained loads."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -31,6 +32,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from hf_zero.integrations.card_facts import card_facts
 from hf_zero.integrations.cli import app
 
 pytestmark = pytest.mark.timeout(120)
@@ -218,7 +220,7 @@ def with_index(folder: Path, change: Callable[[dict], object]) -> None:
             r"index\.json names '../../x', which is not a file of",
         ),
         (lambda folder: with_index(folder, lambda index: index.pop("weight_map")), r"index\.json is damaged"),
-        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is damaged"),
         (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json to compare the weights with"),
         (shutil.rmtree, r"there is no folder .*sharded$"),
     ],
@@ -289,6 +291,25 @@ def test_inspect_tells_what_a_checkpoint_holds(trained):
     assert rows["files"].startswith(f"{sum(p.is_file() for p in trained.rglob('*')) - 1}, ")
 
 
+def test_inspect_tells_how_far_the_run_had_come_and_when_it_was_saved(trained):
+    output = hf_zero("inspect", trained).stdout
+    loss = json.loads((trained / "trainer_state.json").read_text())["log_history"][-1]["loss"]
+    assert re.search(r"│ step +│ 2 ", output) and f"{loss:.6g} at step 2" in output
+    assert re.search(r"│ saved +│ \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00 ", output)
+
+
+def test_the_card_of_a_consolidated_checkpoint_tells_what_the_checkpoints_own_does(trained, tmp_path):
+    assert hf_zero("consolidate", trained, tmp_path / "out").exit_code == 0
+    assert card_facts(tmp_path / "out") == card_facts(trained)
+    assert hf_zero("card", tmp_path / "out").exit_code == 0
+    assert "learning_rate" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_command_says_its_version():
+    result = hf_zero("--version")
+    assert (result.exit_code, result.stdout) == (0, f"hf-zero {importlib.metadata.version('hf-zero')}\n")
+
+
 def test_inspect_reads_plain_folders_and_refuses_others_in_one_line(sharded, tmp_path):
     result = hf_zero("inspect", sharded)
     count = sum(len(load_file(file)) for file in sharded.glob("*.safetensors"))
@@ -312,7 +333,8 @@ def test_a_checkpoint_becomes_a_folder_with_equal_tensors_and_nothing_of_the_run
     result = hf_zero("consolidate", trained, tmp_path / "out")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == f"{tmp_path / 'out'}: model.safetensors\n"
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "training_run.json"}
     expected = AutoModelForSequenceClassification.from_pretrained(trained).state_dict()
     assert_equal_tensors(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"), expected)
     assert hf_zero("verify", tmp_path / "out").exit_code == 0

@@ -425,7 +425,7 @@ def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
     assert r"| {{ 1 + 1 }} | \[x](y) |" in card
     assert "nowhere" not in card
     run_file.write_text("{")
-    assert "training_run.json cannot be read" in refusals("card", folder)[0]
+    assert "training_run.json is damaged" in refusals("card", folder)[0]
 
 
 def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):

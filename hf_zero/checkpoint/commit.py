@@ -6,10 +6,13 @@ that lists them all is written last, and one rename makes it the checkpoint.
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
-from .disks import Disk
-from .files import Chunk, FileRecord, by_file, files_below, hashes_of, is_whole_safetensors, share_of, sync
+from .disks import MARK, Disk
+from .files import Chunk, FileRecord, by_file, files_below, hashes_of, is_inside, share_of, sync
+from .headers import is_whole_safetensors
 from .manifest import MANIFEST_NAME, CheckpointError, Manifest
 from .together import Exchange, together
 
@@ -66,7 +69,8 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
     own_name = f"{folder}/{MANIFEST_NAME}"
 
     def hash_own_part() -> dict[Chunk, str]:
-        names = [name for name in files_below(root) if name.startswith(within) and name != own_name]
+        # What has a name that no manifest may have is not ours.
+        names = [n for n in files_below(root) if n.startswith(within) and n != own_name and is_inside(n)]
         hashes: dict[Chunk, str] = {}
         own = share_of({name: (root / name).stat().st_size for name in names}, disk.place, len(disk.ranks))
         for name, indices in by_file(own).items():
@@ -84,8 +88,10 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
         if lost:
             raise CheckpointError(f"{lost[0]} has been written and is gone")
         if disk.leads:
-            here = [parts[rank] for rank in disk.ranks]
-            manifest.with_files(_records(root, here)).write(root / folder)
+            files = _records(root, [parts[rank] for rank in disk.ranks])
+            elsewhere = sorted({row.file for row in manifest.rows if f"{folder}/{row.file}" not in files})
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            replace(manifest, files=files, elsewhere=tuple(elsewhere), written_at=now).write(root / folder)
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
@@ -142,6 +148,12 @@ def discard(final: Path) -> None:
         shutil.rmtree(temporary)
     final.rename(temporary)
     shutil.rmtree(temporary)
+
+
+def clear_marks(folder: Path) -> None:
+    """Takes away the marks of runs that were killed while they looked at their disk. Only where no other run is in the folder."""
+    for left in folder.glob(f"{MARK}*"):
+        left.unlink(missing_ok=True)
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -1,12 +1,18 @@
 """Which ranks write to the same disk: one that all hosts share, or one of each host's own."""
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from .together import Exchange, together
 
-_MARK = ".hf_zero-"
+MARK = ".hf_zero-"
+"""Begins the names of files by which ranks find out whether they see the same folder."""
+
+
+_PROBE_BYTES = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,26 @@ class Disk:
         return len(self.ranks) == self.world_size
 
 
+@contextmanager
+def disk_asked(folder: Path) -> Iterator[None]:
+    """Raises the disk's own error where `torch.save` fails of a disk that takes no more: it says "unexpected pos" of that.
+
+    Raises:
+        OSError: the disk refuses to write to `folder` at all, for this reason.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        probe = folder / f"{MARK}{uuid.uuid4().hex}"
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        except OSError as refusal:
+            raise refusal from error
+        finally:
+            probe.unlink(missing_ok=True)
+        raise
+
+
 def disk_with(path: Path, rank: int, exchange: Exchange) -> Disk:
     """Looks which ranks find the same file or folder at `path`, which nobody changes meanwhile. Collective; writes nothing."""
 
@@ -65,7 +91,7 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
     Raises:
         CheckpointError: on every rank, where one cannot write there.
     """
-    mark = folder / f"{_MARK}{uuid.uuid4().hex}"
+    mark = folder / f"{MARK}{uuid.uuid4().hex}"
 
     def put() -> str:
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,9 +101,5 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
     names = together(exchange, put, doing=f"write to {folder}", then=then)
     seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
     exchange(None)
-    mark.unlink()
-    for left in folder.glob(f"{_MARK}*"):
-        # By a run that was killed in here.
-        if left.name not in names:
-            left.unlink(missing_ok=True)
+    mark.unlink(missing_ok=True)
     return Disk(ranks=seen, rank=rank, world_size=len(names))

@@ -1,9 +1,6 @@
 """The files of a checkpoint: what is recorded of each when it is written, and what is found wrong when it is read."""
 
-import json
-import math
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,10 +12,10 @@ import xxhash
 CHUNK_BYTES = 256 * 2**10
 """What is hashed in one piece, so that ranks can share a file, and each can look at little more than what it will load."""
 HASH_DIGITS = 16
+_LONGEST_PATH = 1024
+_LONGEST_PART = 255
+"""Of a name between two slashes, in bytes: what file systems take."""
 _WINDOW_CHUNKS = 64
-_LARGEST_HEADER_BYTES = 100_000_000
-"""safetensors' own limit."""
-
 
 Chunk = tuple[str, int]
 """A file's name, and which of its runs of `CHUNK_BYTES` is meant."""
@@ -69,12 +66,12 @@ def _windows(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 def _fetch(file: IO[bytes], begin: int, nbytes: int) -> None:
     """Has the system begin to read just these bytes."""
-    _refuse_read_ahead(file)
+    refuse_read_ahead(file)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-def _refuse_read_ahead(file: IO[bytes]) -> None:
+def refuse_read_ahead(file: IO[bytes]) -> None:
     """The system would read, of its own, some of what another rank looks at."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
@@ -106,9 +103,16 @@ def files_below(folder: Path) -> list[str]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a recorded name stays inside its folder: relative, and without `..`."""
+    """Whether a recorded name is one of a file inside its folder: relative, without `..`, printable, and not too long."""
     path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
+    return (
+        0 < len(name) <= _LONGEST_PATH
+        and name.isprintable()
+        and "\\" not in name
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and all(len(part.encode()) <= _LONGEST_PART for part in path.parts)
+    )
 
 
 def faults_of(folder: Path, records: Mapping[str, FileRecord], chunks: Iterable[Chunk]) -> list[str]:
@@ -138,61 +142,6 @@ def _faults_of_file(folder: Path, name: str, record: FileRecord, indices: Sequen
     return [
         f"{name} has other contents than were written ({len(bad)} damaged pieces of {CHUNK_BYTES} bytes, the first at {at})"
     ]
-
-
-@dataclass(frozen=True)
-class TensorSpan:
-    """Where a tensor lies in a safetensors file: from byte `begin` up to `end`; its dtype as safetensors spells it ("F32")."""
-
-    begin: int
-    end: int
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def is_whole_safetensors(path: Path) -> bool:
-    """Whether a file is as long as its header says."""
-    header = _header_of(path)
-    if header is None:
-        return False
-    header_bytes, spans = header
-    return path.stat().st_size == max([header_bytes, *(span.end for span in spans.values())])
-
-
-def tensors_in(path: Path) -> dict[str, tuple[int, int]]:
-    """Each tensor of a safetensors file: the byte at which it begins, and bytes an element. {} for a file that is not whole."""
-    spans = spans_in(path) or {}
-    numels = {name: math.prod(span.shape) for name, span in spans.items()}
-    return {name: (span.begin, (span.end - span.begin) // numels[name]) for name, span in spans.items() if numels[name]}
-
-
-def spans_in(path: Path) -> dict[str, TensorSpan] | None:
-    """Tensor → where it lies in a safetensors file; None for what is no such file."""
-    header = _header_of(path) if path.is_file() else None
-    return None if header is None else header[1]
-
-
-def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
-    """A safetensors file's bytes up to its first tensor, and its tensors; None where it does not begin with a header."""
-    size = path.stat().st_size
-    with path.open("rb", buffering=0) as file:
-        _refuse_read_ahead(file)
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            return None
-        (header_bytes,) = struct.unpack("<Q", prefix)
-        if header_bytes > min(_LARGEST_HEADER_BYTES, size - 8):
-            return None
-        start = 8 + header_bytes
-        spans = {}
-        try:
-            for name, entry in json.loads(file.read(header_bytes)).items():
-                if name != "__metadata__":
-                    begin, end = entry["data_offsets"]
-                    spans[name] = TensorSpan(start + begin, start + end, tuple(entry["shape"]), entry["dtype"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return start, spans
 
 
 def sync(path: Path) -> None:

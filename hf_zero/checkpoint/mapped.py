@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from .files import is_whole_safetensors, spans_in
+from .headers import is_whole_safetensors, spans_in
 from .manifest import CheckpointError
 from .pieces import dtype_named
 

@@ -10,8 +10,10 @@ import torch
 from ..layout.intervals import Interval
 from ..layout.reshard import pieces_for
 from ..read_ahead import ask_for
+from .links import refuse_links
 from .manifest import CheckpointError, Manifest, SavedRow
 from .mapped import mapped_tensors
+from .pieces import dtype_named
 
 
 class CheckpointReader:
@@ -91,12 +93,19 @@ class CheckpointReader:
         path = found[0]
         try:
             if row.file not in self._files:
+                refuse_links(path.parent.parent, [path])
                 self._files[row.file] = mapped_tensors(path)
-            values = self._files[row.file][row.key][interval.start : interval.stop]
+            whole = self._files[row.file][row.key]
         except (OSError, KeyError) as error:
             raise CheckpointError(
                 f"hf_zero: {path} cannot be read ({error}); the checkpoint is damaged, resume from an earlier one."
             ) from error
+        if whole.shape != (row.interval.numel,) or whole.dtype != dtype_named(row.dtype):
+            raise CheckpointError(
+                f"hf_zero: {path} has {row.key!r} of shape {tuple(whole.shape)} and {whole.dtype}, and the manifest says "
+                f"{row.interval.numel} elements of {row.dtype}; the checkpoint is damaged, resume from an earlier one."
+            )
+        values = whole[interval.start : interval.stop]
         ask_for(values)
         return values.clone()
 

@@ -5,15 +5,41 @@ from typing import Any
 
 import torch
 
+from .errors import CheckpointError
+from .text import shown
+
 
 def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
-    """Puts saved group settings (learning rate, betas, …) back; lists become tuples where the group has tuples."""
+    """Puts saved group settings (learning rate, betas, …) back; lists become tuples where the group has tuples.
+
+    Raises:
+        CheckpointError: a setting is of another kind than the group's, such as a string where a number is due.
+    """
     for key, value in saved.items():
         current = group.get(key)
+        if not _is_alike(value, current):
+            raise CheckpointError(
+                f"hf_zero: the checkpoint has {shown(repr(value), 80)} for the setting {shown(key, 80)!r}, which is {current!r} "
+                "here. It is damaged or of another optimizer; resume from another checkpoint."
+            )
         if torch.is_tensor(current):
             current.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(current, tuple) else value
+
+
+def _is_alike(value: Any, current: Any) -> bool:
+    """Whether a saved setting can take the place of the group's; one that is None or unknown here may become anything."""
+    if value is None or current is None:
+        return True
+    if isinstance(current, bool | str) or torch.is_tensor(current):
+        kind: Any = (bool, int, float) if torch.is_tensor(current) else type(current)
+        return isinstance(value, kind) or torch.is_tensor(value)
+    if isinstance(current, int | float):
+        return (isinstance(value, int | float) and abs(value) < 2**63) or torch.is_tensor(value)
+    if isinstance(current, tuple | list):
+        return isinstance(value, tuple | list) and len(value) == len(current)
+    return True
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:

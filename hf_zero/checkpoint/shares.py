@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .files import CHUNK_BYTES, Chunk, chunks_in, tensors_in
+from .files import CHUNK_BYTES, Chunk, chunks_in
+from .headers import tensors_in
 from .manifest import WEIGHTS, Manifest, SavedRow
 
 

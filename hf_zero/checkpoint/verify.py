@@ -1,18 +1,20 @@
 """Is this checkpoint good? Which is the newest that is?"""
 
-import json
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..layout.intervals import Interval, doubly_covered, uncovered
 from .disks import Disk
-from .files import faults_of, files_below, is_whole_safetensors
+from .errors import CheckpointError
+from .files import faults_of, files_below
 from .foreign.find import is_foreign, open_foreign
-from .manifest import WEIGHTS, CheckpointError, Manifest
+from .headers import is_whole_safetensors
+from .json_files import read_mapping
+from .links import link_faults
+from .manifest import Manifest
 from .shares import own_chunks
+from .structure import STATE_NAME, structure_faults
 from .together import Exchange
 
 _NUMBERED = re.compile(r"^checkpoint-(\d+)$")
@@ -33,37 +35,33 @@ def checkpoint_faults(checkpoint: Path, folder: str, *, rank: int = 0, world_siz
         folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
             DeepSpeed or FSDP, is checked for whole safetensors files, for all ranks' files, and for a readable trainer state.
     """
+    try:
+        return _faults(checkpoint, folder, rank=rank, world_size=world_size)
+    except CheckpointError as error:
+        return [in_words(error)]
+    except OSError as error:
+        return [f"it cannot be read ({error})"]
+
+
+def in_words(error: CheckpointError) -> str:
+    """An error as a fault: without whose it is, and without a full stop."""
+    return str(error).removeprefix("hf_zero: ").rstrip(".")
+
+
+def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int) -> list[str]:
     if not checkpoint.is_dir():
         return [f"there is no folder {checkpoint}"]
+    faults = link_faults(checkpoint)
+    if faults:
+        # What a link leads to is not looked at.
+        return faults
     if not (checkpoint / folder).is_dir():
         return _faults_of_plain(checkpoint)
-    try:
-        manifest = Manifest.read(checkpoint / folder)
-    except CheckpointError as error:
-        return [str(error).removeprefix("hf_zero: ").rstrip(".")]
+    manifest = Manifest.read(checkpoint / folder)
     chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
-    return list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks))) + (
-        row_faults(manifest) if rank == 0 else []
-    )
-
-
-def row_faults(manifest: Manifest) -> list[str]:
-    """Elements of a parameter's state that no row has, or several have."""
-    rows: dict[tuple[str, str], list[Interval]] = {}
-    for row in manifest.rows:
-        rows.setdefault((row.kind, row.name), []).append(row.interval)
-    wanted = [
-        (kind, name, manifest.own_shapes.get(name, {}).get(kind, manifest.shapes[name]))
-        for name, kinds in manifest.kinds.items()
-        for kind in kinds
-    ]
-    wanted += [(WEIGHTS, name, weight.shape) for name, weight in manifest.weights.items()]
-    faults = []
-    for kind, name, shape in wanted:
-        intervals = rows.get((kind, name), [])
-        if uncovered(Interval(0, math.prod(shape)), intervals) or doubly_covered(intervals):
-            faults.append(f"{kind} of {name} is not there once for each element")
-    return faults
+    faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks)))
+    # Of files that are not as they were written, no more is asked.
+    return faults if faults or rank else structure_faults(checkpoint, folder, manifest)
 
 
 def newest_first(output_dir: Path) -> Iterator[Path]:
@@ -77,15 +75,26 @@ def step_of(checkpoint: Path) -> int:
     return int(_NUMBERED.match(checkpoint.name).group(1))
 
 
-def find_good(output_dir: Path, folder: str, *, disk: Disk, exchange: Exchange) -> tuple[Path | None, list[Candidate]]:
+def find_good(
+    output_dir: Path,
+    folder: str,
+    *,
+    disk: Disk,
+    exchange: Exchange,
+    further_faults: Callable[[Path], list[str]] = lambda checkpoint: [],
+) -> tuple[Path | None, list[Candidate]]:
     """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading.
 
     Where ranks have disks of their own, it is good on each.
+
+    Args:
+        further_faults: what else is wrong with a checkpoint whose files are good.
     """
     passed: list[Candidate] = []
     names = exchange([path.name for path in newest_first(output_dir)])[0]
     for path in (output_dir / name for name in names):
-        reports = exchange(checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks)))
+        mine = checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks))
+        reports = exchange(mine or further_faults(path))
         faults = tuple(dict.fromkeys(fault for report in reports for fault in report))
         if not faults:
             return path, passed
@@ -100,16 +109,16 @@ def _faults_of_plain(checkpoint: Path) -> list[str]:
         try:
             open_foreign(checkpoint)
         except CheckpointError as error:
-            faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
+            faults.append(in_words(error))
     elif not any(name.endswith((".safetensors", ".bin")) for name in names):
         faults.append("it holds no model weights")
-    state = checkpoint / "trainer_state.json"
-    try:
-        json.loads(state.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        faults.append("trainer_state.json is missing")
-    except ValueError:
-        faults.append("trainer_state.json is cut off or damaged")
+    if not (checkpoint / STATE_NAME).is_file():
+        faults.append(f"{STATE_NAME} is missing")
+    else:
+        try:
+            read_mapping(checkpoint / STATE_NAME)
+        except CheckpointError:
+            faults.append(f"{STATE_NAME} is cut off or damaged")
     faults.extend(
         f"{name} is cut off or damaged"
         for name in names

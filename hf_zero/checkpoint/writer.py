@@ -9,7 +9,7 @@ import torch
 
 from ..layout.intervals import Interval
 from .manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
-from .pieces import LivePieces, Piece, Values, lay_out, write_all
+from .pieces import DTYPE_NAMES, LivePieces, Piece, Values, lay_out, write_all
 from .together import Exchange, together
 
 Row = tuple[str, str, Interval, Values]
@@ -60,7 +60,10 @@ def plan_rows(
         pieces.extend(
             Piece(path=folder / file, offset=begins[f"{kind}/{name}"], values=tensor) for kind, name, _, tensor in rows
         )
-        places = [(kind, name, tuple(interval), file, f"{kind}/{name}") for kind, name, interval, _ in rows]
+        places = [
+            (kind, name, tuple(interval), file, f"{kind}/{name}", DTYPE_NAMES[tensor.dtype])
+            for kind, name, interval, tensor in rows
+        ]
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}}
 
     pieces: list[Piece] = []
@@ -100,8 +103,8 @@ def _manifest(
         scalars.update(report["scalars"])
         own_shapes.update(report["own_shapes"])
         rows.extend(
-            SavedRow(kind=kind, name=name, interval=Interval(*interval), file=file, key=key)
-            for kind, name, interval, file, key in report["rows"]
+            SavedRow(kind=kind, name=name, interval=Interval(*interval), file=file, key=key, dtype=dtype)
+            for kind, name, interval, file, key, dtype in report["rows"]
         )
     for row in rows:
         if row.kind != WEIGHTS:

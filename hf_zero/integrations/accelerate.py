@@ -429,7 +429,9 @@ def _refuse_unless_state(folder: Path) -> None:
         )
     if not (folder / ZERO_FOLDER).is_dir():
         found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        inside = [path for path in sorted(folder.glob("*")) if (path / ZERO_FOLDER).is_dir()]
         raise ValueError(
             f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "
-            "that accelerator.save_state wrote in a run with the plugin."
+            "that accelerator.save_state wrote in a run with the plugin"
+            + (f"; {inside[-1].name} is inside: load_state({str(inside[-1])!r})." if inside else ".")
         )

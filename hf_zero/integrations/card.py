@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ..checkpoint.links import refuse_links
 from .card_facts import CardFacts
 
 CARD_NAME = "README.md"
@@ -26,6 +27,8 @@ _SECTIONS = (
     ("versions", "Versions"),
 )
 _LOSSES_SHOWN = 10
+_LARGEST_CARD = 2**24
+"""Characters; of a longer file the beginning tells."""
 
 
 def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[str, Any] | None = None) -> bool:
@@ -38,6 +41,7 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
         metadata: further fields of the card's front matter, such as language, license, tags, datasets, base_model.
     """
     path = folder / CARD_NAME
+    refuse_links(folder, [path, folder / PLOT_NAME])
     if path.is_file() and not is_our_card(path):
         return False
     drawn = bool(facts.losses) and find_spec("matplotlib") is not None
@@ -49,7 +53,8 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
 
 def is_our_card(path: Path) -> bool:
     """Whether a README.md is one of these, with the line that says so still in it."""
-    return OURS in path.read_text(encoding="utf-8", errors="replace")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return OURS in file.read(_LARGEST_CARD)
 
 
 def render(facts: CardFacts, *, name: str, metadata: Mapping[str, Any], drawn: bool) -> str:

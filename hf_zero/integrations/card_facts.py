@@ -18,7 +18,10 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import Trainer
 
+from ..checkpoint.json_files import read_mapping
+from ..checkpoint.links import refuse_links
 from ..checkpoint.manifest import CheckpointError, Manifest
+from ..checkpoint.structure import STATE_NAME
 from ..config import ZeroConfig
 from ..engine.reference import engine_attached_to
 from .checkpointing import ZERO_FOLDER
@@ -49,6 +52,14 @@ _SPEED = {
     "train_samples_per_second": "samples a second",
     "train_steps_per_second": "steps a second",
 }
+_OF_THE_STATE = ("global_step", "log_history")
+"""Of a Trainer's state, what a card tells."""
+
+_PROGRESS = ("steps trained", "epochs trained")
+
+_NUMBERS = ("loss", "eval_loss", "step", "epoch", "zero/peak_mib")
+"""What is calculated with, of what a Trainer logs."""
+
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub")
 
 
@@ -82,12 +93,17 @@ def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None)
     Raises:
         CheckpointError: a file that is there cannot be read.
     """
-    run, state = _read(folder / RUN_NAME), _read(folder / "trainer_state.json")
+    refuse_links(folder, [folder / name for name in (RUN_NAME, STATE_NAME, "config.json")])
+    run, state = _read(folder / RUN_NAME), _read(folder / STATE_NAME)
+    if not state:
+        # A folder made of a checkpoint has what `carry_run` took along.
+        state = {name: run[name] for name in _OF_THE_STATE if name in run}
     if history is None:
-        history = state.get("log_history") or []
+        history = log_history(state, folder)
     manifest = Manifest.read(folder / ZERO_FOLDER) if (folder / ZERO_FOLDER).is_dir() else None
-    arguments = dict(run.get("arguments") or {})
-    zero = dict(run.get("zero") or {})
+    arguments, zero, data, hardware, versions = (
+        _mapping_in(run, field, folder / RUN_NAME) for field in ("arguments", "zero", "data", "hardware", "versions")
+    )
     if manifest is not None:
         zero = {"stage": manifest.stage, "ranks": manifest.world_size} | zero
         arguments = arguments or _of_optimizers(manifest)
@@ -95,16 +111,34 @@ def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None)
     return CardFacts(
         base_model=base_model if _is_repo_id(base_model) else None,
         model=_model(folder),
-        data=dict(run.get("data") or {}),
+        data=data,
         metrics=_metrics(history),
         hyperparameters=arguments | _progress(state, history),
         zero=zero,
-        hardware=dict(run.get("hardware") or {}),
-        versions=dict(run.get("versions") or (manifest.versions if manifest is not None else {})),
+        hardware=hardware,
+        versions=versions or (manifest.versions if manifest is not None else {}),
         measured=_measured(history),
         losses=_series(history, "loss"),
         eval_losses=_series(history, "eval_loss"),
     )
+
+
+def carry_run(checkpoint: Path, out: Path) -> None:
+    """Writes to a model folder what the card of the checkpoint that it is made of would tell: settings, set-up and losses.
+
+    Raises:
+        CheckpointError: a file of the checkpoint cannot be read.
+    """
+    state = _read(checkpoint / STATE_NAME)
+    facts = card_facts(checkpoint)
+    run = {
+        "base_model": facts.base_model,
+        "arguments": {name: value for name, value in facts.hyperparameters.items() if name not in _PROGRESS},
+        **{name: getattr(facts, name) for name in ("zero", "data", "hardware", "versions")},
+        **{name: state[name] for name in _OF_THE_STATE if name in state},
+    }
+    if any(run.values()):
+        (out / RUN_NAME).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
 
 
 def write_run(trainer: Trainer, folder: Path) -> None:
@@ -174,15 +208,35 @@ def _versions() -> dict[str, str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"hf_zero: {path} cannot be read ({error}).") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"hf_zero: {path} holds {type(content).__name__}, where a mapping is due.")
-    return content
+    return read_mapping(path) if path.is_file() else {}
+
+
+def _mapping_in(content: Mapping[str, Any], field: str, path: Path) -> dict[str, Any]:
+    value = content.get(field) or {}
+    if not isinstance(value, dict):
+        raise CheckpointError(f"hf_zero: {path}: {field} is a {type(value).__name__}, where a mapping is due.")
+    return dict(value)
+
+
+def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """What a Trainer's state has logged: the entries in order, each with numbers where numbers are due.
+
+    Raises:
+        CheckpointError: it has something else there; `path` is the file that the state is of.
+    """
+    history = state.get("log_history") or []
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise CheckpointError(f"hf_zero: {path}: log_history is no list of mappings.")
+    for entry in history:
+        wrong = [name for name, value in entry.items() if name in _NUMBERS and not _is_number(value)]
+        if wrong:
+            raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is no number.")
+    return history
+
+
+def _is_number(value: object) -> bool:
+    """Whether a JSON value is a number that a float can hold."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def _is_repo_id(name: object) -> bool:
@@ -199,11 +253,12 @@ def _model(folder: Path) -> dict[str, Any]:
     config = _read(folder / "config.json")
     model: dict[str, Any] = {}
     if config.get("architectures"):
-        model["architecture"] = ", ".join(config["architectures"])
+        named = config["architectures"]
+        model["architecture"] = ", ".join(map(str, named)) if isinstance(named, list) else str(named)
     if (folder / "adapter_config.json").is_file():
         return model
     tensors = saved_tensors(folder)
-    model["parameters"] = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+    model["parameters"] = sum(math.prod(tensor.shape) for tensor in tensors)
     model["saved as"] = ", ".join(sorted({tensor.dtype for tensor in tensors}))
     return model
 
@@ -213,6 +268,8 @@ def _of_optimizers(manifest: Manifest) -> dict[str, Any]:
     if len(manifest.optimizers) != 1:
         return {}
     optimizer = manifest.optimizers[0]
+    if not optimizer["groups"]:
+        return {"optim": optimizer["class"]}
     first, *others = [group["settings"] for group in optimizer["groups"]]
     shared = {
         name: first[name]
@@ -225,8 +282,8 @@ def _of_optimizers(manifest: Manifest) -> dict[str, Any]:
 
 def _progress(state: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     last = history[-1] if history else {}
-    reached = {"steps trained": last.get("step", state.get("global_step")), "epochs trained": last.get("epoch")}
-    return {name: value for name, value in reached.items() if value is not None}
+    reached = (last.get("step", state.get("global_step")), last.get("epoch"))
+    return {name: value for name, value in zip(_PROGRESS, reached) if value is not None}
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """The command `hf-zero`: look at checkpoints, check them, make model folders of them, and push those to the Hub."""
 
+import importlib.metadata
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import Enum
@@ -12,23 +14,31 @@ from huggingface_hub import HfApi
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
+from ..checkpoint.json_files import read_mapping
+from ..checkpoint.links import refuse_links
 from ..checkpoint.manifest import CheckpointError, Manifest
-from ..checkpoint.verify import checkpoint_faults
+from ..checkpoint.structure import STATE_NAME
+from ..checkpoint.text import shown
 from ..config import ConfigError, parse_bytes
 from ..engine.reports import mib
 from .card import CARD_NAME, write_card
-from .card_facts import card_facts
+from .card_facts import card_facts, carry_run, log_history
 from .checkpointing import ZERO_FOLDER
 from .foreign import convert as convert_foreign
 from .hub import Destination, HubError
 from .push import push_model
 from .weights import consolidate as consolidate_weights
-from .weights import is_checkpoint_of_ours, saved_tensors, weight_faults
+from .weights import folder_faults, is_checkpoint_of_ours, saved_tensors
 
 app = typer.Typer(help="Checkpoints of hf_zero.", no_args_is_help=True, add_completion=False)
 _console = Console()
 _errors = Console(stderr=True, soft_wrap=True)
+
+_LOSSES = {"loss": "training loss", "eval_loss": "evaluation loss"}
+_FAULTS_SHOWN = 50
+_LONGEST_LINE = 2000
 
 Folder = Annotated[Path, typer.Argument(help="A checkpoint or a model folder.")]
 
@@ -41,15 +51,30 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        _console.print(f"hf-zero {importlib.metadata.version('hf-zero')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and end.")
+    ] = False,
+) -> None:
+    """Checkpoints of hf_zero."""
+
+
 @app.command()
 def verify(folder: Folder) -> None:
     """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
-    faults = [] if not is_checkpoint_of_ours(folder) and folder.is_dir() else checkpoint_faults(folder, ZERO_FOLDER)
-    if folder.is_dir():
-        with _said_plainly():
-            faults += weight_faults(folder)
-    for fault in dict.fromkeys(faults):
-        _errors.print(f"{folder}: {fault}", markup=False, highlight=False)
+    with _said_plainly():
+        faults = folder_faults(folder)
+    for fault in faults[:_FAULTS_SHOWN]:
+        _say_error(f"{folder}: {fault}")
+    if len(faults) > _FAULTS_SHOWN:
+        _say_error(f"{folder}: and {len(faults) - _FAULTS_SHOWN} more faults")
     if faults:
         raise typer.Exit(1)
     what = "checksums, rows and weights" if is_checkpoint_of_ours(folder) else "weights (no manifest to compare with)"
@@ -62,16 +87,21 @@ def inspect(folder: Folder) -> None:
     with _said_plainly():
         tensors = saved_tensors(folder)
         manifest = Manifest.read(folder / ZERO_FOLDER) if is_checkpoint_of_ours(folder) else None
+        reached = list(_reached(folder))
     _console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
     table = Table()
     table.add_column("what")
     table.add_column("value")
-    numel = sum(torch.Size(tensor.shape).numel() for tensor in tensors)
+    numel = sum(math.prod(tensor.shape) for tensor in tensors)
     dtypes = sorted({tensor.dtype for tensor in tensors})
-    table.add_row("weights", f"{len(tensors)} tensors, {numel:,} elements, {', '.join(dtypes)}")
-    table.add_row("weights bytes", f"{mib(sum(tensor.nbytes for tensor in tensors))} MiB")
-    for row in () if manifest is None else _rows_of(manifest):
-        table.add_row(*row)
+    rows = [
+        ("weights", f"{len(tensors)} tensors, {numel:,} elements, {', '.join(dtypes)}"),
+        ("weights bytes", f"{mib(sum(tensor.nbytes for tensor in tensors))} MiB"),
+        *reached,
+        *(() if manifest is None else _rows_of(manifest)),
+    ]
+    for what, value in rows:
+        table.add_row(what, Text(shown(value, _LONGEST_LINE)))
     _console.print(table)
 
 
@@ -87,8 +117,7 @@ def consolidate(
     """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
     with _said_plainly():
         for folder in (checkpoint, *(part or ())):
-            ours = is_checkpoint_of_ours(folder)
-            faults = checkpoint_faults(folder, ZERO_FOLDER) if ours else weight_faults(folder)
+            faults = folder_faults(folder)
             if faults:
                 raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(faults[:3])}.")
         with _progress_bar("Writing weights") as show:
@@ -101,6 +130,7 @@ def consolidate(
                 max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
                 on_progress=show,
             )
+        carry_run(checkpoint, out)
     _console.print(f"{out}: {', '.join(files)}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -152,10 +182,25 @@ def convert(
     _console.print(f"{out}: {origin}", markup=False, highlight=False, soft_wrap=True)
 
 
+def _reached(folder: Path) -> Iterator[tuple[str, str]]:
+    """How far a Trainer had come, from its own file."""
+    path = folder / STATE_NAME
+    if path.is_file():
+        refuse_links(folder, [path])
+        state = read_mapping(path)
+        history = log_history(state, path)
+        yield "step", str(state.get("global_step"))
+        for name, said in _LOSSES.items():
+            logged = [entry for entry in history if name in entry]
+            if logged:
+                yield said, f"{logged[-1][name]:.6g} at step {logged[-1].get('step')}"
+
+
 def _rows_of(manifest: Manifest) -> list[tuple[str, str]]:
     kinds = sorted({kind for kinds in manifest.kinds.values() for kind in kinds})
     optimizers = ", ".join(optimizer["class"] for optimizer in manifest.optimizers) or "none"
     return [
+        ("saved", manifest.written_at),
         ("saved by", f"{manifest.world_size} ranks at stage {manifest.stage}"),
         ("layout", _layout_of(manifest)),
         ("optimizers", f"{optimizers}; state: {', '.join(kinds) or 'none'}"),
@@ -194,8 +239,13 @@ def _said_plainly() -> Iterator[None]:
     try:
         yield
     except (CheckpointError, ConfigError, HubError, OSError) as error:
-        _errors.print(str(error), markup=False, highlight=False)
+        _say_error(str(error))
         raise typer.Exit(1) from error
+
+
+def _say_error(said: str) -> None:
+    """One line, whatever names out of a file are in it."""
+    _errors.print(shown(said, _LONGEST_LINE), markup=False, highlight=False)
 
 
 def main() -> None:

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..checkpoint.commit import abandon, begin, commit, seal
 from ..checkpoint.disks import Disk
 from ..checkpoint.foreign.find import open_foreign
 from ..checkpoint.foreign.states import ForeignCheckpoint
+from ..checkpoint.links import refuse_links
 from ..checkpoint.manifest import CheckpointError
 from ..checkpoint.settings import plain_settings, restore_settings
 from ..checkpoint.together import together
@@ -20,6 +20,7 @@ from ..checkpoint.writer import plan_rows, write_pieces
 from ..engine.engine import ZeroEngine
 from ..layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
+from .config_model import CONFIG_NAME, expected_tensors, meta_model
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed and not what; those of the run that goes on stay."""
@@ -170,22 +171,13 @@ def _groups_of(foreign: ForeignCheckpoint) -> list[dict[str, Any]]:
 
 def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrainedModel:
     """The config's model with the checkpoint's weights."""
-    try:
-        config = AutoConfig.from_pretrained(config_folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"hf_zero: {config_folder} has no config.json that can be read ({reason}); name the model's folder with --config."
-        ) from error
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is None:
-        raise CheckpointError(
-            f"hf_zero: {config_folder / 'config.json'} names the architecture {config.architectures}, which transformers has not."
-        )
-    with torch.device("meta"):
-        model = architecture(config)
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    if not (config_folder / CONFIG_NAME).is_file():
+        raise CheckpointError(f"hf_zero: {config_folder} has no {CONFIG_NAME}; name the model's folder with --config.")
     weights = dict(foreign.weights())
+    # In a process of its own first: what a config asks for may have no end.
+    expected_tensors(config_folder, len(weights))
+    model = meta_model(config_folder, len(weights))
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, value in weights.items():
         if shapes.get(name) != tuple(value.shape):
             raise CheckpointError(
@@ -204,7 +196,9 @@ def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrained
 
 
 def _copy_the_rest(source: Path, out: Path) -> None:
-    for path in sorted(source.iterdir()):
+    paths = sorted(source.iterdir())
+    refuse_links(source, paths)
+    for path in paths:
         of_weights = path.name.endswith(_NOT_COPIED) and path.name not in ("training_args.bin", "scheduler.bin")
         if path.is_file() and not of_weights and path.name not in _OF_DEEPSPEED and not (out / path.name).exists():
             shutil.copy2(path, out / path.name)

@@ -11,13 +11,13 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from ..checkpoint.links import refuse_links
 from ..checkpoint.manifest import CheckpointError, Manifest
-from ..checkpoint.verify import checkpoint_faults
 from .card import write_card
 from .card_facts import card_facts
 from .checkpointing import ZERO_FOLDER
 from .hub import Destination, checked_token, push_folder
-from .weights import consolidate, is_checkpoint_of_ours, is_of_the_run, weight_faults
+from .weights import consolidate, folder_faults, is_checkpoint_of_ours, is_of_the_run
 
 
 def push_model(
@@ -55,9 +55,7 @@ def push_model(
 
 def refuse_faults(folder: Path, *, of: Path | None = None) -> None:
     """Raises `CheckpointError` unless the folder holds a good checkpoint or model. `of` is what the folder was made of."""
-    ours = is_checkpoint_of_ours(folder)
-    faults = checkpoint_faults(folder, ZERO_FOLDER) if ours or not folder.is_dir() else []
-    faults += weight_faults(folder) if folder.is_dir() else []
+    faults = folder_faults(folder)
     if faults:
         raise CheckpointError(f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(faults[:3])}.")
 
@@ -72,6 +70,7 @@ def stage_model(source: Path, out: Path) -> None:
         hidden = any(part.startswith(".") for part in parts)
         of_the_run = parts[0] == ZERO_FOLDER or parts[0].startswith(("checkpoint-", "_")) or is_of_the_run(path.name)
         if path.is_file() and not hidden and not of_the_run:
+            refuse_links(source, [path])
             _place(path, out.joinpath(*parts))
 
 
@@ -82,6 +81,7 @@ def stage_checkpoint(checkpoint: Path, out: Path) -> None:
     """
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name != TRAINING_ARGS_NAME:
+            refuse_links(checkpoint, [path])
             _place(path, out / path.relative_to(checkpoint))
     manifest = Manifest.read(checkpoint / ZERO_FOLDER)
     files = {name: record for name, record in manifest.files.items() if Path(name).name != TRAINING_ARGS_NAME}

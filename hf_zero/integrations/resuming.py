@@ -1,19 +1,54 @@
 """Which checkpoint a Trainer resumes from: the one asked for, or the newest that is good."""
 
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import Trainer, logging
+from transformers import Trainer, TrainerState, logging
+from transformers.trainer_utils import SaveStrategy
 
 from ..checkpoint.commit import clear_leftovers
 from ..checkpoint.disks import disk_with, find_disk
+from ..checkpoint.json_files import read_mapping
+from ..checkpoint.manifest import CheckpointError
+from ..checkpoint.run_lock import held_alone
+from ..checkpoint.structure import STATE_NAME
+from ..checkpoint.text import shown
 from ..checkpoint.together import together
-from ..checkpoint.verify import Candidate, checkpoint_faults, find_good
+from ..checkpoint.verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
 from .checkpointing import ZERO_FOLDER
 
 logger = logging.get_logger(__name__)
 
 LAST_GOOD = "last-good"
+
+_THEN = (
+    "Nothing was trained. Make the folder writable and free some room, or give another output_dir; a run with save_strategy='no' "
+    "that starts afresh needs none."
+)
+_LONGEST = 2000
+_NUMBER = (int, float)
+_KINDS = {
+    "global_step": int,
+    "epoch": (*_NUMBER, type(None)),
+    "max_steps": int,
+    "num_train_epochs": _NUMBER,
+    "logging_steps": _NUMBER,
+    "eval_steps": _NUMBER,
+    "save_steps": _NUMBER,
+    "train_batch_size": (int, type(None)),
+    "num_input_tokens_seen": _NUMBER,
+    "total_flos": _NUMBER,
+    "best_metric": (*_NUMBER, type(None)),
+    "best_global_step": (int, type(None)),
+    "best_model_checkpoint": (str, type(None)),
+    "trial_name": (str, type(None)),
+    "stateful_callbacks": (dict, type(None)),
+    "log_history": (list, type(None)),
+}
+"""Fields of a Trainer's state, and what they may be."""
 
 
 def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | None:
@@ -29,24 +64,26 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
     if asked is not True and asked != LAST_GOOD:
         disk = disk_with(Path(asked), rank, exchange_between_ranks)
         mine = checkpoint_faults(Path(asked), ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks))
+        mine = checkpoints_inside(Path(asked)) or mine or state_faults(Path(asked))
         faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
         if faults:
-            there = sorted(path.name for path in output_dir.glob("checkpoint-*"))
+            there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
             raise ValueError(
-                f"hf_zero: cannot resume from {str(asked)!r}: {'; '.join(faults)}. Checkpoints in {str(output_dir)!r}: "
-                f"{', '.join(there) or 'none'}. Pass one of those, or resume_from_checkpoint={LAST_GOOD!r} for the newest good "
-                "one."
+                f"hf_zero: cannot resume from {str(asked)!r}: {shown('; '.join(faults), _LONGEST)}. Checkpoints in "
+                f"{str(output_dir)!r}: {there}. Pass one of those, or resume_from_checkpoint={LAST_GOOD!r} for the "
+                "newest good one."
             )
         return str(asked)
-    then = "Nothing was trained; make the folder writable."
-    disk = find_disk(output_dir, rank, exchange_between_ranks, then=then)
+    disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
     together(
         exchange_between_ranks,
         lambda: clear_leftovers(output_dir) if disk.leads else None,
         doing=f"clear {output_dir} of what killed runs left",
-        then=then,
+        then=_THEN,
     )
-    found, passed = find_good(output_dir, ZERO_FOLDER, disk=disk, exchange=exchange_between_ranks)
+    found, passed = find_good(
+        output_dir, ZERO_FOLDER, disk=disk, exchange=exchange_between_ranks, further_faults=state_faults
+    )
     said = _in_words(passed)
     if found is None and asked is True:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
@@ -58,7 +95,52 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
 
 
 def _in_words(passed: list[Candidate]) -> str:
-    return "; ".join(f"{candidate.path.name}: {', '.join(candidate.faults[:3])}" for candidate in passed)
+    return "; ".join(f"{each.path.name}: {shown(', '.join(each.faults[:3]), _LONGEST)}" for each in passed)
+
+
+@contextmanager
+def alone_in_output_dir(trainer: Trainer, resume: object) -> Iterator[None]:
+    """Keeps other runs out of a Trainer's output_dir, where it is to write or to clear checkpoints there. Collective.
+
+    Raises:
+        CheckpointError: on every rank: another run has the folder, or it cannot be written to.
+    """
+    args = trainer.args
+    if args.save_strategy == SaveStrategy.NO and resume is not True and resume != LAST_GOOD:
+        yield
+        return
+    output_dir = Path(args.output_dir)
+    disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
+    with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks):
+        yield
+
+
+def checkpoints_inside(folder: Path) -> list[str]:
+    """The fault of a folder that is no checkpoint and has some: it names the newest."""
+    if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
+        return []
+    inside = next(newest_first(folder), None)
+    return (
+        [] if inside is None else [f"it is a folder of checkpoints; {inside.name} is inside, so give {str(inside)!r}"]
+    )
+
+
+def state_faults(checkpoint: Path) -> list[str]:
+    """What a Trainer could not go on with in its own state of a checkpoint."""
+    path = checkpoint / STATE_NAME
+    if not path.is_file():
+        return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
+    try:
+        content = read_mapping(path)
+    except CheckpointError as error:
+        return [in_words(error)]
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    faults = [f"{STATE_NAME} has {name!r}, which Trainer does not know" for name in content if name not in known]
+    for name, kinds in _KINDS.items():
+        value = content.get(name)
+        if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
+            faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
+    return faults
 
 
 def exchange_between_ranks(value: object) -> list:

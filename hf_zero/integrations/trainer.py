@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import Trainer, logging
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import ADAPTER_CONFIG_NAME
 
@@ -26,9 +26,10 @@ from .foreign import load_foreign, load_foreign_weights
 from .frames import find_in_callers
 from .frozen_base import refuse_other_base
 from .init import init, leave_in_checkpoint
+from .loading import named_when_damaged, named_when_of_another_model
 from .plain_optimizer import load_plain_optimizer
 from .resumed import say_resumed
-from .resuming import checkpoint_to_resume
+from .resuming import alone_in_output_dir, checkpoint_to_resume
 from .row_weights import has_row_weights, load_row_weights
 from .step_figures import StepFigures
 from .trainer_checkpoints import CheckpointSaver
@@ -63,7 +64,11 @@ class ZeroTrainerMixin:
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
-        resume_from_checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
+        with alone_in_output_dir(self, resume_from_checkpoint):
+            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
+            return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+
+    def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
@@ -72,7 +77,7 @@ class ZeroTrainerMixin:
             self.add_callback(self._step_figures)
         try:
             return super().train(
-                resume_from_checkpoint=resume_from_checkpoint,
+                resume_from_checkpoint=checkpoint,
                 trial=trial,
                 ignore_keys_for_eval=ignore_keys_for_eval,
                 **kwargs,
@@ -189,7 +194,8 @@ class ZeroTrainerMixin:
             if leave_in_checkpoint(self.model, folder):
                 return
             logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with named_when_of_another_model(folder, type(self.model if model is None else model).__name__):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
@@ -218,8 +224,21 @@ class ZeroTrainerMixin:
             logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
             return
         scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
-        self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+        with named_when_damaged(scheduler_file, "the scheduler's state"):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
         say_resumed(engine, checkpoint, origin)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with named_when_damaged(checkpoint, "the loss scale"):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with named_when_damaged(checkpoint, "the random states"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_callback_state(self) -> None:
+        with named_when_damaged(TRAINER_STATE_NAME, "the callbacks' state"):
+            super()._load_callback_state()
 
     def _load_best_model(self) -> None:
         for engine in self.accelerator.zero_engines:

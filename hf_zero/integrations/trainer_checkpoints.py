@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..checkpoint.background import Background
 from ..checkpoint.commit import abandon, begin, commit, discard
-from ..checkpoint.disks import Disk, find_disk
+from ..checkpoint.disks import Disk, disk_asked, find_disk
 from ..checkpoint.manifest import CheckpointError, Manifest
 from ..checkpoint.pieces import LivePieces
 from ..checkpoint.together import Exchange, together
@@ -151,11 +151,17 @@ class CheckpointSaver:
             with_state = not trainer.args.save_only_model
             folder = temporary / ZERO_FOLDER
             manifest, pieces = plan_state(engine, folder, with_state=with_state, weights=plan.rows)
-            manifest = replace(manifest, weights=dict(plan.weights), is_kept=is_full, base=self._base.checksum())
+            manifest = replace(
+                manifest,
+                weights=dict(plan.weights),
+                is_kept=is_full,
+                base=self._base.checksum(),
+                step=trainer.state.global_step,
+            )
             _note_best(trainer, run_folder, final)
             together(
                 exchange,
-                lambda: _write_the_rest(trainer, temporary, leads=disk.leads),
+                lambda: _write_the_rest(trainer, temporary, disk),
                 doing=f"write trainer state to {temporary}",
                 then=_THEN,
             )
@@ -299,14 +305,15 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = str(best)
 
 
-def _write_the_rest(trainer: Trainer, folder: Path, *, leads: bool) -> None:
+def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
     """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
     if not trainer.args.save_only_model:
-        if leads:
-            torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
-        trainer._save_scaler(str(folder))
-        trainer._save_rng_state(str(folder))
-    if leads:
+        with disk_asked(folder):
+            if disk.leads:
+                torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            trainer._save_scaler(str(folder))
+            trainer._save_rng_state(str(folder))
+    if disk.leads:
         for callback in [*trainer.callback_handler.callbacks, trainer.control]:
             if isinstance(callback, ExportableState):
                 held = trainer.state.stateful_callbacks

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -11,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
-from transformers.core_model_loading import revert_weight_conversion
+from safetensors import safe_open
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_SAFE_WEIGHTS_NAME,
@@ -22,12 +20,17 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
 )
 
+from ..checkpoint.files import is_inside
+from ..checkpoint.json_files import read_mapping
+from ..checkpoint.links import link_faults, refuse_links
 from ..checkpoint.manifest import WEIGHTS, CheckpointError
 from ..checkpoint.pieces import Piece, dtype_named, lay_out
 from ..checkpoint.reader import CheckpointReader
+from ..checkpoint.verify import checkpoint_faults, in_words
 from ..engine.state_rows import MASTER
 from ..layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
+from .config_model import CONFIG_NAME, expected_tensors
 from .row_weights import has_row_weights
 
 RUN_NAME = "training_run.json"
@@ -35,6 +38,9 @@ RUN_NAME = "training_run.json"
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weights file, where nothing else is said."""
+
+_FLOATING = ("F64", "F32", "F16", "BF16")
+"""What weights are stored in; eight bits and fewer belong to a `quantization_config`."""
 
 _OF_THE_RUN = (
     "optimizer.pt",
@@ -69,13 +75,14 @@ def weight_files(folder: Path) -> list[str]:
         raise CheckpointError(f"hf_zero: there is no folder {folder}.")
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"hf_zero: {index} is damaged ({error!r}).") from error
-        bad = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        refuse_links(folder, [index])
+        weight_map = read_mapping(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"hf_zero: {index} is damaged: its weight_map is no mapping from tensors to files.")
+        names = sorted(set(weight_map.values()))
+        bad = [n for n in names if not is_inside(n) or Path(n).name != n or not (folder / n).is_file()]
         if bad:
-            raise CheckpointError(f"hf_zero: {index} names {bad[0]!r}, which is not a file of {folder}.")
+            raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")
         return names
     for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
         if (folder / name).is_file():
@@ -118,6 +125,7 @@ class FileWeights(Weights):
         self._files: dict[str, Any] = {}
         self.tensors = []
         for file in weight_files(folder):
+            refuse_links(folder, [folder / file])
             try:
                 opened = self._files[file] = self._stack.enter_context(safe_open(folder / file, framework="pt"))
                 for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
@@ -127,7 +135,8 @@ class FileWeights(Weights):
                     self.tensors.append(
                         SavedTensor(name=name, file=file, shape=shape, dtype=view.get_dtype(), nbytes=nbytes)
                     )
-            except (OSError, SafetensorError) as error:
+            except Exception as error:
+                # Of a header that is no header, which of its errors safetensors raises is its own matter.
                 self._stack.close()
                 raise CheckpointError(f"hf_zero: {folder / file} cannot be read ({error}).") from error
 
@@ -205,59 +214,51 @@ def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
     return RowWeights(folder, others) if has_row_weights(folder) else FileWeights(folder)
 
 
+def folder_faults(folder: Path) -> list[str]:
+    """What a checkpoint or model folder has wrong, in words: first by its manifest, then its weights against its config."""
+    if is_checkpoint_of_ours(folder) or not folder.is_dir():
+        faults = checkpoint_faults(folder, ZERO_FOLDER)
+        if faults:
+            return faults
+    return list(dict.fromkeys(weight_faults(folder)))
+
+
 def weight_faults(folder: Path) -> list[str]:
     """What the weights have wrong against the model of the folder's config, in words."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
+    faults = link_faults(folder)
+    if faults:
+        # What a link leads to is not looked at.
+        return faults
     try:
         saved = saved_tensors(folder)
     except CheckpointError as error:
-        return [str(error).removeprefix("hf_zero: ").rstrip(".")]
+        return [in_words(error)]
+    counts = Counter(tensor.name for tensor in saved)
     faults = [f"{tensor.name} is empty" for tensor in saved if 0 in tensor.shape]
-    names = [tensor.name for tensor in saved]
-    faults += [f"{name} is in two files" for name in dict.fromkeys(names) if names.count(name) > 1]
-    if not (folder / "config.json").is_file():
+    faults += [f"{name} is in two files" for name, count in counts.items() if count > 1]
+    if not (folder / CONFIG_NAME).is_file():
         # A checkpoint of ours may be of a model without one; its manifest vouches for the weights.
         if not is_checkpoint_of_ours(folder):
-            faults.append("there is no config.json to compare the weights with")
+            faults.append(f"there is no {CONFIG_NAME} to compare the weights with")
         return faults
     try:
-        expected, tied = _expected(folder)
+        expected = expected_tensors(folder, len(saved))
+        is_quantised = "quantization_config" in read_mapping(folder / CONFIG_NAME)
     except CheckpointError as error:
-        return [*faults, str(error).removeprefix("hf_zero: ").rstrip(".")]
+        return [*faults, in_words(error)]
     for tensor in saved:
         if tensor.name not in expected:
             faults.append(f"{tensor.name} is no tensor of the config's model")
-        elif expected[tensor.name] != tensor.shape:
-            faults.append(f"{tensor.name} has shape {tensor.shape} and the config's model {expected[tensor.name]}")
-    present = set(names)
-    for name in expected:
-        if name not in present and not (tied.get(name, {name}) & present):
-            faults.append(f"{name} is missing")
+        elif expected[tensor.name].shape != tensor.shape:
+            faults.append(
+                f"{tensor.name} has shape {tensor.shape} and the config's model {expected[tensor.name].shape}"
+            )
+        elif not is_quantised and expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
+            faults.append(f"{tensor.name} has dtype {tensor.dtype}, which the config's model cannot have there")
+    faults += [f"{name} is missing" for name, tensor in expected.items() if not tensor.names & counts.keys()]
     return faults
-
-
-def _expected(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, set[str]]]:
-    """Name → shape of what the config's model saves, and name → all names of the tensor that it is tied to."""
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"hf_zero: {folder / 'config.json'} cannot be read ({reason}).") from error
-    architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    if architecture is None:
-        raise CheckpointError(
-            f"hf_zero: {folder / 'config.json'} names the architecture {config.architectures}, which transformers has not."
-        )
-    with torch.device("meta"):
-        model = architecture(config)
-    model.tie_weights()
-    # As save_pretrained names and splits them: a layer's experts are one tensor in the model and many in its files.
-    state = revert_weight_conversion(model, model.state_dict(keep_vars=True))
-    names_of: dict[int, set[str]] = {}
-    for name, value in state.items():
-        names_of.setdefault(id(value), set()).add(name)
-    return {n: tuple(v.shape) for n, v in state.items()}, {n: names_of[id(v)] for n, v in state.items()}
 
 
 def consolidate(
@@ -290,6 +291,8 @@ def consolidate(
         )
     if masters and not is_checkpoint_of_ours(checkpoint):
         raise CheckpointError(f"hf_zero: {checkpoint} is no checkpoint of ours, so it has no masters.")
+    copied = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not is_of_the_run(path.name)]
+    refuse_links(checkpoint, copied)
     opened = open_weights(checkpoint, others)
     with MasterWeights(opened, checkpoint, others) if masters else opened as weights:
         out.mkdir(parents=True, exist_ok=True)
@@ -311,13 +314,13 @@ def consolidate(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (out / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
     of_weights = {SAFE_WEIGHTS_INDEX_NAME, *(tensor.file for tensor in weights.tensors)}
-    for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in of_weights and not is_of_the_run(path.name):
+    for path in copied:
+        if path.name not in of_weights:
             shutil.copy2(path, out / path.name)
-    if (dtype is not None or masters) and (out / "config.json").is_file():
-        config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    if (dtype is not None or masters) and (out / CONFIG_NAME).is_file():
+        config = read_mapping(out / CONFIG_NAME)
         config["dtype"] = str(dtype or torch.float32).removeprefix("torch.")
-        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (out / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(set(weight_map.values()))
 
 

@@ -66,11 +66,22 @@ def _identity() -> dict[str, str | int]:
 
 @contextmanager
 def _turn(parent: Path) -> Iterator[None]:
-    """One process at a time: a folder that is not locked yet must not look dead to another."""
-    turn = os.open(parent / _TURN, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    """One process at a time: a folder that is not locked yet must not look dead to another.
+
+    The last folder to go takes the file along.
+    """
+    path = parent / _TURN
+    while True:
+        turn = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(turn, fcntl.LOCK_EX)
+        if path.exists() and os.path.samestat(os.fstat(turn), path.stat()):
+            break
+        # Who had it before has taken it away meanwhile.
+        os.close(turn)
+    try:
         yield
+        if not any(parent.glob(f"{_PREFIX}*")):
+            path.unlink()
     finally:
         os.close(turn)
 
@@ -104,5 +115,6 @@ def _is_free(lock_path: Path) -> bool:
 def _remove_own(path: Path, lock: int) -> None:
     # It may be gone already, with the folder that it is in.
     if path.is_dir():
-        shutil.rmtree(path)
+        with _turn(path.parent):
+            shutil.rmtree(path)
     os.close(lock)

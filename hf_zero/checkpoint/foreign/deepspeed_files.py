@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import is_inside
+from ..json_files import read_text
 from ..manifest import CheckpointError
 from .pickles import load_deepspeed_file
 
@@ -13,6 +15,8 @@ _MODEL_FILE = re.compile(r"^(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.
 _VERSION = re.compile(r"^0\.(\d+)\.")
 _MINORS = range(16, 20)
 """Of DeepSpeed 0.x: those whose checkpoints have the fields that are read here."""
+
+_LARGEST_TAG_BYTES = 1024
 
 _THEN = "Continue it with DeepSpeed, or export its weights with DeepSpeed's zero_to_fp32.py and start from those."
 
@@ -46,8 +50,8 @@ def step_folder_of(folder: Path) -> Path | None:
     """The folder of the step that `latest` names, `folder` itself where it is one, or None: not DeepSpeed's."""
     latest = folder / "latest"
     if latest.is_file():
-        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if Path(tag).name != tag or not (folder / tag).is_dir():
+        tag = read_text(latest, most_bytes=_LARGEST_TAG_BYTES).strip()
+        if not is_inside(tag) or Path(tag).name != tag or not (folder / tag).is_dir():
             raise CheckpointError(f"hf_zero: {latest} names {tag!r}, and {folder} has no such folder; copy it there.")
         return folder / tag
     if folder.is_dir() and any(_OPTIMIZER_FILE.match(path.name) for path in folder.iterdir()):

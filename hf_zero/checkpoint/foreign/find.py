@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..links import refuse_links
 from ..manifest import CheckpointError
 from .dcp import MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint
@@ -19,7 +20,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def open_foreign(folder: Path) -> ForeignCheckpoint:
-    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only.
+    """Opens a checkpoint of DeepSpeed ZeRO or of FSDP; reads headers and metadata only. What a link leads to is not read.
 
     Args:
         folder: of Trainer or accelerate (`checkpoint-N`), or DeepSpeed's own, with `latest` or of one step.
@@ -27,6 +28,20 @@ def open_foreign(folder: Path) -> ForeignCheckpoint:
     Raises:
         CheckpointError: neither of them, not whole, or of a variant that is not covered.
     """
+    refuse_links(folder, sorted(path for path in folder.rglob("*") if path.is_symlink()))
+    try:
+        return _open(folder)
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:
+        # The formats are pickles: their fields may hold anything.
+        raise CheckpointError(
+            f"hf_zero: {folder} is damaged, or of a variant that is not covered ({type(error).__name__}: {str(error)[:200]}). "
+            "Resume from another checkpoint."
+        ) from error
+
+
+def _open(folder: Path) -> ForeignCheckpoint:
     if (folder / "pytorch_model_fsdp.bin").is_file():
         raise CheckpointError(
             f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "

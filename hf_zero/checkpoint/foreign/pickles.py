@@ -79,6 +79,9 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
     return content
 
 
+_LARGEST_METADATA_BYTES = 2**30
+
+
 def _layout_of(name: object) -> str:
     return str(name)
 
@@ -130,6 +133,10 @@ def load_dcp_metadata(path: Path) -> Record:
         CheckpointError: missing, cut off, or with a class that is not among the known ones.
     """
     try:
+        if path.stat().st_size > _LARGEST_METADATA_BYTES:
+            raise CheckpointError(
+                f"hf_zero: {path} has {path.stat().st_size} bytes, and at most {_LARGEST_METADATA_BYTES} are read."
+            )
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(

@@ -1,0 +1,141 @@
+"""Whether a checkpoint's parts fit together: checksums tell that files are as they were written, not that they were right."""
+
+import fnmatch
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from ..layout.intervals import Interval, doubly_covered, uncovered
+from .errors import CheckpointError
+from .files import files_below
+from .headers import TensorSpan, is_whole_safetensors, spans_in
+from .json_files import read_mapping
+from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
+
+STATE_NAME = "trainer_state.json"
+
+_READ_BACK = (
+    "model*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.*",
+    "pytorch_model*.bin",
+    "optimizer*.bin",
+    "optimizer.pt",
+    "scheduler*.bin",
+    "scheduler.pt",
+    "scaler.pt",
+    "sampler*.bin",
+    "rng_state*.pth",
+    "random_states_*.pkl",
+    "custom_checkpoint_*.pkl",
+    STATE_NAME,
+)
+"""Files beside the manifest's folder that a resume or `from_pretrained` would read."""
+
+
+def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[str]:
+    """What contradicts the manifest, in words, beside checksums.
+
+    Args:
+        folder: below the checkpoint, in which the manifest lies. Those of further models, `folder_1` and so on, too.
+    """
+    faults = [*row_faults(manifest), *_row_file_faults(checkpoint / folder, manifest)]
+    for other in sorted(path for path in checkpoint.glob(f"{folder}_*") if path.is_dir()):
+        try:
+            further = Manifest.read(other)
+        except CheckpointError as error:
+            faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
+            continue
+        faults += [*row_faults(further), *_row_file_faults(other, further)]
+    return [
+        *faults,
+        *_lost_files(manifest, folder),
+        *_strange_files(checkpoint, folder, manifest),
+        *_step_faults(checkpoint, manifest),
+    ]
+
+
+def row_faults(manifest: Manifest) -> list[str]:
+    """Elements of a parameter's state that no row has, or several have."""
+    rows: dict[tuple[str, str], list[Interval]] = {}
+    for row in manifest.rows:
+        rows.setdefault((row.kind, row.name), []).append(row.interval)
+    wanted = [(kind, name) for name, kinds in manifest.kinds.items() for kind in kinds]
+    wanted += [(WEIGHTS, name) for name in manifest.weights]
+    faults = []
+    for kind, name in wanted:
+        intervals = rows.get((kind, name), [])
+        whole = Interval(0, math.prod(manifest.whole_shape(kind, name) or ()))
+        if uncovered(whole, intervals) or doubly_covered(intervals):
+            faults.append(f"{kind} of {name} is not there once for each element")
+    return faults
+
+
+def _lost_files(manifest: Manifest, folder: str) -> Iterator[str]:
+    for file in dict.fromkeys(row.file for row in manifest.rows):
+        if file not in manifest.elsewhere and f"{folder}/{file}" not in manifest.files:
+            yield f"{folder}/{file} has rows and is not among the files that {MANIFEST_NAME} vouches for"
+
+
+def _strange_files(checkpoint: Path, folder: str, manifest: Manifest) -> Iterator[str]:
+    """Files that are no whole safetensors, and such as would be read though nothing vouches for them."""
+    from_elsewhere = {f"{folder}/{file}" for file in manifest.elsewhere}
+    for name in files_below(checkpoint):
+        if name in manifest.files:
+            if name.endswith(".safetensors") and not is_whole_safetensors(checkpoint / name):
+                yield f"{name} is cut off or damaged"
+        elif name not in from_elsewhere and _is_read_back(name, folder):
+            yield f"{name} is not among the files that {MANIFEST_NAME} vouches for"
+
+
+def _row_file_faults(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Rows that are not in their files as the manifest says. Reads the files' headers."""
+    rows: dict[str, list[SavedRow]] = {}
+    for row in manifest.rows:
+        rows.setdefault(row.file, []).append(row)
+    for file, in_file in rows.items():
+        spans = spans_in(folder / file)
+        if spans is not None:
+            yield from _faults_of_rows(f"{folder.name}/{file}", in_file, spans, manifest)
+        elif not (folder / file).exists() and file not in manifest.elsewhere:
+            yield f"{folder.name}/{file} is missing"
+
+
+def _faults_of_rows(
+    file: str, rows: list[SavedRow], spans: Mapping[str, TensorSpan], manifest: Manifest
+) -> Iterator[str]:
+    seen: set[str] = set()
+    for row in rows:
+        span, numel = spans.get(row.key), row.interval.numel
+        weight = manifest.weights.get(row.name) if row.kind == WEIGHTS else None
+        if span is None:
+            yield f"{file} has no {row.key}"
+        elif row.key in seen or row.key != f"{row.kind}/{row.name}":
+            yield f"{row.kind} of {row.name} is under {row.key} in {file}, which is another row's"
+        elif span.shape != (numel,):
+            yield f"{row.key} has shape {span.shape} in {file}, and {numel} elements are due"
+        elif span.dtype != row.dtype:
+            yield f"{row.key} has dtype {span.dtype} in {file}, and {row.dtype} is due"
+        elif weight is not None and weight.dtype != row.dtype:
+            yield f"{row.key} has dtype {row.dtype} in {file}, and the model's {row.name} is {weight.dtype}"
+        seen.add(row.key)
+    for key in spans.keys() - seen:
+        yield f"{file} has {key}, which is no row"
+
+
+def _is_read_back(name: str, folder: str) -> bool:
+    parts = PurePosixPath(name).parts
+    if len(parts) > 1:
+        return len(parts) == 2 and parts[0] == folder and parts[1].endswith(".safetensors")
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _READ_BACK)
+
+
+def _step_faults(checkpoint: Path, manifest: Manifest) -> list[str]:
+    if manifest.step is None or STATE_NAME not in manifest.files or not (checkpoint / STATE_NAME).is_file():
+        return []
+    try:
+        step = read_mapping(checkpoint / STATE_NAME).get("global_step")
+    except CheckpointError:
+        return [f"{STATE_NAME} is cut off or damaged"]
+    return [] if step == manifest.step else [f"{STATE_NAME} is of step {step!r}, and the checkpoint of {manifest.step}"]

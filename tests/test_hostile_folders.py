@@ -1,0 +1,395 @@
+"""Folders of somebody else's: each that does not hold what it says is one clear fault, and nothing outside of it is touched."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz_folders import fuzz
+from hostile_folders import MANIFEST, by_command, cast, commands, resign, with_header
+from ranks import run_ranks
+from trainer_job import as_launched, make_trainer
+from training import gpt2
+
+from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.verify import checkpoint_faults, find_good
+from hf_zero.integrations import config_model
+
+pytestmark = pytest.mark.timeout(180)
+
+ROWS = "rank-00001-of-00002.safetensors"
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+def saves(rank: int, world_size: int, folder: str, layout: str) -> None:
+    as_launched(rank, world_size)
+    make_trainer(f"flag stage=2,checkpoint.layout={layout}", "bert", f"{folder}/{layout}", **SAVING).train()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Runs of two ranks in both layouts: `hf/checkpoint-2`, `hf/checkpoint-4`, and the same below `sharded`."""
+    folder = tmp_path_factory.mktemp("trained")
+    for layout in ("hf", "sharded"):
+        arguments = {"folder": str(folder), "layout": layout}
+        run_ranks(saves, world_size=2, time_limit_s=150, keyword_arguments=arguments)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained / "hf" / "checkpoint-4", tmp_path / "checkpoint-4"))
+
+
+@pytest.fixture
+def sharded(trained, tmp_path) -> Path:
+    return Path(shutil.copytree(trained / "sharded" / "checkpoint-4", tmp_path / "sharded"))
+
+
+@pytest.fixture
+def plain(tmp_path) -> Path:
+    """A model folder."""
+    torch.manual_seed(1)
+    gpt2().save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def refused(folder: Path, says: str, by: tuple[str, ...] = ("verify",)) -> None:
+    """These commands refuse the folder and say why."""
+    for name in by:
+        code, output = by_command(*commands(folder, folder.with_name("out"))[name])
+        assert code == 1 and says in output, (name, output)
+    assert not folder.with_name("out").exists()
+
+
+SENDING = ("verify", "consolidate", "push")
+
+
+# ---- what fits its sums and nothing else ----
+
+
+def of_another_file(content: dict) -> None:
+    content["rows"][0][4] = "rank-00009-of-00002.safetensors"
+
+
+def of_another_key(content: dict) -> None:
+    content["rows"][0][5] = "exp_avg/nothing"
+
+
+def beyond(content: dict) -> None:
+    content["rows"][0][3] += 10_000
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (of_another_file, "rank-00009-of-00002.safetensors is missing"),
+        (of_another_key, "has no exp_avg/nothing"),
+        (beyond, "has elements 0 to "),
+        (lambda content: content["files"].pop(f"zero/{ROWS}"), f"zero/{ROWS} has rows and is not among the files"),
+        (lambda content: content["files"].pop("model.safetensors"), "model.safetensors is not among the files"),
+        (lambda content: content["files"].pop("scheduler.pt"), "scheduler.pt is not among the files"),
+        (lambda content: content.update(step=3), "trainer_state.json is of step 4, and the checkpoint of 3"),
+        (lambda content: content["rows"][0].__setitem__(6, "F16"), "has dtype F32 in zero/rank-0000"),
+    ],
+    ids=[
+        "row's file",
+        "row's key",
+        "interval",
+        "rows left out",
+        "weights left out",
+        "scheduler left out",
+        "step",
+        "dtype",
+    ],
+)
+def test_a_manifest_that_does_not_describe_its_folder_is_refused(change, says, checkpoint):
+    resign(checkpoint, change)
+    refused(checkpoint, says)
+
+
+def declared_as_integers(header: dict) -> None:
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["dtype"] == "F32":
+            entry["dtype"] = "I32"
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda rows: rows.write_bytes(b""), f"zero/{ROWS} is cut off or damaged"),
+        (lambda rows: os.truncate(rows, rows.stat().st_size - 4), f"zero/{ROWS} is cut off or damaged"),
+        (lambda rows: cast(rows, torch.float64), f"has dtype F64 in zero/{ROWS}, and F32 is due"),
+        (lambda rows: with_header(rows, declared_as_integers), f"has dtype I32 in zero/{ROWS}, and F32 is due"),
+        (lambda rows: with_header(rows, lambda header: header.popitem()), f"zero/{ROWS} has no "),
+    ],
+    ids=["empty", "truncated", "another dtype", "declared otherwise", "a row less"],
+)
+def test_a_ranks_file_that_is_not_what_was_written_is_refused_whatever_its_sum(damage, says, checkpoint):
+    damage(checkpoint / "zero" / ROWS)
+    resign(checkpoint)
+    refused(checkpoint, says)
+
+
+def test_weights_of_another_step_that_nothing_vouches_for_are_refused(checkpoint, trained):
+    shutil.copy2(trained / "hf" / "checkpoint-2" / "model.safetensors", checkpoint)
+    resign(checkpoint, lambda content: content["files"].pop("model.safetensors"))
+    refused(checkpoint, "model.safetensors is not among the files that manifest.json vouches for", SENDING)
+
+
+def test_a_trainer_state_of_another_step_is_refused(checkpoint, trained):
+    shutil.copy2(trained / "hf" / "checkpoint-2" / "trainer_state.json", checkpoint)
+    resign(checkpoint)
+    refused(checkpoint, "trainer_state.json is of step 2, and the checkpoint of 4")
+
+
+@pytest.mark.parametrize("dtype", ["F64", "U8", "BOOL", "F8_E4M3"])
+def test_weights_that_are_declared_in_another_dtype_than_they_have_are_refused(dtype, sharded):
+    resign(sharded, lambda content: [weight.__setitem__(0, dtype) for weight in content["weights"].values()])
+    refused(sharded, f"is {dtype}", ("consolidate",))
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused(checkpoint):
+    with_header(checkpoint / "model.safetensors", declared_as_integers)
+    resign(checkpoint)
+    refused(checkpoint, "has dtype I32, which the config's model cannot have there")
+
+
+def test_rows_of_a_second_model_are_looked_at_too(checkpoint):
+    shutil.copytree(checkpoint / "zero", checkpoint / "zero_1")
+    resign(checkpoint, lambda content: content["rows"].pop(), folder="zero_1")
+    resign(checkpoint)
+    refused(checkpoint, "is not there once for each element")
+
+
+def test_files_that_no_resume_reads_may_be_added_to_a_checkpoint(checkpoint):
+    (checkpoint / "notes.txt").write_text("by hand")
+    (checkpoint / "embeddings.pt").write_bytes(b"of a callback")
+    assert by_command("card", checkpoint)[0] == 0
+    assert checkpoint_faults(checkpoint, "zero") == []
+
+
+# ---- links ----
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "config.json", "zero"])
+def test_a_link_out_of_the_folder_is_neither_read_nor_copied(name, checkpoint, tmp_path):
+    aside = tmp_path / "aside"
+    if (checkpoint / name).exists():
+        (checkpoint / name).rename(aside)
+    else:
+        aside.write_text("secret")
+    (checkpoint / name).symlink_to(aside)
+    refused(checkpoint, f"{name} is a link that leads out of the folder", SENDING)
+
+
+def test_a_link_out_of_a_model_folder_is_not_pushed(plain, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (plain / "tokenizer.json").symlink_to(tmp_path / "secret")
+    refused(plain, "tokenizer.json is a link that leads out of the folder", SENDING)
+
+
+def test_a_card_is_not_written_through_a_link(plain, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    (plain / "README.md").symlink_to(tmp_path / "secret")
+    code, output = by_command("card", plain)
+    assert code == 1 and "leads out of" in output and (tmp_path / "secret").read_text() == "secret"
+
+
+def test_links_inside_a_folder_and_those_of_a_snapshot_in_the_hubs_cache_are_files(plain, tmp_path):
+    (plain / "model.safetensors").rename(plain / "weights")
+    (plain / "model.safetensors").symlink_to("weights")
+    assert by_command("verify", plain)[0] == 0
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(plain.iterdir())):
+        shutil.copy2(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert by_command("verify", snapshot)[0] == 0
+    assert by_command("consolidate", snapshot, tmp_path / "out")[0] == 0
+    code, output = by_command("push", snapshot, "me/model")
+    assert code == 1 and "files would be sent" in output
+
+
+# ---- configs ----
+
+
+def with_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["Trainer"]}, "names the architecture Trainer, which is no model"),
+        ({"architectures": ["pipeline"]}, "names the architecture pipeline, which is no model"),
+        ({"architectures": ["__doc__"]}, "names the architecture ['__doc__'], which transformers has not"),
+        ({"architectures": 3}, "names the architecture 3, which transformers has not"),
+        ({"n_layer": 20_000}, "is of a model with more than "),
+        ({"n_layer": "many"}, "config.json cannot be read"),
+        ({"n_head": 0}, "its model, GPT2LMHeadModel, cannot be made"),
+        ({"n_embd": 10**12}, "its model, GPT2LMHeadModel, cannot be made"),
+        ({"model_type": ["gpt2"]}, "config.json cannot be read"),
+    ],
+)
+def test_a_config_is_asked_for_a_model_of_transformers_and_of_these_weights_only(changes, says, plain):
+    with_config(plain, **changes)
+    refused(plain, says)
+
+
+def test_a_config_that_makes_no_end_is_given_up(plain, monkeypatch):
+    monkeypatch.setattr(config_model, "TIME_LIMIT_S", 1.0)
+    with_config(plain, num_labels=10**9)
+    code, output = by_command("verify", plain)
+    assert code == 1 and "its model could not be made within 1 s" in output
+
+
+def test_a_config_cannot_name_code_of_somebody_else(plain):
+    with_config(plain, auto_map={"AutoConfig": "somebody/else--code.Config"}, attn_implementation="somebody/else")
+    code, output = by_command("verify", plain)
+    assert code == 0 or "config.json" in output
+
+
+# ---- what is no checkpoint at all ----
+
+NESTED = "[" * 100_000
+NASTY = [float("nan"), -1, 1.5, 10**30, "x", "", "\ud800", "a" * 300, "../../x", None, True, [], {}, [[1]]]
+
+
+def everywhere(content: object, path: tuple = ()) -> list[tuple]:
+    """The places of a JSON value: the first two of each list and mapping."""
+    inner = list(content.items()) if isinstance(content, dict) else list(enumerate(content))
+    found = []
+    for key, value in inner[:2]:
+        found.append((*path, key))
+        if isinstance(value, dict | list):
+            found += everywhere(value, (*path, key))
+    return found
+
+
+def put(content: object, *, place: tuple, value: object) -> None:
+    *path, last = place
+    for key in path:
+        content = content[key]
+    content[last] = value
+
+
+def fields_of(content: dict) -> list[tuple]:
+    return [place for name in content if name != "xxh3" for place in [(name,), *everywhere_below(content, name)]]
+
+
+def everywhere_below(content: dict, name: str) -> list[tuple]:
+    inner = content[name]
+    return everywhere(inner, (name,)) if isinstance(inner, dict | list) else []
+
+
+def test_any_value_of_another_kind_in_a_manifest_is_one_fault(sharded):
+    text = (sharded / MANIFEST).read_text()
+    places = fields_of(json.loads(text))
+    assert len(places) > 60
+    for number, place in enumerate(places):
+        (sharded / MANIFEST).write_text(text)
+        resign(sharded, partial(put, place=place, value=NASTY[number % len(NASTY)]))
+        is_other = (sharded / MANIFEST).read_text() != text
+        # Of these any value of the right kind is as good as another.
+        assert place[0] in _FREE or not is_other or len(checkpoint_faults(sharded, "zero")) >= 1, place
+
+
+_FREE = ("versions", "world_size", "stage", "written_at", "base", "scalars", "optimizers")
+
+
+@pytest.mark.parametrize("text", [NESTED, "9" * 10_000, "[]"], ids=["nested", "digits", "a list"])
+def test_what_is_no_json_of_a_checkpoint_is_one_line(text, checkpoint, plain):
+    (checkpoint / MANIFEST).write_text(text)
+    refused(checkpoint, "manifest.json is damaged", (*SENDING, "inspect", "card"))
+    for name in ("trainer_state.json", "training_run.json"):
+        (plain / name).write_text(text)
+        refused(plain, name, ("card",))
+        (plain / name).unlink()
+    (plain / "config.json").write_text(text)
+    refused(plain, "config.json", SENDING)
+    (plain / "model.safetensors.index.json").write_text(text)
+    refused(plain, "model.safetensors.index.json", (*SENDING, "inspect"))
+
+
+def test_an_index_whose_entries_are_no_names_is_damaged(plain):
+    (plain / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
+    refused(plain, "its weight_map is no mapping from tensors to files")
+    (plain / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    refused(plain, "which is not a file of")
+
+
+def test_a_name_that_a_terminal_would_obey_is_spelt_out(checkpoint):
+    resign(checkpoint, lambda content: content["files"].update({"\x1b[31mred": [0, "0" * 16]}))
+    _, output = by_command("verify", checkpoint)
+    assert "\x1b" not in output and "which is not inside its checkpoint" in output
+
+
+def unreadable(checkpoint: Path) -> None:
+    (checkpoint / "zero" / "manifest.json").unlink()
+    (checkpoint / "zero" / "manifest.json").symlink_to("manifest.json")
+
+
+def too_long(checkpoint: Path) -> None:
+    resign(checkpoint, lambda content: content["files"].update({"a" * 5000: [0, "0" * 16]}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        unreadable,
+        too_long,
+        lambda checkpoint: (checkpoint / MANIFEST).write_text(NESTED),
+        lambda checkpoint: resign(checkpoint, lambda content: content.update(shapes={})),
+        lambda checkpoint: shutil.rmtree(checkpoint / "zero") or (checkpoint / "latest").write_text("\x00" * 5000),
+    ],
+    ids=["a link to itself", "a name too long", "nested", "no shapes", "a tag that is none"],
+)
+def test_what_cannot_be_read_does_not_keep_a_resume_from_an_earlier_checkpoint(damage, trained, tmp_path):
+    for number in (2, 4):
+        shutil.copytree(trained / "hf" / f"checkpoint-{number}", tmp_path / f"checkpoint-{number}")
+    damage(tmp_path / "checkpoint-4")
+    found, [passed] = find_good(tmp_path, "zero", disk=Disk.shared(), exchange=lambda value: [value])
+    assert found == tmp_path / "checkpoint-2" and passed.faults
+
+
+def test_a_disk_that_fails_at_one_checkpoint_does_not_keep_a_resume_from_an_earlier_one(trained, tmp_path, monkeypatch):
+    for number in (2, 4):
+        shutil.copytree(trained / "hf" / f"checkpoint-{number}", tmp_path / f"checkpoint-{number}")
+    read_bytes: Callable = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if "checkpoint-4" in path.parts:
+            raise OSError(5, "Input/output error")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    found, [passed] = find_good(tmp_path, "zero", disk=Disk.shared(), exchange=lambda value: [value])
+    assert found == tmp_path / "checkpoint-2" and "Input/output error" in passed.faults[0]
+
+
+# ---- anything at all ----
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
+    base = str(trained / layout / "checkpoint-4")
+    arguments = {"base": base, "work": str(tmp_path), "seeds": range(15), "resume_every": 5}
+    [wrong] = run_ranks(fuzz, world_size=1, time_limit_s=150, keyword_arguments=arguments)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_250_harmed_checkpoints_of_a_layout_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
+    base = str(trained / layout / "checkpoint-4")
+    arguments = {"base": base, "work": str(tmp_path), "seeds": range(1000, 1250), "resume_every": 1}
+    [wrong] = run_ranks(fuzz, world_size=1, time_limit_s=7000, keyword_arguments=arguments)
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,153 @@
+"""Two runs on one output_dir: one trains, the other is told who has it. What a full disk says, and what a run leaves behind."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_alone, run_ranks
+from trainer_job import as_launched, make_trainer
+from transformers import TrainerCallback
+
+from hf_zero.checkpoint import run_lock
+from hf_zero.checkpoint.disks import Disk, disk_asked
+from hf_zero.checkpoint.manifest import CheckpointError
+from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
+from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.offload.run_folder import RunFolder
+
+pytestmark = pytest.mark.timeout(180)
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from hf_zero.checkpoint.disks import Disk
+from hf_zero.checkpoint.run_lock import held_alone
+with held_alone(Path(sys.argv[1]), disk=Disk.shared(), exchange=lambda value: [value]):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def alone(value: object) -> list:
+    return [value]
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """A process that has the folder, until it is killed."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_when_that_is_killed(
+    holder, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.3)
+    with pytest.raises(CheckpointError, match=rf"another run writes there now \(process {holder.pid} on .*its own"):
+        with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
+            pass
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    (tmp_path / ".hf_zero-ofadeadrun").touch()
+    with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+    assert not list(tmp_path.iterdir())
+
+
+class Waits(TrainerCallback):
+    """Says that training has begun, and goes on when it is told to."""
+
+    def __init__(self, folder: str):
+        self._folder = Path(folder)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        (self._folder / f"begun-{os.getpid()}").touch()
+        deadline_s = time.monotonic() + 100
+        while state.global_step == 3 and not (self._folder / "go on").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+
+
+def trains(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    make_trainer("flag 2", "bert", f"{folder}/run", callbacks=[Waits(folder)], **saving).train()
+
+
+def is_refused(rank: int, world_size: int, folder: str) -> str:
+    as_launched(rank, world_size)
+    run_lock.PATIENCE_S = 0.3
+    trainer = make_trainer("flag 2", "bert", f"{folder}/run", save_strategy="steps", save_steps=2, max_steps=6)
+    try:
+        trainer.train(resume_from_checkpoint="last-good")
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_run_on_an_output_dir_is_refused_and_the_first_one_goes_on(tmp_path):
+    arguments = {"folder": str(tmp_path)}
+    first = threading.Thread(
+        target=run_ranks, args=(trains,), kwargs={"world_size": 2, "time_limit_s": 150, "keyword_arguments": arguments}
+    )
+    first.start()
+    try:
+        deadline_s = time.monotonic() + 100
+        while len(list(tmp_path.glob("begun-*"))) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        refusals = run_ranks(is_refused, world_size=2, time_limit_s=120, keyword_arguments=arguments)
+    finally:
+        (tmp_path / "go on").touch()
+        first.join()
+    assert len(set(refusals)) == 1
+    assert "another run writes there now (process " in refusals[0] and "an output_dir of its own" in refusals[0]
+    found = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert found == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert all(checkpoint_faults(tmp_path / "run" / name, "zero") == [] for name in found)
+
+
+def saves_on_a_full_disk(folder: str) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        torch.save({"a": torch.zeros(1000)}, f"{folder}/bare")
+    except RuntimeError as error:
+        bare = str(error)
+    try:
+        with disk_asked(Path(folder)):
+            torch.save({"a": torch.zeros(1000)}, f"{folder}/asked")
+    except OSError as error:
+        return f"{bare} / {errno.errorcode[error.errno]}"
+    return ""
+
+
+def test_a_full_disk_is_called_so_where_torch_says_unexpected_pos(tmp_path):
+    said = run_alone(saves_on_a_full_disk, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    assert "unexpected pos" in said and said.endswith("/ EFBIG")
+    assert {path.name for path in tmp_path.iterdir()} == {"bare", "asked"}
+
+
+def test_an_error_of_torch_that_is_not_the_disks_stays_as_it_is(tmp_path):
+    with pytest.raises(RuntimeError, match="of its own"), disk_asked(tmp_path):
+        raise RuntimeError("of its own")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_last_run_on_an_nvme_path_leaves_nothing_there(tmp_path):
+    first, second = RunFolder(tmp_path), RunFolder(tmp_path)
+    first.close()
+    assert len(list(tmp_path.glob("hf_zero-run-*"))) == 1
+    second.close()
+    assert not list(tmp_path.iterdir())
