@@ -99,6 +99,12 @@ class ParameterMemory(ABC):
         """Whether a parameter's data is what `view` gave it."""
 
 
+def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    # Of a tensor without elements, the address says nothing.
+    is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
+    return is_there and parameter.dtype == place.dtype
+
+
 class WholeMemory(ParameterMemory):
     """All parameters, all the time (stages 0 to 2)."""
 
@@ -138,7 +144,7 @@ class WholeMemory(ParameterMemory):
         return alias(place)
 
     def is_view(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
-        return parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
+        return _lies_at(parameter, place)
 
 
 class GatheredMemory(ParameterMemory):
@@ -221,8 +227,7 @@ class GatheredMemory(ParameterMemory):
         return place if self._gathered else self._absent.expand(place.shape)
 
     def is_view(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
-        expected = place if self._gathered else self._absent
-        return parameter.data_ptr() == expected.data_ptr() and parameter.dtype == place.dtype
+        return _lies_at(parameter, place if self._gathered else self._absent)
 
 
 class ShardMemory(GatheredMemory):
