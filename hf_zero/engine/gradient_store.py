@@ -6,7 +6,7 @@ the bucket's rows. The three stores keep those buffers for different times; the 
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,9 @@ import torch
 from ..comm.transport import Handle, Transport
 from ..config import ZeroConfig
 from ..device import Arrival, Downlink, allocate
-from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import DeviceTier
-from .buckets import Bucket, ParameterSlot
+from .buckets import Bucket, ParameterSlot, Row
+from .buffer_pool import BufferPool
 from .padding import clear_padding
 from .reductions import Reduction
 from .sharded_gradient import ShardedGradient
@@ -50,6 +50,8 @@ class GradientStore(ABC):
         self._open: dict[Bucket, torch.Tensor] = {}
         self._started: dict[Bucket, Handle] = {}
         self._arrivals: dict[Bucket, Arrival] = {}
+        # Whose reduction is the second in its pass.
+        self._again: set[Bucket] = set()
 
     @abstractmethod
     def held_bytes(self) -> dict[str, int]:
@@ -72,8 +74,12 @@ class GradientStore(ABC):
         """Starts the reduction of a filled buffer."""
 
     @abstractmethod
-    def _deliver(self, bucket: Bucket) -> Arrival:
-        """Leaves the reduced gradient in the rows, once the reduction has ended; it is there on the arrival."""
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        """Leaves the reduced gradient in the rows, once the reduction has ended; it is there on the arrival.
+
+        Args:
+            going_on: rows whose gradient it adds to.
+        """
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already."""
@@ -89,7 +95,10 @@ class GradientStore(ABC):
 
     @abstractmethod
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing)."""
+        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing).
+
+        `start_again` reduces it.
+        """
 
     @abstractmethod
     def settle(self, slot: ParameterSlot) -> None:
@@ -97,6 +106,17 @@ class GradientStore(ABC):
 
     def start(self, bucket: Bucket) -> None:
         """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
+        self._start(bucket)
+
+    def start_again(self, bucket: Bucket) -> None:
+        """Starts the reduction of what came late, on this rank or another; its result is added to that of the first."""
+        self.finish(bucket)
+        # The first result may still be on its way out of the buffer that is filled again.
+        self._await(bucket)
+        self._again.add(bucket)
+        self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
         flat = self._buffer(bucket)
         for slot in bucket.slots:
             if not slot.arrived:
@@ -113,7 +133,10 @@ class GradientStore(ABC):
         if handle is not None:
             handle.finish()
             self._await(bucket)
-            self._arrivals[bucket] = self._deliver(bucket)
+            held = (row for row in bucket.rows if row.tensor.grad is not None)
+            going_on = {row for row in held if row.slot.continues or bucket in self._again}
+            self._again.discard(bucket)
+            self._arrivals[bucket] = self._deliver(bucket, going_on)
             self._landing.landed(bucket, self._arrivals[bucket])
 
     def finish_all(self) -> None:
@@ -149,13 +172,14 @@ def _new_buffer(bucket: Bucket) -> torch.Tensor:
     return clear_padding(allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device), bucket.layout)
 
 
-def _add_or_set(bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, downlink: Downlink) -> Arrival:
+def _add_or_set(
+    bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, downlink: Downlink, going_on: Collection[Row]
+) -> Arrival:
     """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
 
     `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps; it is there on the arrival.
     """
-    going_on = {row for row in bucket.rows if row.tensor.grad is not None and row.slot.continues}
     fresh = [row for row in bucket.rows if row not in going_on]
     arrival = Arrival()
     for row in going_on:
@@ -182,6 +206,7 @@ class ReplicatedGradients(GradientStore):
         self._flat: dict[Bucket, torch.Tensor] = {}
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
+        self._under_way: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
         held = (*self._flat.values(), *self._reduced.values())
@@ -207,8 +232,7 @@ class ReplicatedGradients(GradientStore):
         slot.parameter.grad = None
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        self.finish(slot.bucket)
-        slot.parameter.grad.add_(gradient)
+        self.put(slot, gradient)
 
     def settle(self, slot: ParameterSlot) -> None:
         """`p.grad` is the reduced gradient already."""
@@ -226,18 +250,21 @@ class ReplicatedGradients(GradientStore):
         return self._flat[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
-        return self._home(bucket)
+        # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
+        is_late = bucket in self._started or bucket in self._again
+        return _new_buffer(bucket) if is_late else self._home(bucket)
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        self._under_way[bucket] = flat
         return self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
 
-    def _deliver(self, bucket: Bucket) -> Arrival:
-        flat, precision = self._flat[bucket], bucket.precision
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        flat, precision = self._under_way.pop(bucket), bucket.precision
         if precision.reduce == precision.master:
-            return _add_or_set(bucket, flat, flat, Downlink())
+            return _add_or_set(bucket, flat, flat, Downlink(), going_on)
         if bucket not in self._reduced:
             self._reduced[bucket] = allocate(bucket.layout.numel, precision.master, bucket.device)
-        return _add_or_set(bucket, flat, self._reduced[bucket], Downlink())
+        return _add_or_set(bucket, flat, self._reduced[bucket], Downlink(), going_on)
 
 
 class ShardedStore(GradientStore):
@@ -357,10 +384,10 @@ class WholeGradients(ShardedStore):
             return flat[bucket.own_interval.start : bucket.own_interval.stop]
         return self._shard_or_scratch(bucket)
 
-    def _deliver(self, bucket: Bucket) -> Arrival:
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         reduced = self._targets.pop(bucket)
         home = reduced if self._reduces_in_place(bucket) and not bucket.tier.is_apart else self._shard(bucket)
-        return _add_or_set(bucket, reduced, home, self._downlink(bucket))
+        return _add_or_set(bucket, reduced, home, self._downlink(bucket), going_on)
 
     def _reduces_in_place(self, bucket: Bucket) -> bool:
         return bucket.precision.reduce == bucket.precision.master
@@ -369,7 +396,7 @@ class WholeGradients(ShardedStore):
 class PooledGradients(ShardedStore):
     """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
 
-    def __init__(self, reduction: Reduction, world_size: int, landing: Landing, pool: "BufferPool"):
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing, pool: BufferPool):
         super().__init__(reduction, world_size, landing)
         self._pool = pool
         self._lent: dict[Bucket, torch.Tensor] = {}
@@ -407,63 +434,11 @@ class PooledGradients(ShardedStore):
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         return self._shard_or_scratch(bucket)
 
-    def _deliver(self, bucket: Bucket) -> Arrival:
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         self._in_flight.remove(bucket)
         self._pool.give_back(bucket, self._lent.pop(bucket))
-        return _add_or_set(bucket, self._targets.pop(bucket), self._shard(bucket), self._downlink(bucket))
-
-
-class BufferPool:
-    """Whole-bucket buffers, kept by kind (layout/pool.py); at most `limit` shared ones.
-
-    When gradients come in another order than the buckets, more than `limit` may be open at a time; the pool then grows rather
-    than stand still.
-
-    Attributes:
-        most_bytes: the most that all its buffers have had at a time.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], limit: int, device: torch.device):
-        self._tier = DeviceTier(device)
-        self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
-        self._limit = limit
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._shared_out = 0
-        self._bytes = 0
-        self.most_bytes = 0
-
-    def exhausted_for(self, bucket: Bucket) -> bool:
-        """True when a buffer for `bucket` would be one shared buffer more than the limit."""
-        return self._kind(bucket) is BufferKind.SHARED and self._shared_out >= self._limit
-
-    def take(self, bucket: Bucket) -> torch.Tensor:
-        """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
-        shared = self._kind(bucket) is BufferKind.SHARED
-        self._shared_out += shared
-        size = self._shared_numel if shared else bucket.layout.numel
-        free = self._free.setdefault((size, bucket.precision.reduce), [])
-        if free:
-            return free.pop()
-        buffer = self._tier.scratch(size, bucket.precision.reduce)
-        self._bytes += buffer.nbytes
-        self.most_bytes = max(self.most_bytes, self._bytes)
-        return buffer
-
-    def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        kind = self._kind(bucket)
-        self._shared_out -= kind is BufferKind.SHARED
-        if kind is BufferKind.OVERSIZE:
-            self._bytes -= buffer.nbytes
-        else:
-            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
-
-    def rest(self) -> None:
-        """Drops the buffers not in use, until the next backward."""
-        self._bytes -= sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
-        self._free.clear()
-
-    def _kind(self, bucket: Bucket) -> BufferKind:
-        return kind_of_buffer(bucket.layout, self._shared_numel)
+        reduced, home = self._targets.pop(bucket), self._shard(bucket)
+        return _add_or_set(bucket, reduced, home, self._downlink(bucket), going_on)
 
 
 def choose_store(

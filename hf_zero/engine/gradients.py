@@ -40,6 +40,8 @@ class Gradients:
     ):
         self._world_size = world_size
         self._buckets = list(buckets)
+        # Not the layout's index: that counts buckets of frozen parameters, too.
+        self._place = {bucket: place for place, bucket in enumerate(self._buckets)}
         self._store = store
         self._transport = transport
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
@@ -128,7 +130,7 @@ class Gradients:
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.take_pending()
         bucket = slot.bucket
-        if bucket.layout.index < self._next:
+        if self._place[bucket] < self._next:
             self._late.add(bucket)
             self._store.put_late(slot, gradient)
             return
@@ -150,8 +152,7 @@ class Gradients:
         for bucket in self._buckets[self._next :]:
             self._store.start(bucket)
         for bucket in self._agree():
-            self._store.finish(bucket)
-            self._store.start(bucket)
+            self._store.start_again(bucket)
         self._store.finish_all()
         self._store.end_pass()
         with look_only():

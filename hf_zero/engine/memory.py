@@ -101,6 +101,12 @@ class ParameterMemory(ABC):
         """Whether a parameter's data is what `hang` gave it."""
 
 
+def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    # Of a tensor without elements, the address says nothing.
+    is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
+    return is_there and parameter.dtype == place.dtype
+
+
 class WholeMemory(ParameterMemory):
     """All parameters, all the time (stages 0 to 2)."""
 
@@ -140,7 +146,7 @@ class WholeMemory(ParameterMemory):
         parameter.data = alias(place)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        return parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
+        return _lies_at(parameter, place)
 
 
 class GatheredMemory(ParameterMemory):
@@ -231,7 +237,7 @@ class GatheredMemory(ParameterMemory):
         if not self._gathered:
             # Nobody else gives data to a parameter whose values are hidden.
             return are_hidden(parameter)
-        return parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
+        return _lies_at(parameter, place)
 
 
 class ShardMemory(GatheredMemory):
