@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
@@ -141,6 +143,17 @@ def test_step_on_unreduced_gradients_is_refused(settings):
     assert "outside no_sync" in run_on_ranks(never_reduced, settings=settings)[0]
 
 
+@pytest.mark.parametrize("wrapper", [torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel])
+def test_a_model_that_something_else_reduces_is_refused(wrapper):
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        model = wrapper(torch.nn.Linear(4, 4))
+        with pytest.raises(ValueError, match=rf"wrapped in {wrapper.__name__}.*`model\.module`"):
+            ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    finally:
+        dist.destroy_process_group()
+
+
 def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
     model, optimizer, engine = built(stage)
     model(**batch(rank, 1)).loss.backward()
@@ -149,6 +162,8 @@ def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
         parameter.grad.abs()
     with pytest.raises(ShardedGradientError, match=r"accelerator\.clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(ShardedGradientError, match=r"can neither read nor change.*optimizer\.zero_grad\(\)"):
+        parameter.grad.zero_()
     expected = whole_gradients(world_size, [1])
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
     torch.testing.assert_close(engine.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=0)

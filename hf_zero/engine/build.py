@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ..comm.groups import Groups
 from ..comm.transport import Transport
@@ -36,6 +37,11 @@ _LARGEST_UNIT_BUCKET_BYTES = 32 * _MIB
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(
+            f"hf_zero: the model is wrapped in {type(model).__name__}, which would reduce its gradients a second time. Give the "
+            "model inside, `model.module`, and call that one in the loop."
+        )
     on_meta = [name for name, p in model.named_parameters() if p.is_meta]
     if on_meta:
         raise ValueError(
