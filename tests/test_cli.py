@@ -316,7 +316,11 @@ def test_inspect_reads_plain_folders_and_refuses_others_in_one_line(sharded, tmp
     assert result.exit_code == 0 and result.stdout.startswith(f"{sharded}\n")
     assert f" {count} tensors" in result.stdout and "saved by" not in result.stdout
     [line] = refusals("inspect", tmp_path)
-    assert "holds no model.safetensors and no model.safetensors.index.json" in line
+    assert line.endswith("holds no model.safetensors and no model.safetensors.index.json.")
+    (tmp_path / "checkpoint-4").mkdir()
+    (tmp_path / "checkpoint-12").mkdir()
+    [line] = refusals("inspect", tmp_path)
+    assert line.endswith(f"; checkpoint-12 is inside, so give {tmp_path / 'checkpoint-12'}.")
 
 
 # ---- consolidate ----

@@ -69,6 +69,26 @@ def test_a_save_that_fails_leaves_the_state_that_was_there(tmp_path):
     assert checkpoint_faults(tmp_path / "state", "zero") == []
 
 
+def names_no_folder(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    model = gpt2()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(ValueError, match=r"save_state\(\) was called without a folder.*Give the folder, or Project"):
+        accelerator.save_state()
+    with pytest.raises(ValueError, match=r"load_state\(\) was called without a folder.*is off\. Give the folder"):
+        accelerator.load_state()
+    Path(folder, f"file{rank}").touch()
+    accelerator.wait_for_everyone()
+    with pytest.raises(ValueError, match=r"file0 is a file, and a state is a folder"):
+        accelerator.save_state(f"{folder}/file0")
+
+
+def test_a_state_without_a_folder_is_refused_in_words(tmp_path):
+    run_ranks(names_no_folder, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file0", "file1"]
+
+
 def saves_by_number(rank: int, world_size: int, folder: str) -> list[list[str]]:
     as_launched(rank, world_size)
     naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)

@@ -24,7 +24,7 @@ def refuse_other_engines(model: nn.Module) -> None:
             what = repr(name) if name else "the model"
             raise ConfigError(
                 f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one model. "
-                "Give hf_zero the plain model, before anything wraps it."
+                "Give hf_zero the plain model, which a wrapper has as `module`, before anything wraps it."
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":

@@ -52,7 +52,8 @@ class ShardedGradient(torch.Tensor):
             return held
         name = next(a._name for a in leaves((args, kwargs)) if isinstance(a, cls))
         raise ShardedGradientError(
-            f"hf_zero: the gradient of {name!r} is sharded over the ranks, so {func} cannot read it here. To clip, call "
-            "accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to look at it, "
-            "call engine.full_grad(parameter) on all ranks."
+            f"hf_zero: the gradient of {name!r} is sharded over the ranks, so {func} can neither read nor change it here. To "
+            "clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to look at "
+            "it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to be "
+            "wrapped in DistributedDataParallel as well."
         )

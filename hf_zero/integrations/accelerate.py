@@ -326,10 +326,16 @@ class ZeroAcceleratorMixin:
 
     def _newest_state(self) -> Path:
         """Where accelerate's automatic checkpoint naming wrote last."""
-        numbered = numbered_states(self) if self.project_configuration.automatic_checkpoint_naming else []
+        is_automatic = self.project_configuration.automatic_checkpoint_naming
+        numbered = numbered_states(self) if is_automatic else []
         if not numbered:
+            why = (
+                f"{self.project_dir}/checkpoints holds no checkpoint_N"
+                if is_automatic
+                else "accelerate's automatic naming, whose newest it would be, is off"
+            )
             raise ValueError(
-                f"hf_zero: load_state() was called without a folder, and {self.project_dir}/checkpoints holds no checkpoint_N."
+                f"hf_zero: load_state() was called without a folder, and {why}. Give the folder that save_state wrote."
             )
         return numbered[-1]
 

@@ -28,12 +28,17 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
     state from a part of one.
 
     Raises:
-        ValueError: accelerate's automatic naming comes to a folder that is there.
+        ValueError: no folder is given, or a file's name; accelerate's automatic naming comes to a folder that is there.
         CommunicationError: a rank does not come.
     """
     engine.transport.meet("accelerator.save_state", engine.config.comm.timeout_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
+    if output_dir is None and not is_automatic:
+        raise ValueError(
+            "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "
+            "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
+        )
     final = (
         Path(output_dir).expanduser()
         if not is_automatic
@@ -44,6 +49,8 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
         raise ValueError(
             f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."
         )
+    if exchange(final.exists() and not final.is_dir())[0]:
+        raise ValueError(f"hf_zero: {final} is a file, and a state is a folder. Give save_state another name.")
     if exchange(_holds_something_else(final))[0]:
         yield final, final
         return

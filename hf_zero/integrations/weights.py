@@ -26,7 +26,7 @@ from ..checkpoint.links import link_faults, refuse_links
 from ..checkpoint.manifest import WEIGHTS, CheckpointError
 from ..checkpoint.pieces import Piece, dtype_named, lay_out
 from ..checkpoint.reader import CheckpointReader
-from ..checkpoint.verify import checkpoint_faults, in_words
+from ..checkpoint.verify import checkpoint_faults, in_words, newest_first
 from ..engine.state_rows import MASTER
 from ..layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
@@ -87,7 +87,9 @@ def weight_files(folder: Path) -> list[str]:
     for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
         if (folder / name).is_file():
             return [name]
-    raise CheckpointError(f"hf_zero: {folder} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}.")
+    newest = next(newest_first(folder), None)
+    inside = "" if newest is None else f"; {newest.name} is inside, so give {newest}"
+    raise CheckpointError(f"hf_zero: {folder} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{inside}.")
 
 
 def saved_tensors(folder: Path) -> list[SavedTensor]:
