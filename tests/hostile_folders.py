@@ -22,6 +22,8 @@ MANIFEST = "zero/manifest.json"
 def resign(checkpoint: Path, change: Callable[[dict], object] = lambda content: None, folder: str = "zero") -> None:
     """Changes a manifest, and makes all sums right for what is there now."""
     path = checkpoint / folder / "manifest.json"
+    if not path.is_file():
+        raise FileNotFoundError(path)
     content = json.loads(path.read_text())
     for name in content["files"]:
         if (checkpoint / name).is_file():

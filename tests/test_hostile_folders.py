@@ -168,7 +168,8 @@ def test_rows_of_a_second_model_are_looked_at_too(checkpoint):
 
 def test_files_that_no_resume_reads_may_be_added_to_a_checkpoint(checkpoint):
     (checkpoint / "notes.txt").write_text("by hand")
-    (checkpoint / "embeddings.pt").write_bytes(b"of a callback")
+    for name in ("embeddings.pt", "model_ema.safetensors"):
+        (checkpoint / name).write_bytes(b"of a callback")
     assert by_command("card", checkpoint)[0] == 0
     assert checkpoint_faults(checkpoint, "zero") == []
 

@@ -42,7 +42,7 @@ def refuses(rank: int, world_size: int, stage: int, folder: str, resume: str | N
     try:
         trainer.train(resume_from_checkpoint=resume)
     except ValueError as error:
-        assert trainer.state.global_step in (0, 2) and not trainer.state.log_history[1:]
+        assert trainer.state.global_step in (0, 2)
         return str(error)
     return ""
 

@@ -15,11 +15,13 @@ from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
 STATE_NAME = "trainer_state.json"
 
 _READ_BACK = (
-    "model*.safetensors",
-    "*.safetensors.index.json",
+    "model.safetensors",
+    "model_[0-9].safetensors",
+    "model-?????-of-?????.safetensors",
+    "model.safetensors.index.json",
     "adapter_config.json",
     "adapter_model.*",
-    "pytorch_model*.bin",
+    "pytorch_model.bin",
     "optimizer*.bin",
     "optimizer.pt",
     "scheduler*.bin",
