@@ -1,6 +1,8 @@
 """accelerate's doors: an unchanged loop has DDP's losses, saves what others can read, resumes, and is refused by name."""
 
 import os
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -412,3 +414,24 @@ def test_other_sharders_are_refused(fresh_state, monkeypatch):
 def test_mixed_precision_has_one_owner(fresh_state):
     with pytest.raises(ConfigError, match="two owners of the cast"):
         Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ZeroPlugin(param_dtype="bfloat16"))
+
+
+def planned_rows(rank: int, world_size: int, accumulation: int) -> list[str]:
+    as_launched(rank, world_size)
+    with redirect_stderr(StringIO()) as text:
+        run(rank, world_size, "plugin 2", steps=1, accumulation=accumulation)
+    return [
+        line.partition("rows a step")[2].strip("│ ") for line in text.getvalue().splitlines() if "rows a step" in line
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "accumulation", "says"),
+    [
+        (1, 1, "4 a rank on one rank; N ranks take N times as many"),
+        (1, 2, "4 a rank x 2 micro-batches on one rank; N ranks take N times as many"),
+        (2, 2, "4 a rank x 2 micro-batches x 2 ranks = 16"),
+    ],
+)
+def test_the_plan_tells_the_rows_of_a_step(ranks, accumulation, says):
+    assert run_on_ranks(planned_rows, world_size=ranks, accumulation=accumulation)[0] == [says]

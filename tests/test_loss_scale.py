@@ -331,3 +331,17 @@ def test_float16_parameters_are_not_stepped_without_a_scaler():
     model(**gpt2_batch(torch.Generator().manual_seed(0), 2)).loss.backward()
     with pytest.raises(RuntimeError, match=r"float16 parameters without loss scaling.*hf_zero\.GradScaler"):
         optimizer.step()
+
+
+def test_parameters_that_an_optimizer_got_later_are_named_when_it_unscales():
+    model, later = nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ZeroEngine(model, [optimizer], {"stage": 2})
+    optimizer.add_param_group({"params": list(later.parameters())})
+    scaler = GradScaler("cpu", init_scale=2.0)
+    loss = model(torch.ones(2)).sum() + later(torch.ones(2, dtype=torch.float16)).sum()
+    scaler.scale(loss).backward()
+    with pytest.raises(
+        ValueError, match=r"2 parameters were added to the optimizer after it was prepared.*prepare model and"
+    ):
+        scaler.unscale_(optimizer)

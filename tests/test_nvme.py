@@ -288,6 +288,13 @@ def test_another_file_system_than_the_output_will_do():
 def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match=r"nvme_path` is '.*missing', which is no folder on this host"):
         built(nvme(tmp_path / "missing"))
+    with pytest.raises(
+        ConfigError, match=r"nvme_path` is '/proc', in which no folder could be made for this run.*Name a fold"
+    ):
+        # Whoever runs the tests: only root may write there at all.
+        with monkeypatch.context() as as_root:
+            as_root.setattr("hf_zero.offload.run_folder.os.access", lambda *_: True)
+            built(nvme(Path("/proc")))
     monkeypatch.setattr("hf_zero.offload.run_folder.os.access", lambda *_: False)
     with pytest.raises(ConfigError, match="in which this user may not write"):
         built(nvme(tmp_path))

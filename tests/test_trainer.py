@@ -2,8 +2,9 @@
 
 import json
 import pickle
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -399,3 +400,16 @@ def test_damaged_state_is_refused_by_name(tmp_path):
     (zero / "manifest.json").write_text(text)
     (zero / "rank-00001-of-00002.safetensors").write_bytes(b"\x00" * 64)
     check(says="rank-00001-of-00002.safetensors has 64 bytes instead of")
+
+
+def planned(rank: int, world_size: int, door: str, output_dir: str) -> str:
+    overrides = {"max_steps": 1, "gradient_accumulation_steps": 3}
+    with redirect_stderr(StringIO()) as text:
+        run(rank, world_size, door, "gpt2", output_dir, **overrides)
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("door", ["flag 2", "callback 1"])
+def test_the_plan_tells_the_rows_of_a_step(door, tmp_path):
+    plan = run_on_ranks(planned, door=door, output_dir=str(tmp_path))[0]
+    assert "4 a rank x 3 micro-batches x 2 ranks = 24" in plan

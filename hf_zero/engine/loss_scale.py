@@ -60,6 +60,9 @@ class _OverShards:
         engine = engine_stepped_by(optimizer)
         if engine is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        for sharded in engine.optimizers:
+            if sharded.optimizer is optimizer:
+                sharded.refuse_strangers()
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         scale, clean = inv_scale, found_inf
         if any(gradient.device.type == "cpu" for gradient in gradients):

@@ -81,6 +81,16 @@ class ShardedOptimizer:
         """Names of the trained parameters in each group, in the user's order."""
         return [[slot_of[p].name for p in whole if p in slot_of] for whole in self.whole_groups]
 
+    def refuse_strangers(self) -> None:
+        """Raises `ValueError` for parameters that came into the optimizer's groups after the engine was built."""
+        for group in self.optimizer.param_groups:
+            strangers = [p for p in group["params"] if id(p) not in self._known]
+            if strangers:
+                raise ValueError(
+                    f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
+                    f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
+                )
+
     def release(self) -> None:
         """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:
@@ -132,13 +142,7 @@ class ShardedOptimizer:
                 "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
                 "step. Call backward first, then optimizer.step()."
             )
-        for group in self.optimizer.param_groups:
-            strangers = [p for p in group["params"] if id(p) not in self._known]
-            if strangers:
-                raise ValueError(
-                    f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
-                    f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
-                )
+        self.refuse_strangers()
         self._before_step()
 
     def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:

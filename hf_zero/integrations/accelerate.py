@@ -30,6 +30,7 @@ from ..engine.precision import check_cast_owner
 from ..engine.reference import engine_attached_to
 from .accelerate_states import folder_to_fill, numbered_states
 from .announce import announce
+from .batch import rows_of_a_step
 from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .environment import check_environment, refuse_engines_of_the_launch
 from .first_step import CONFIG_VARIABLE, StepWatch
@@ -211,7 +212,8 @@ class ZeroAcceleratorMixin:
             self._forget(prepared, optimizers)
             raise
         self.zero_engines.append(engine)
-        announce(engine, f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}")
+        casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
+        announce(engine, casts, rows_of_a_step(self))
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
         """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""

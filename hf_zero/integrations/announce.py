@@ -26,11 +26,12 @@ def ddp_state(engine: ZeroEngine) -> DdpState:
     return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
 
 
-def announce(engine: ZeroEngine, cast_owner: str) -> None:
+def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = None) -> None:
     """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
 
     Args:
         cast_owner: who casts to a lower precision, in words.
+        rows_of_a_step: on all ranks together, in words, where it is known.
     """
     if engine.groups.rank != 0:
         return
@@ -39,6 +40,7 @@ def announce(engine: ZeroEngine, cast_owner: str) -> None:
     accumulation = "local" if config.accumulates_locally else "sharded"
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
+        *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
         ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),

@@ -43,13 +43,14 @@ class RunFolder:
                 f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which this user may not write. Change its owner "
                 "or mode, or name another."
             )
-        with _turn(parent):
-            _remove_dead(parent)
-            self.path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
-            self.path.mkdir()
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.write(lock, json.dumps(_identity()).encode())
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            self.path, lock = _new_folder(parent)
+        except OSError as error:
+            raise ConfigError(
+                f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which no folder could be made for this run: "
+                f"{error}. "
+                "The system's own folders (/proc, /sys) and read-only disks take no files. Name a folder on a local NVMe disk."
+            ) from error
         # Of multiprocessing, since it also runs at the end of processes that multiprocessing started, which skip atexit; a
         # process forked from this one (a DataLoader's worker) has the object, and not the folder.
         self._finalizer = Finalize(self, _remove_own, args=(self.path, lock), exitpriority=0)
@@ -57,6 +58,18 @@ class RunFolder:
     def close(self) -> None:
         """Removes the folder. Also done when the process ends by itself."""
         self._finalizer()
+
+
+def _new_folder(parent: Path) -> tuple[Path, int]:
+    """A run's folder, and the lock that it holds."""
+    with _turn(parent):
+        _remove_dead(parent)
+        path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
+        path.mkdir()
+        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.write(lock, json.dumps(_identity()).encode())
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return path, lock
 
 
 def _identity() -> dict[str, str | int]:
