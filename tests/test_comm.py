@@ -111,6 +111,7 @@ def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int
             else:
                 model(**gpt2_batch(generator, 1)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         engine.finish_parameters()
 
     step()

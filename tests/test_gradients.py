@@ -166,6 +166,8 @@ def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
         atol=0,
     )
     optimizer.step()
+    assert engine.full_grad(parameter) is None
+    optimizer.zero_grad()
     assert parameter.grad is None
 
 
@@ -229,6 +231,7 @@ def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
     loss.backward()
     check(engine, model, whole_gradients(world_size, [1]))
     optimizer.step()
+    optimizer.zero_grad()
     # A loss of a part of the model never goes through the root's outputs.
     ids = batch(rank, 2)["input_ids"]
     model.transformer(input_ids=ids).last_hidden_state.sum().backward()

@@ -66,6 +66,7 @@ def trained(rank: int, world_size: int, folder: str, dtype: torch.dtype, with_in
         loss = model(**gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 2)).loss
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     assert ("broadcast parameters" in {row.kind for row in engine.comm_report().rows}) is not with_init
     tensors = {name: value.float().numpy().copy() for name, value in model.state_dict().items()}

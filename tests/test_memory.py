@@ -40,6 +40,7 @@ def held_after_backward(stage: int, dtype: torch.dtype = torch.float32, make=med
     for _ in range(2):
         model(**gpt2_batch(torch.Generator().manual_seed(0), 1)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         engine.finish_parameters()
     model(**gpt2_batch(torch.Generator().manual_seed(1), 1)).loss.backward()
     rows = {row.kind: row.bytes for row in engine.memory_report().rows}
@@ -225,6 +226,7 @@ def test_plan_and_report_come_to_the_memory_that_is_held_with_state_elsewhere(wh
     for _ in range(3):
         model(**batch).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     model(**batch).loss.backward()
 
     found = [t for t in living_tensors() if id(t) not in before and t.numel() and t.is_contiguous()]

@@ -112,6 +112,7 @@ def sent_by_steps(rank: int, world_size: int) -> None:
     for _ in range(2):
         model(**gpt2_batch(torch.Generator().manual_seed(rank), 1)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     dist.barrier()
     gradients = 2 * (world_size - 1) / world_size * sum(p.nbytes for p in model.parameters())
     assert tcp_bytes().sent - sent <= 1.05 * gradients

@@ -17,7 +17,7 @@ from .loaded import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
 from .padding import clear_padding
 from .precision import Precision
-from .sharded_gradient import ShardedGradient
+from .sharded_gradient import GradientState, ShardedGradient
 from .sharded_parameter import look_only
 
 
@@ -76,6 +76,13 @@ class Row:
         # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
         gone = not self.is_parameter and self.slot.parameter.grad is None
         return self.tensor.grad is not None and not gone
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether the script has zeroed the gradient since the last step, and no backward has come since."""
+        gradient = self.slot.parameter.grad
+        is_held = self.tensor.grad is not None or gradient is not self.slot.stand_in
+        return not is_held and gradient.state is GradientState.ZEROED
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
@@ -183,7 +190,8 @@ class Bucket:
         with torch.no_grad():
             self.memory.take_in(slot.place, slot.interval, parameter)
         self.memory.hang(parameter, slot.place)
-        slot.stand_in = ShardedGradient(slot.name, parameter)
+        shard, slot.stand_in = slot.stand_in.shard, ShardedGradient(slot.name, parameter)
+        slot.stand_in.shard = shard
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
@@ -212,12 +220,30 @@ class Bucket:
             row.slot.version = row.slot.parameter._version
 
     def begin_step(self) -> None:
-        """Takes edits over; rows that no rank has a gradient for have none."""
+        """Takes edits over; rows that no rank has a gradient for have none, and zeroed ones have zeros.
+
+        Raises:
+            ShardedGradientError: no backward has come since the last step, which has given its gradients back.
+        """
         with look_only():
+            for slot in self.slots:
+                if slot.stand_in.state is GradientState.SPENT and slot.parameter.grad is slot.stand_in:
+                    slot.stand_in.refuse_if_spent()
             self.follow_edits()
             for row in self.rows:
                 if not row.has_gradient:
-                    row.tensor.grad = None
+                    row.tensor.grad = torch.zeros_like(row.tensor) if row.is_zeroed else None
+
+    def end_step(self) -> None:
+        """Gives the reduced gradients back. What stands in `p.grad` stays until the script zeroes it."""
+        with look_only():
+            for row in self.rows:
+                row.tensor.grad = None
+            for slot in self.slots:
+                if slot.parameter.grad is slot.stand_in:
+                    slot.stand_in.become(GradientState.SPENT)
+                else:
+                    slot.parameter.grad = None
 
     def drop_gradients(self) -> None:
         """Leaves no gradient, neither in the rows nor in the parameters."""
@@ -306,5 +332,6 @@ class Bucket:
             slot = slot_of[layout.name]
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
             tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
+            slot.stand_in.shard = tensor
             rows.append(Row(slot=slot, layout=layout, tensor=tensor))
         return rows

@@ -484,8 +484,7 @@ class ZeroEngine:
         for bucket in self._outer.after_step(buckets):
             bucket.write_back()
         for bucket in (bucket for bucket in buckets if not bucket.whole):
-            # Trainer only ever calls model.zero_grad(): what is left here would be added to the next step.
-            bucket.drop_gradients()
+            bucket.end_step()
             self._store.release(bucket)
         self._share(reversed(buckets))
         self._row_writes.follow(buckets)

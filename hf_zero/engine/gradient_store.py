@@ -19,7 +19,7 @@ from .buckets import Bucket, ParameterSlot, Row
 from .buffer_pool import BufferPool
 from .padding import clear_padding
 from .reductions import Reduction
-from .sharded_gradient import ShardedGradient
+from .sharded_gradient import GradientState, ShardedGradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,9 +290,9 @@ class ShardedStore(GradientStore):
         self.put(slot, gradient)
 
     def settle(self, slot: ParameterSlot) -> None:
+        # Where the script took the stand-in away (zero_grad), it meant whatever had been added to it, too.
+        slot.stand_in.become(GradientState.HELD)
         if slot.parameter.grad is not slot.stand_in:
-            # The script took the stand-in away (zero_grad), and with it whatever had been added to it.
-            slot.stand_in.pending = None
             slot.parameter.grad = slot.stand_in
 
     def start(self, bucket: Bucket) -> None:
@@ -301,6 +301,7 @@ class ShardedStore(GradientStore):
                 gradient = slot.parameter.grad
                 slot.continues = isinstance(gradient, ShardedGradient)
                 if slot.continues:
+                    gradient.refuse_if_spent()
                     gradient = gradient.take_pending()
                 if gradient is not None:
                     slot.used = True

@@ -66,7 +66,7 @@ class Gradients:
 
     def refuse_unreduced(self) -> None:
         """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
-        unreduced = [slot.name for slot in self._held if slot.parameter.grad is not None]
+        unreduced = [slot.name for slot in self._held if _is_unreduced(slot.parameter.grad)]
         if unreduced:
             raise RuntimeError(
                 f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
@@ -174,3 +174,9 @@ class Gradients:
         for slot, used in zip(self._slots, agreed):
             slot.used = bool(used)
         return [bucket for bucket, late in zip(self._buckets, agreed[len(self._slots) :]) if late]
+
+
+def _is_unreduced(gradient: torch.Tensor | None) -> bool:
+    if isinstance(gradient, ShardedGradient):
+        return gradient.pending is not None
+    return gradient is not None

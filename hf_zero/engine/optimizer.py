@@ -118,12 +118,13 @@ class ShardedOptimizer:
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
             for parameter in (p for group in self.whole_groups for p in group):
                 gradient = parameter.grad
+                if not set_to_none:
+                    if gradient is not None:
+                        gradient.zero_()
+                    continue
                 if isinstance(gradient, ShardedGradient):
                     gradient.pending = None
-                if set_to_none:
-                    parameter.grad = None
-                elif gradient is not None and not isinstance(gradient, ShardedGradient):
-                    gradient.zero_()
+                parameter.grad = None
 
         return zero_grad
 

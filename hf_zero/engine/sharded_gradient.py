@@ -2,11 +2,18 @@
 
 No rank holds that gradient whole any more. With None there, `torch.nn.utils.clip_grad_norm_` and every script that
 reads `p.grad` would find nothing and go on silently; this stand-in has the parameter's shape and dtype, holds no memory,
-and raises when it is read. It also tells the engine whether the script zeroed the gradient before the next backward
-(autograd then finds None there) or goes on accumulating (autograd then adds to the stand-in).
+and raises when it is read.
+
+It also tells the engine what the script does with the gradient before the next backward. Where it was set to None, autograd
+finds None. Where it was zeroed, the stand-in has seen that: a parameter that is not used then has a gradient of zeros, with
+which it is stepped. Otherwise autograd adds to the stand-in, as in gradient accumulation. The step gives the reduced gradient
+back, so what is added after it, without zeroing, is refused: the sum would lack what the script left there.
 """
 
+from enum import Enum
+
 import torch
+from torch import nn
 
 from .nested import leaves
 
@@ -15,28 +22,73 @@ class ShardedGradientError(RuntimeError):
     """A script read a gradient that is sharded over the ranks."""
 
 
+class GradientState(Enum):
+    """HELD: the ranks have it in their shards. ZEROED: the script has zeroed it. SPENT: a step was taken, and gave it back."""
+
+    HELD = "held"
+    ZEROED = "zeroed"
+    SPENT = "spent"
+
+
 class ShardedGradient(torch.Tensor):
     """A gradient that lies sharded over the ranks.
 
     Attributes:
         pending: what autograd has added since the reduction, whole and not yet reduced; the parameter's shape and dtype.
+        shard: what has this rank's part of the reduced gradient in its `.grad`; None where the rank has no part.
+        state: what has become of the reduced gradient.
     """
 
     pending: torch.Tensor | None
+    shard: nn.Parameter | None
+    state: GradientState
     _name: str
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, name: str, parameter: torch.Tensor) -> "ShardedGradient":
-        self = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    def __new__(cls, name: str, parameter: torch.Tensor, device: torch.device | None = None) -> "ShardedGradient":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=device or parameter.device
+        )
         self.pending = None
+        self.shard = None
+        self.state = GradientState.HELD
         self._name = name
         return self
 
     def take_pending(self) -> torch.Tensor | None:
         pending, self.pending = self.pending, None
         return pending
+
+    def become(self, state: GradientState) -> None:
+        """Notes what has become of the gradient, and with it of what autograd has added."""
+        self.state = state
+        self.pending = None
+
+    def refuse_if_spent(self) -> None:
+        """Raises `ShardedGradientError` where the gradient is wanted once more after the step that has given it back."""
+        if self.state is GradientState.SPENT:
+            raise ShardedGradientError(
+                f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
+                "is no longer there. Call optimizer.zero_grad() between a step and the next backward."
+            )
+
+    def _zero(self) -> None:
+        self.become(GradientState.ZEROED)
+        if self.shard is not None and self.shard.grad is not None:
+            self.shard.grad.zero_()
+
+    def _add(self, gradient: torch.Tensor) -> None:
+        self.refuse_if_spent()
+        # Autograd may hand the same tensor to another parameter: it is not written to.
+        self.pending = gradient if self.pending is None else self.pending + gradient
+
+    def _moved(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_) -> "ShardedGradient":
+        like = torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+        moved = ShardedGradient(self._name, like, device or self.device)
+        moved.state = GradientState.SPENT
+        return moved
 
     def __repr__(self) -> str:
         return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -47,9 +99,15 @@ class ShardedGradient(torch.Tensor):
             return args[0]
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):
             # Autograd accumulates a further backward.
-            held, gradient = args[0], args[1]
-            held.pending = gradient if held.pending is None else held.pending.add_(gradient)
-            return held
+            args[0]._add(args[1])
+            return args[0]
+        if func is torch.ops.aten.zero_.default:
+            # `model.zero_grad(set_to_none=False)`, or a script that does the same by hand.
+            args[0]._zero()
+            return args[0]
+        if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
+            # `model.to(...)` takes gradients along. This one is gone.
+            return args[0]._moved(**kwargs)
         name = next(a._name for a in leaves((args, kwargs)) if isinstance(a, cls))
         raise ShardedGradientError(
             f"hf_zero: the gradient of {name!r} is sharded over the ranks, so {func} can neither read nor change it here. To "
