@@ -35,6 +35,7 @@ from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, 
 from .environment import check_environment
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
+from .no_sync import add_no_sync
 
 CONFIG_VARIABLE = "HF_ZERO_CONFIG"
 
@@ -194,6 +195,7 @@ class ZeroAcceleratorMixin:
             self._forget(prepared, optimizers)
             raise
         self.zero_engines.append(engine)
+        add_no_sync(engine, model, prepared)
         announce(engine, f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}")
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
