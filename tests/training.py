@@ -191,6 +191,11 @@ def train(rank: int, world_size: int, job: Job) -> Outcome:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+    if engine is None:
+        # DDP sends rank 0's buffers before the first forward of an evaluation, the engine behind each step.
+        entry.eval()
+        with torch.no_grad():
+            entry(**batch)
     tensors = {name: value.detach().float().numpy().copy() for name, value in model.state_dict().items()}
     return Outcome(losses, norms, tensors, [name for name, _ in model.named_parameters()])
 

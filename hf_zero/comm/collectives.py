@@ -1,6 +1,8 @@
 """torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at."""
 
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from .groups import Groups, RankGroup
 from .ledger import Ledger
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
+from .profiling import hidden_from_profiler, shown
 from .transport import CommunicationError, Handle, Label, Transport, failures_named
 
 
@@ -18,6 +21,8 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger)
         self._groups = groups
+        # Device backends note the end of a work object at once, for the device to pass.
+        self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
         self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
 
     def start_reduce_scatter(
@@ -26,7 +31,7 @@ class CollectiveTransport(Transport):
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        with failures_named(label):
+        with self._starting(label):
             work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
 
         def complete() -> None:
@@ -41,7 +46,7 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.gather
         self._count(label, group, flat.nbytes)
-        with failures_named(label):
+        with self._starting(label):
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
@@ -50,13 +55,13 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
-        with failures_named(label):
+        with self._starting(label):
             work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         self._count(label, self._groups.replicate, 2 * flat.nbytes)
-        with failures_named(label):
+        with self._starting(label):
             work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
@@ -92,10 +97,15 @@ class CollectiveTransport(Transport):
     ) -> torch.Tensor:
         self._count(label, ranks, 2 * values.nbytes)
         result = values.clone()
-        with failures_named(label):
+        with self._starting(label):
             work = dist.all_reduce(result, op=op, group=handle, async_op=True)
         Handle(label, self.ledger, lambda: work.wait()).finish()
         return result
+
+    @contextmanager
+    def _starting(self, label: Label) -> Iterator[None]:
+        with failures_named(label), shown(f"start {label}"), self._unseen():
+            yield
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
         """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.

@@ -15,7 +15,7 @@ from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
 from .groups import Groups, RankGroup
 from .ledger import Ledger
-from .transport import CommunicationError, Handle, Label, failures_named
+from .transport import CommunicationError, Handle, Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 """Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
@@ -101,7 +101,7 @@ class PointToPointTransport(CollectiveTransport):
     ) -> _Transfers:
         """Receives from each peer and sends to it what is at its place."""
         tag += label.channel
-        with failures_named(label):
+        with self._starting(label):
             works = [dist.irecv(received[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
             works += [dist.isend(sent[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
         return _Transfers(works, self._timeout)

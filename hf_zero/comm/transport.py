@@ -9,6 +9,7 @@ import torch
 
 from .groups import RankGroup
 from .ledger import Ledger
+from .profiling import shown
 
 
 class CommunicationError(RuntimeError):
@@ -61,7 +62,7 @@ class Handle:
             return
         complete, self._complete = self._complete, None
         try:
-            with self._ledger.waiting(self._label.kind), failures_named(self._label):
+            with self._ledger.waiting(self._label.kind), failures_named(self._label), shown(f"wait for {self._label}"):
                 complete()
         finally:
             self._ledger.ended(self._label.kind)

@@ -1,4 +1,15 @@
-"""A model's buffers (batch-norm statistics, position ids) kept as rank 0's, as DDP does."""
+"""A model's buffers (batch-norm statistics, position ids) kept as rank 0's, as DDP does.
+
+[Note: buffers between a forward and its backward]
+Several forwards may come before one backward, and what autograd has saved of a buffer in the first must still be there then: so
+DDP, before the second, writes rank 0's buffers without counting it as an edit. What differs between ranks
+then, as batch-norm statistics do, no backward may read.
+
+[Note: buffers behind a step]
+DDP also broadcasts before the first forward of an evaluation, which so sees rank 0's buffers. Here the script may have called it
+on one rank alone, with the model that all ranks train, and no forward without gradients is collective. A step is, so they
+are sent behind it.
+"""
 
 import torch
 from torch import nn
@@ -9,7 +20,7 @@ _LABEL = Label(kind="broadcast buffers", subject="the model")
 
 
 class ModelBuffers:
-    """Broadcasts all buffers of a model in one message a dtype, before the forwards that DDP broadcasts before.
+    """Broadcasts all buffers of a model in one message a dtype: behind each step, and where forwards lie in between as DDP does.
 
     Args:
         wanted: False leaves every rank its own (`broadcast_buffers: false`, or one rank alone).
@@ -22,17 +33,31 @@ class ModelBuffers:
         self._due = self._wanted
 
     def before_forward(self) -> None:
-        """Collective where it is due: a training forward, unless the last one was under no_sync."""
-        if self._due and self._model.training and torch.is_grad_enabled():
-            broadcast_buffers(self._model, self._transport)
+        """Collective where it is due: a training forward behind one that was not under no_sync, without a step in between."""
+        if self._is_training:
+            self._send()
 
     def after_forward(self, *, under_no_sync: bool) -> None:
-        """Notes whether the next training forward starts from rank 0's buffers."""
-        self._due = self._wanted and not under_no_sync
+        """Notes whether ranks' buffers may differ now, and rank 0's are to be sent."""
+        if self._is_training:
+            self._due = self._wanted and not under_no_sync
+
+    def after_step(self) -> None:
+        """Collective where a training forward came before; see [Note: buffers behind a step]."""
+        self._send()
+
+    @property
+    def _is_training(self) -> bool:
+        return self._model.training and torch.is_grad_enabled()
+
+    def _send(self) -> None:
+        if self._due:
+            self._due = False
+            broadcast_buffers(self._model, self._transport)
 
 
 def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
-    """Rank 0's buffers on every rank, in place. Collective."""
+    """Rank 0's buffers on every rank, in place; see [Note: buffers between a forward and its backward]. Collective."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for buffer in model.buffers():
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
@@ -40,6 +65,6 @@ def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
         # gloo has no boolean broadcast; bytes travel the same.
         transport.broadcast(flat.view(torch.uint8) if dtype == torch.bool else flat, _LABEL)
-        for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
-            with torch.no_grad():
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
                 buffer.copy_(values.view(buffer.shape))

@@ -14,7 +14,7 @@ from ..device import Arrival, downlink
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
-from .buckets import Bucket, Row, rows_with_gradient
+from .buckets import Bucket, rows_with_gradient
 from .buffers import ModelBuffers, broadcast_buffers
 from .build import build_parts, check_parameters, owners
 from .clip import clamp_values
@@ -181,7 +181,7 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         wanted = list(self._slot_of) if parameters is None else [p for p in parameters if p in self._slot_of]
-        rows = self._rows_of(wanted)
+        rows = rows_with_gradient(self._row_of, wanted)
         measured = self._norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         self.nonfinite.look(measured, rows, at_all=len(set(wanted)) == len(self._slot_of))
@@ -190,7 +190,7 @@ class ZeroEngine:
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
-        clamp_values(self._rows_of(self._slot_of if parameters is None else parameters), clip_value)
+        clamp_values(rows_with_gradient(self._row_of, self._slot_of if parameters is None else parameters), clip_value)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in this engine's buckets."""
@@ -486,6 +486,7 @@ class ZeroEngine:
         for bucket in (bucket for bucket in buckets if not bucket.whole):
             bucket.end_step()
             self._store.release(bucket)
+        self._buffers.after_step()
         self._share(reversed(buckets))
         self._row_writes.follow(buckets)
         if not self.config.overlap_param_gather:
@@ -496,6 +497,3 @@ class ZeroEngine:
         if not self._is_replicated:
             self._parameters.start(bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory))
             self._parameters.guard()
-
-    def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
-        return rows_with_gradient(self._row_of, parameters)

@@ -37,6 +37,7 @@ from .first_step import CONFIG_VARIABLE, StepWatch
 from .ignored_plugin import watch_for_steps_without
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
+from .no_sync import add_no_sync
 from .resumed import say_resumed
 
 
@@ -212,6 +213,7 @@ class ZeroAcceleratorMixin:
             self._forget(prepared, optimizers)
             raise
         self.zero_engines.append(engine)
+        add_no_sync(engine, model, prepared)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         announce(engine, casts, rows_of_a_step(self))
 

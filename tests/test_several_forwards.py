@@ -1,0 +1,196 @@
+"""Loops with several forwards a step: before one backward, under the model's own no_sync, and behind training."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate_job import make_accelerator
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from trainer_job import as_launched
+from training import bert, bert_batch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
+
+STAGES = [0, 1, 2, 3]
+
+
+class Normed(nn.Module):
+    """Batch norms, one in training and one with frozen statistics, a boolean mask, and a constant of every element type."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.still = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 2)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("mask", torch.arange(8) > 2)
+        self.register_buffer("order", torch.arange(8).flip(0).expand(1, -1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.entry(inputs)) * self.scale
+        hidden = torch.where(self.mask, self.still(hidden), hidden)
+        return self.head(hidden.gather(1, self.order.expand(len(hidden), -1)))
+
+    def train(self, mode: bool = True) -> "Normed":
+        super().train(mode)
+        self.still.eval()
+        return self
+
+
+def normed_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    """Contrastive in kind: two views of different inputs, pulled together."""
+    one, two = (model(torch.randn(5, 6, generator=generator)) for _ in range(2))
+    return (one - two).square().mean() + one.square().mean()
+
+
+def bert_loss(model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    """R-Drop in kind: the same inputs twice."""
+    batch = bert_batch(generator, 2)
+    one, two = model(**batch), model(**batch)
+    return one.loss + (one.logits - two.logits + 1).square().mean() + two.loss
+
+
+def prepared(make: type, settings: dict | None):
+    """The model, what to call, and its optimizer, under DDP where there are no settings."""
+    torch.manual_seed(0)
+    model = make()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if settings is None:
+        return model, DistributedDataParallel(model), optimizer
+    ZeroEngine(model, [optimizer], ZeroConfig.from_dict(settings))
+    return model, model, optimizer
+
+
+def trained(rank: int, kind: str, settings: dict | None) -> list[list[float]]:
+    """A step a row: its loss, and what an evaluation behind it sees of buffers and outputs."""
+    make, loss_of = {"norms": (Normed, normed_loss), "bert": (bert, bert_loss)}[kind]
+    model, entry, optimizer = prepared(make, settings)
+    generator = torch.Generator().manual_seed(rank)
+    seen = []
+    for _ in range(4):
+        loss = loss_of(entry, generator)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        entry.eval()
+        with torch.no_grad():
+            evaluated = loss_of(entry, torch.Generator().manual_seed(7))
+        entry.train()
+        seen.append([loss.item(), evaluated.item(), *(buffer.double().sum().item() for buffer in model.buffers())])
+    return seen
+
+
+def trained_like_ddp(rank: int, world_size: int, kind: str) -> None:
+    expected = trained(rank, kind, None)
+    for stage in STAGES:
+        assert trained(rank, kind, {"stage": stage}) == expected, f"stage {stage}"
+
+
+@pytest.mark.parametrize("kind", ["norms", "bert"])
+def test_two_forwards_before_a_backward_and_evaluations_behind_steps_are_ddps(kind):
+    run_ranks(trained_like_ddp, world_size=2, time_limit_s=100, keyword_arguments={"kind": kind})
+
+
+def keeps_what_backward_needs(rank: int, world_size: int) -> None:
+    model, *_ = prepared(Normed, {"stage": 2})
+    generator = torch.Generator().manual_seed(rank)
+    kept = [model.norm.running_mean, model.scale, model.mask, model.order]
+    loss = normed_loss(model, generator)
+    versions = [buffer._version for buffer in kept]
+    # The next forward starts from rank 0's statistics, also here where the two before have had no backward.
+    statistics = model.norm.running_mean.clone()
+    torch.distributed.broadcast(statistics, 0)
+    model.norm.register_forward_pre_hook(lambda norm, _: seen.append(norm.running_mean.clone()))
+    seen = []
+    third = model(torch.randn(5, 6, generator=generator))
+    assert torch.equal(seen[0], statistics)
+    assert [buffer._version for buffer in kept][1:] == versions[1:]
+    (loss + third.mean()).backward()
+
+
+def test_buffers_that_no_forward_changes_are_not_edited_and_statistics_are_rank_0s_before_each_forward():
+    run_ranks(keeps_what_backward_needs, world_size=2, time_limit_s=60)
+
+
+def accumulated(rank: int, world_size: int, door: str, gathered_later: bool) -> list[list[float]]:
+    """Losses and weights of loops that accumulate by the prepared model's own no_sync."""
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, cpu=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+
+    def loss() -> torch.Tensor:
+        return model(torch.randn(5, 6, generator=generator)).square().mean()
+
+    for _ in range(3):
+        if gathered_later:
+            with accelerator.no_sync(model):
+                first, second = loss(), loss()
+            accelerator.backward(first)
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(second)
+        else:
+            with model.no_sync():
+                first = loss()
+                accelerator.backward(first)
+            second = loss()
+            accelerator.backward(second)
+        losses += [first.item(), second.item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return losses
+
+
+def accumulated_like_ddp(rank: int, world_size: int, stage: int) -> None:
+    for gathered_later in (False, True):
+        expected = accumulated(rank, world_size, "ddp", gathered_later)
+        reset_states()
+        found = accumulated(rank, world_size, f"plugin {stage}", gathered_later)
+        reset_states()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def reset_states() -> None:
+    """A fresh Accelerator in the same process group."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._shared_state.clear()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_prepared_model_has_ddps_no_sync(stage):
+    run_ranks(accumulated_like_ddp, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
+
+
+def local_sgd(rank: int, world_size: int) -> str:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator("plugin 2", cpu=True)
+    model = nn.Linear(6, 2)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=False):
+        pass
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with other.no_sync():
+            pass
+    try:
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8):
+            return ""
+    except NotImplementedError as error:
+        return str(error)
+
+
+def test_local_sgd_is_refused_and_names_the_setting_that_does_the_like():
+    for message in run_ranks(local_sgd, world_size=2, time_limit_s=60):
+        assert "local_sgd_steps=8" in message and "comm.sync_every: 8" in message
