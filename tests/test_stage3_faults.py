@@ -165,27 +165,6 @@ def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silen
     assert run_on_ranks(edits_while_sharded) == [[], []]
 
 
-def reads_while_sharded(rank: int, world_size: int) -> None:
-    run = Run(rank, gpt2, SHARDED)
-    shapes = {name: p.shape for name, p in gpt2().named_parameters()}
-    for _ in range(2):
-        for name, parameter in run.model.named_parameters():
-            assert parameter.shape == shapes[name] and parameter.dtype == torch.float32
-            for read in (
-                parameter,
-                parameter.data,
-                parameter.detach().clone(),
-                parameter.mean(),
-                parameter.flatten()[-1:],
-            ):
-                assert read.isnan().all(), name
-        run.step()
-
-
-def test_reading_a_sharded_parameter_gives_nan_and_its_shape():
-    run_on_ranks(reads_while_sharded)
-
-
 def edits_without_writeback(rank: int, world_size: int) -> None:
     run = Run(rank, gpt2, SHARDED)
     run.step()

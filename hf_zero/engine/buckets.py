@@ -1,6 +1,6 @@
 """Buckets: parameters as views of one flat buffer, and this rank's rows of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from .memory import ParameterMemory
 from .padding import clear_padding
 from .precision import Precision
 from .sharded_gradient import ShardedGradient
+from .sharded_parameter import look_only
 
 
 @dataclass(eq=False)
@@ -79,6 +80,12 @@ class Row:
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
         return _part(shard, self.layout.in_shard, self.tensor.shape)
+
+
+def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
+    """This rank's rows of some parameters, those for which the next step has a gradient."""
+    with look_only():
+        return [row for row in (row_of[p] for p in parameters if p in row_of) if row.has_gradient]
 
 
 class Bucket:
@@ -175,7 +182,7 @@ class Bucket:
         parameter = slot.parameter
         with torch.no_grad():
             self.memory.take_in(slot.place, slot.interval, parameter)
-        parameter.data = self.memory.view(slot.place)
+        self.memory.hang(parameter, slot.place)
         slot.stand_in = ShardedGradient(slot.name, parameter)
         slot.version = parameter._version
 
@@ -201,10 +208,19 @@ class Bucket:
 
     def begin_step(self) -> None:
         """Takes edits over; rows that no rank has a gradient for have none."""
-        self.follow_edits()
-        for row in self.rows:
-            if not row.has_gradient:
+        with look_only():
+            self.follow_edits()
+            for row in self.rows:
+                if not row.has_gradient:
+                    row.tensor.grad = None
+
+    def drop_gradients(self) -> None:
+        """Leaves no gradient, neither in the rows nor in the parameters."""
+        with look_only():
+            for row in self.rows:
                 row.tensor.grad = None
+            for slot in self.slots:
+                slot.parameter.grad = None
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
         if self.precision.weights is None:

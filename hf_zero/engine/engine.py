@@ -14,7 +14,7 @@ from ..device import Arrival, downlink
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
-from .buckets import Bucket, Row
+from .buckets import Bucket, Row, rows_with_gradient
 from .buffers import ModelBuffers, broadcast_buffers
 from .build import build_parts, check_parameters, owners
 from .clip import clamp_values
@@ -480,10 +480,7 @@ class ZeroEngine:
             if bucket.whole:
                 continue
             # Trainer only ever calls model.zero_grad(): what is left here would be added to the next step.
-            for row in bucket.rows:
-                row.tensor.grad = None
-            for slot in bucket.slots:
-                slot.parameter.grad = None
+            bucket.drop_gradients()
             self._store.release(bucket)
         self._share(reversed(buckets))
         if not self.config.overlap_param_gather:
@@ -496,5 +493,4 @@ class ZeroEngine:
             self._parameters.guard()
 
     def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
-        rows = [self._row_of[p] for p in parameters if p in self._row_of]
-        return [row for row in rows if row.has_gradient]
+        return rows_with_gradient(self._row_of, parameters)

@@ -12,6 +12,7 @@ from .buckets import Bucket, ParameterSlot
 from .gradient_store import GradientStore
 from .hooks import WeakHook
 from .sharded_gradient import ShardedGradient
+from .sharded_parameter import look_only
 
 
 class Gradients:
@@ -92,11 +93,9 @@ class Gradients:
     def drop(self) -> None:
         """Forgets all gradients, reduced or not."""
         for slot in self._slots:
-            slot.parameter.grad = None
             slot.stand_in.pending = None
         for bucket in self._buckets:
-            for row in bucket.rows:
-                row.tensor.grad = None
+            bucket.drop_gradients()
         self._held.clear()
 
     def _begin_pass(self) -> None:
@@ -155,9 +154,10 @@ class Gradients:
             self._store.start(bucket)
         self._store.finish_all()
         self._store.end_pass()
-        for slot in self._slots:
-            if slot.used:
-                self._store.settle(slot)
+        with look_only():
+            for slot in self._slots:
+                if slot.used:
+                    self._store.settle(slot)
         for bucket in self._buckets:
             for row in bucket.rows:
                 if not row.slot.used and not row.slot.continues:

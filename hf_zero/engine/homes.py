@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .buckets import Bucket, ParameterSlot
+from .sharded_parameter import look_only, show_values
 
 
 class Homes:
@@ -57,6 +58,7 @@ class Homes:
                     "prepare model and optimizer anew."
                 )
             if current is not slot.parameter:
+                show_values(slot.parameter)
                 with torch.no_grad():
                     slot.parameter.data = current.detach().to(slot.parameter.device)
                 module._parameters[name] = slot.parameter
@@ -67,10 +69,11 @@ class Homes:
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises `RuntimeError` for a parameter that was frozen when the model was prepared, and is not now."""
-    for name, parameter in frozen:
-        if parameter.requires_grad:
-            raise RuntimeError(
-                f"hf_zero: {name!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
-                "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
-                "nothing.)"
-            )
+    with look_only():
+        thawed = next((name for name, parameter in frozen if parameter.requires_grad), None)
+    if thawed is not None:
+        raise RuntimeError(
+            f"hf_zero: {thawed!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
+            "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
+            "nothing.)"
+        )

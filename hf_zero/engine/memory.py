@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
+from torch import nn
 
 from ..device import Reservation, alias, allocate, reserve, reserve_apart
 from ..layout.intervals import Interval
@@ -12,6 +13,7 @@ from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
 from ..read_ahead import ask_for
 from .padding import clear_padding
+from .sharded_parameter import are_hidden, hide_values, show_values
 
 
 class ParameterMemory(ABC):
@@ -91,12 +93,12 @@ class ParameterMemory(ABC):
         return self.own[interval.start : interval.stop]
 
     @abstractmethod
-    def view(self, place: torch.Tensor) -> torch.Tensor:
-        """What a parameter at `place` has as its data now."""
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        """Gives a parameter at `place` the data that it has now."""
 
     @abstractmethod
-    def is_view(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
-        """Whether a parameter's data is what `view` gave it."""
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        """Whether a parameter's data is what `hang` gave it."""
 
 
 class WholeMemory(ParameterMemory):
@@ -134,18 +136,18 @@ class WholeMemory(ParameterMemory):
     def rest(self, master: Region | None) -> None:
         """It stays on the device."""
 
-    def view(self, place: torch.Tensor) -> torch.Tensor:
-        return alias(place)
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        parameter.data = alias(place)
 
-    def is_view(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
         return parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
 
 
 class GatheredMemory(ParameterMemory):
     """Parameters that are whole from `gather` to `drop` (stage 3). The shard lasts; where it does, the subclasses know.
 
-    A parameter that is not gathered keeps its shape and reads as NaN: every element is one NaN of stride 0. A read that
-    should have been preceded by a gather then shows in the loss, and cannot crash the process as freed memory would.
+    A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
+    finds one NaN of stride 0: that shows in the loss, and cannot crash the process as freed memory would.
 
     Args:
         reservation: of `flat`.
@@ -217,12 +219,19 @@ class GatheredMemory(ParameterMemory):
     def settle(self) -> None:
         self._reservation.release()
 
-    def view(self, place: torch.Tensor) -> torch.Tensor:
-        return place if self._gathered else self._absent.expand(place.shape)
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        show_values(parameter)
+        if self._gathered:
+            parameter.data = place
+        else:
+            parameter.data = self._absent.expand(place.shape)
+            hide_values(parameter)
 
-    def is_view(self, parameter: torch.Tensor, place: torch.Tensor) -> bool:
-        expected = place if self._gathered else self._absent
-        return parameter.data_ptr() == expected.data_ptr() and parameter.dtype == place.dtype
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        if not self._gathered:
+            # Nobody else gives data to a parameter whose values are hidden.
+            return are_hidden(parameter)
+        return parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
 
 
 class ShardMemory(GatheredMemory):

@@ -7,20 +7,17 @@ import torch
 from torch import nn
 
 from .buckets import ParameterSlot
+from .sharded_parameter import ShardedParametersError, look_only, show_values
 from .units import Unit
 from .unshard import Unsharding
 from .whole import WholeParameters
-
-
-class ShardedParametersError(RuntimeError):
-    """An operation that needs whole parameters met sharded ones."""
 
 
 class ShardedParameters(dict):
     """The `_parameters` of a module while some of them are sharded.
 
     Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
-    pickling, which would take the NaN that stands there, raise.
+    pickling raise.
     """
 
     def __init__(self, parameters: dict, before_read: Callable[[str], None]):
@@ -112,7 +109,7 @@ class ModuleMethods:
     raise unless they change nothing.
     """
 
-    _REPLACED = ("state_dict", "_load_from_state_dict", "_apply")
+    _REPLACED = ("state_dict", "_load_from_state_dict", "_apply", "zero_grad")
 
     def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], whole: WholeParameters):
         self._guards = guards
@@ -121,6 +118,7 @@ class ModuleMethods:
         for module in self._modules:
             module.state_dict = ReplacedMethod(self._state_dict, module)
             module._apply = ReplacedMethod(self._apply, module)
+            module.zero_grad = ReplacedMethod(self._zero_grad, module)
             if module in guards:
                 module._load_from_state_dict = ReplacedMethod(self._load_from_state_dict, module)
 
@@ -128,6 +126,11 @@ class ModuleMethods:
         for module in self._modules:
             for name in self._REPLACED:
                 module.__dict__.pop(name, None)
+
+    def _zero_grad(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Training loops call it at each step.
+        with look_only():
+            type(module).zero_grad(module, *args, **kwargs)
 
     def _state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
         stock = type(module).state_dict
@@ -150,6 +153,7 @@ class ModuleMethods:
         versions = {}
         for slot in sharded:
             parameter = slot.parameter
+            show_values(parameter)
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=slot.bucket.device)
             versions[slot] = parameter._version
         try:

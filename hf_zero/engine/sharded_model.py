@@ -13,6 +13,7 @@ from .buckets import Bucket, ParameterSlot
 from .holder import StateHolder
 from .hooks import WeakHook
 from .module_guards import ModuleGuard, ModuleMethods
+from .sharded_parameter import show_values
 from .units import Unit
 from .unshard import Unsharding
 from .whole import WholeParameters
@@ -116,6 +117,13 @@ class ShardedModel:
         if not wanted:
             self._move_to_meta()
 
+    def gather_in_pass(self, parameter: nn.Parameter) -> bool:
+        """Makes a parameter whole that code in a forward or backward reads; False outside of both, where ranks may be apart."""
+        if not self.schedule.in_pass:
+            return False
+        self.schedule.before_read(self.unit_of[parameter][0])
+        return True
+
     def _move_to_meta(self) -> None:
         on_meta = {p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
         for module in self._model.modules():
@@ -133,6 +141,8 @@ class ShardedModel:
             for guard in unit.guards:
                 guard.remove()
             unit.guards.clear()
+        for parameter in self.unit_of:
+            show_values(parameter)
 
     def _guard_modules(self) -> dict[nn.Module, ModuleGuard]:
         guards = {}

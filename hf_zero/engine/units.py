@@ -9,6 +9,7 @@ import torch
 from ..comm.transport import Handle
 from .buckets import Bucket, ParameterSlot
 from .gathers import Gather
+from .sharded_parameter import look_only
 
 
 class UnitState(Enum):
@@ -96,8 +97,8 @@ class Unit:
         self.state = UnitState.SHARDED
         for bucket in self.buckets:
             bucket.memory.drop()
-        self._hang_parameters()
         self._versions = [slot.parameter._version for slot in self.slots]
+        self._hang_parameters()
 
     def keep_edits(self) -> None:
         """Takes what a script has written into the whole parameters into the shard."""
@@ -118,7 +119,7 @@ class Unit:
 
     def hang(self, slot: ParameterSlot) -> None:
         """Gives a parameter the data that it has in this state."""
-        slot.parameter.data = slot.bucket.memory.view(slot.place)
+        slot.bucket.memory.hang(slot.parameter, slot.place)
 
     def _leave(self, expected: UnitState) -> None:
         if self.state is not expected:
@@ -134,10 +135,11 @@ class Unit:
         for bucket in self.buckets:
             if bucket.memory.was_written():
                 raise _lost_edit(bucket.slots[0].name)
-        for slot, version in zip(self.slots, self._versions):
-            held = slot.bucket.memory.is_view(slot.parameter, slot.place)
-            if slot.parameter._version != version or not held:
-                raise _lost_edit(slot.name)
+        with look_only():
+            for slot, version in zip(self.slots, self._versions):
+                held = slot.bucket.memory.is_view(slot.parameter, slot.place)
+                if slot.parameter._version != version or not held:
+                    raise _lost_edit(slot.name)
 
 
 def _lost_edit(name: str) -> RuntimeError:

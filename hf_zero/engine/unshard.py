@@ -160,6 +160,11 @@ class Unsharding:
         self._start(unit, self._wire.forward)
         self._finish(unit)
 
+    def before_saved_read(self, unit: Unit) -> None:
+        """Makes `unit` whole for a backward node outside of any layer, until the next layer's backward."""
+        self._start(unit, self._wire.backward)
+        self._finish(unit)
+
     def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
         """Makes `unit` whole for its backward and drops the layers whose backward it ends.
 

@@ -11,6 +11,8 @@ from ..device import free_bytes
 from .buckets import Bucket, ParameterSlot
 from .holder import StateHolder
 from .reports import mib
+from .saved_reads import gathered_again
+from .sharded_parameter import show_values
 from .units import Unit
 from .unshard import Unsharding
 
@@ -101,7 +103,8 @@ class WholeParameters:
         try:
             self._schedule.unshard(units)
             record.take(units)
-            yield
+            with gathered_again(units, self._schedule.before_saved_read):
+                yield
             if writeback:
                 self._keep_edits(units)
             record.refuse_edits()
@@ -137,6 +140,7 @@ class WholeParameters:
         self.is_lent = True
         try:
             for parameter, copy in copies.items():
+                show_values(parameter)
                 parameter.data = copy
             yield copies
         finally:
