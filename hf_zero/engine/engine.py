@@ -14,7 +14,7 @@ from ..device import Arrival, downlink
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
-from .buckets import Bucket, Row, rows_with_gradient
+from .buckets import Bucket, rows_with_gradient
 from .buffers import ModelBuffers, broadcast_buffers
 from .build import build_parts, check_parameters, owners
 from .clip import clamp_values
@@ -177,7 +177,7 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         wanted = list(self._slot_of) if parameters is None else [p for p in parameters if p in self._slot_of]
-        rows = self._rows_of(wanted)
+        rows = rows_with_gradient(self._row_of, wanted)
         measured = self._norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         self.nonfinite.look(measured, rows, at_all=len(set(wanted)) == len(self._slot_of))
@@ -186,7 +186,8 @@ class ZeroEngine:
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""
-        clamp_values(self._rows_of(self._slot_of if parameters is None else parameters), clip_value)
+        wanted = self._slot_of if parameters is None else parameters
+        clamp_values(rows_with_gradient(self._row_of, wanted), clip_value)
 
     def trains(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter lies in this engine's buckets."""
@@ -252,11 +253,17 @@ class ZeroEngine:
         """
         return self._look.state(slot_of(parameter, self._slot_of), self.optimizers)
 
+    @contextmanager
+    def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
+        self.synchronise()
+        with self._exact.at_hand(purpose), self.sharded.lent(purpose, wanted=wanted) as state:
+            yield state
+
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
-        self.synchronise()
-        with self._exact.at_hand("the model's state dict"):
-            return self.sharded.whole_state_dict(wanted=wanted)
+        with self.lent("the model's state dict", wanted=wanted) as state:
+            return state
 
     @property
     def saves_together(self) -> bool:
@@ -275,8 +282,8 @@ class ZeroEngine:
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built."""
-        rows, error = self.transport.ledger.rows(), self._wire.reduction.error
-        return CommReport(rows=rows, gradient_error=error, trials=self._trials)
+        rows = self.transport.ledger.rows()
+        return CommReport(rows=rows, gradient_error=self._wire.reduction.error, trials=self._trials)
 
     # ---- moving in and out ----
 
@@ -428,8 +435,8 @@ class ZeroEngine:
         ]
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            # Activation checkpointing runs the forward again inside backward.
+        if torch._C._current_graph_task_id() != -1 or self.sharded.whole.is_lent:
+            # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
         self._gradients.recover()
         self.tier.cores.give_back()
@@ -491,6 +498,3 @@ class ZeroEngine:
         if not self._is_replicated:
             self._parameters.start(bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory))
             self._parameters.guard()
-
-    def _rows_of(self, parameters: Iterable[nn.Parameter]) -> list[Row]:
-        return rows_with_gradient(self._row_of, parameters)
