@@ -27,7 +27,8 @@ def make_trainer(
 ) -> Trainer:
     """A Trainer behind `door`: "ddp", "flag 2", "callback 1", "both 2" or "seq2seq 2".
 
-    Overrides are training arguments; `callbacks` and `compute_metrics` go to the Trainer, and `adapt` is given the model.
+    Overrides are training arguments; `callbacks` and `compute_metrics` go to the Trainer, which is a `trainer_class`, and
+    `adapt` is given the model.
     """
     kind, _, stage = door.partition(" ")
     make_model, make_batch = MODELS[model]
@@ -37,6 +38,7 @@ def make_trainer(
     data = [{key: value[0] for key, value in make_batch(generator, 1).items()} for _ in range(240)]
     passed = {name: overrides.pop(name) for name in ("compute_metrics",) if name in overrides}
     callbacks = list(overrides.pop("callbacks", []))
+    trainer_class = overrides.pop("trainer_class", Seq2SeqTrainer if kind == "seq2seq" else Trainer)
     settings = {
         "output_dir": str(output_dir),
         "per_device_train_batch_size": 4,
@@ -62,7 +64,6 @@ def make_trainer(
         callbacks.append(ZeroCallback(int(stage)))
     if kind == "both":
         callbacks.append(ZeroCallback())
-    trainer_class = Seq2SeqTrainer if kind == "seq2seq" else Trainer
     return trainer_class(
         model=built, args=arguments, train_dataset=data, eval_dataset=data[:24], callbacks=callbacks, **passed
     )

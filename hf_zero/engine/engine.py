@@ -259,11 +259,17 @@ class ZeroEngine:
         """
         return self._look.state(slot_of(parameter, self._slot_of), self.optimizers)
 
+    @contextmanager
+    def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
+        self.synchronise()
+        with self._exact.at_hand(purpose), self.sharded.lent(purpose, wanted=wanted) as state:
+            yield state
+
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
-        self.synchronise()
-        with self._exact.at_hand("the model's state dict"):
-            return self.sharded.whole_state_dict(wanted=wanted)
+        with self.lent("the model's state dict", wanted=wanted) as state:
+            return state
 
     @property
     def saves_together(self) -> bool:
@@ -282,8 +288,8 @@ class ZeroEngine:
 
     def comm_report(self) -> CommReport:
         """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built."""
-        rows, error = self.transport.ledger.rows(), self._wire.reduction.error
-        return CommReport(rows=rows, gradient_error=error, trials=self._trials)
+        rows = self.transport.ledger.rows()
+        return CommReport(rows=rows, gradient_error=self._wire.reduction.error, trials=self._trials)
 
     # ---- moving in and out ----
 
@@ -431,8 +437,8 @@ class ZeroEngine:
         ]
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            # Activation checkpointing runs the forward again inside backward.
+        if torch._C._current_graph_task_id() != -1 or self.sharded.whole.is_lent:
+            # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
         self._row_writes.refuse_unsent("a forward begins")
         self._gradients.recover()

@@ -1,6 +1,7 @@
 """What a model's own methods do while its parameters are sharded: the right thing, or a clear error."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,11 +106,11 @@ class ReplacedMethod:
 class ModuleMethods:
     """Replaces, on each module that holds sharded parameters somewhere, the methods that read or write them.
 
-    `state_dict` gathers, `load_state_dict` takes this rank's part of what it is given, and `.to()`, `.half()` and the like
-    raise unless they change nothing.
+    `state_dict` and `save_pretrained` gather, `load_state_dict` takes this rank's part of what it is given, and `.to()`,
+    `.half()` and the like raise unless they change nothing.
     """
 
-    _REPLACED = ("state_dict", "_load_from_state_dict", "_apply", "zero_grad")
+    _REPLACED = ("state_dict", "save_pretrained", "_load_from_state_dict", "_apply", "zero_grad")
 
     def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], whole: WholeParameters):
         self._guards = guards
@@ -117,6 +118,8 @@ class ModuleMethods:
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
         for module in self._modules:
             module.state_dict = ReplacedMethod(self._state_dict, module)
+            if hasattr(type(module), "save_pretrained"):
+                module.save_pretrained = ReplacedMethod(self._save_pretrained, module)
             module._apply = ReplacedMethod(self._apply, module)
             module.zero_grad = ReplacedMethod(self._zero_grad, module)
             if module in guards:
@@ -143,6 +146,20 @@ class ModuleMethods:
                     result[name] = copies[value]
         return result
 
+    def _save_pretrained(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stock = partial(type(module).save_pretrained, module, *args, **kwargs)
+        given = next((value for value in (*args, kwargs.get("state_dict")) if isinstance(value, Mapping)), None)
+        if given is not None:
+            if not given and kwargs.get("is_main_process") is False:
+                # accelerator.get_state_dict gives the values to the main process only; peft would look for them here.
+                return None
+            # Maybe on one rank alone. Of parts of the model it only asks what they hold.
+            with self._whole.lend_names():
+                return stock()
+        # Ranks meet before anything is written.
+        with self._whole.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
+            return stock()
+
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         sharded = {
             slot: unit
@@ -165,7 +182,7 @@ class ModuleMethods:
     def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         for inner in module.modules() if recurse else [module]:
             for _, slot in self._guards[inner].slots.values() if inner in self._guards else ():
-                here = torch.empty(0, dtype=slot.bucket.flat.dtype, device=slot.bucket.device)
+                here = torch.empty(0, dtype=slot.parameter.dtype, device=slot.bucket.device)
                 there = fn(here)
                 if (there.dtype, there.device) != (here.dtype, here.device):
                     raise ShardedParametersError(

@@ -1,6 +1,7 @@
 """A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -89,16 +90,21 @@ class ShardedModel:
             if bucket.trained is trained
         )
 
-    def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
-        """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective."""
-        with self.whole.lend_copies(self._model, "the model's state dict", wanted=wanted) as copies:
+    @contextmanager
+    def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """Where `wanted`, parameters are whole copies in host memory until the context is left. Collective on the way in.
+
+        The state dicts of the model and of its parts have them, and so do forwards. Yields the model's, {} where not `wanted`.
+        """
+        with self.whole.lend_copies(self._model, purpose, wanted=wanted) as copies:
             if not wanted:
-                return {}
+                yield {}
+                return
             lent = {copy.data_ptr() for copy in copies.values()}
             state = self._model.state_dict(keep_vars=True)
             # One copy of a tied weight, so that savers see that it is one.
             own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}
-            return {name: own[id(value)] for name, value in state.items()}
+            yield {name: own[id(value)] for name, value in state.items()}
 
     def hand_back(self, *, wanted: bool) -> None:
         """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective.
@@ -174,14 +180,20 @@ class ShardedModel:
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
         return handles
 
+    # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
+
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
-        self.schedule.before_forward(unit, (args, kwargs))
+        if not self.whole.is_lent:
+            self.schedule.before_forward(unit, (args, kwargs))
 
     def _after_layer(self, _module: nn.Module, _args: tuple, _kwargs: dict, outputs: object, unit: Unit) -> None:
-        self.schedule.after_forward(unit, outputs)
+        if not self.whole.is_lent:
+            self.schedule.after_forward(unit, outputs)
 
     def _look_at_outputs(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
-        self.schedule.look_at_outputs(unit, outputs)
+        if not self.whole.is_lent:
+            self.schedule.look_at_outputs(unit, outputs)
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
-        self.schedule.before_read(self.root)
+        if not self.whole.is_lent:
+            self.schedule.before_read(self.root)

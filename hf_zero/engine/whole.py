@@ -1,7 +1,7 @@
 """Whole parameters for a while: to read, to edit, to save."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -74,8 +74,13 @@ class WholeParameters:
         self._holder = holder
         self._device = device
         self._timeout_s = timeout_s
-        self.is_lent = False
+        self._lent: dict[nn.Parameter, torch.Tensor] | None = None
         self._open: list[_Record] = []
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the model's own methods are to take parameters for what they are just now."""
+        return self._lent is not None
 
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """The units of these parameters, each once, in the order of the parameters."""
@@ -120,11 +125,14 @@ class WholeParameters:
         """Gives the module's parameters whole copies in host memory as their data; yields parameter → copy.
 
         One unit at a time is gathered. Nothing is gathered, and no rank needs to come along, when all the units are held
-        by `gathered` already.
+        by `gathered` already, or copies are lent.
 
         Args:
             wanted: False takes part in the gathers without keeping copies.
         """
+        if self.is_lent:
+            yield self._lent
+            return
         parameters = set(module.parameters())
         units = self.units_of(parameters)
         if any(not unit.holds for unit in units):
@@ -137,17 +145,28 @@ class WholeParameters:
                     if slot.parameter in parameters:
                         copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
             self._schedule.release([unit])
-        self.is_lent = True
         try:
             for parameter, copy in copies.items():
                 show_values(parameter)
                 parameter.data = copy
-            yield copies
+            with self._lending(copies):
+                yield copies
         finally:
-            self.is_lent = False
             for parameter in copies:
                 unit, slot = self._unit_of[parameter]
                 unit.hang(slot)
+
+    def lend_names(self) -> AbstractContextManager[None]:
+        """Has the model's own methods hand out sharded parameters by name and shape; values cannot be read. Not collective."""
+        return nullcontext() if self.is_lent else self._lending({})
+
+    @contextmanager
+    def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+        self._lent = copies
+        try:
+            yield
+        finally:
+            self._lent = None
 
     def _keep_edits(self, units: Iterable[Unit]) -> None:
         for unit in units:

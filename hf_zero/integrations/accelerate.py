@@ -9,7 +9,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -296,7 +296,7 @@ class ZeroAcceleratorMixin:
         for engine in self.zero_engines:
             engine.synchronise()
         with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
-            with self._engines_optimizers_aside():
+            with self._engines_optimizers_aside(), self._lent_to_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
             manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
@@ -342,6 +342,14 @@ class ZeroAcceleratorMixin:
                 f"hf_zero: load_state() was called without a folder, and {why}. Give the folder that save_state wrote."
             )
         return numbered[-1]
+
+    @contextmanager
+    def _lent_to_hooks(self):
+        """Whole parameters on every rank for hooks of `register_save_state_pre_hook`, which save on one rank or on all."""
+        with ExitStack() as stack:
+            for engine in self.zero_engines if self._save_model_state_pre_hook else ():
+                stack.enter_context(engine.lent("accelerator.save_state", wanted=True))
+            yield
 
     @contextmanager
     def _engines_optimizers_aside(self):

@@ -24,6 +24,7 @@ from ..checkpoint.pieces import DTYPE_NAMES, Piece, lay_out
 from ..checkpoint.together import Exchange, together
 from ..checkpoint.writer import Row
 from ..engine.engine import ZeroEngine
+from ..engine.sharded_parameter import ShardedParametersError
 from ..layout.intervals import Interval
 
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
@@ -209,7 +210,11 @@ def _save_without_values(
             files.append(_SavedFile(path=Path(path), names=names, metadata=metadata))
 
     with _written_by(note):
-        trainer._save(str(folder), state_dict={name: empty[id(tensor)] for name, tensor in tensors.items()})
+        try:
+            trainer._save(str(folder), state_dict={name: empty[id(tensor)] for name, tensor in tensors.items()})
+        except ShardedParametersError:
+            # What is saved is computed from values that are not here, as of a prompt encoder.
+            return None
     return files if is_whole else None
 
 

@@ -123,10 +123,17 @@ class ZeroTrainerMixin:
             if engine is not None and self.args.should_save:
                 write_run(self, Path(output_dir or self.args.output_dir))
             return
-        state_dict = engine.whole_state_dict(wanted=self.args.should_save)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state_dict)
-            write_run(self, Path(output_dir or self.args.output_dir))
+        if super().save_model.__func__ is not Trainer.save_model:
+            # It may save on one rank or on all, from the state dict or from parts of the model.
+            with engine.lent("trainer.save_model", wanted=True):
+                super().save_model(output_dir, _internal_call=_internal_call)
+            if self.args.should_save:
+                write_run(self, Path(output_dir or self.args.output_dir))
+            return
+        with engine.lent("trainer.save_model", wanted=self.args.should_save) as state_dict:
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+                write_run(self, Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

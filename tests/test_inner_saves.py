@@ -1,0 +1,216 @@
+"""Saves that all ranks are in: what peft, a script's subclass or a hook saves of parts of the model inside them finds values."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate_job import make_accelerator
+from peft import (
+    LoraConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from ranks import run_ranks
+from safetensors.torch import load_file, save_file
+from torch import nn
+from trainer_job import as_launched, make_trainer
+from training import bert, bert_batch, gpt2, gpt2_batch
+from transformers import Trainer
+
+from hf_zero import gathered
+from hf_zero.comm.transport import CommunicationError
+
+pytestmark = pytest.mark.timeout(180)
+
+SHARDED = "flag stage=3,comm.gather_timeout_s=6"
+"""A lone rank that waits for the others fails in time."""
+
+
+def with_classifier(model: nn.Module) -> nn.Module:
+    """An adapter whose classifier is trained and saved whole."""
+    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["query", "value"], modules_to_save=["classifier"])
+    return get_peft_model(model, config)
+
+
+def with_trained_tokens(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["query"], trainable_token_indices=[3, 5]))
+
+
+def with_prompt(model: nn.Module) -> nn.Module:
+    return get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2))
+
+
+def with_prompt_encoder(model: nn.Module) -> nn.Module:
+    """What is saved of it is computed by a module of the model."""
+    config = PromptEncoderConfig(task_type="SEQ_CLS", num_virtual_tokens=2, encoder_hidden_size=16)
+    return get_peft_model(model, config)
+
+
+def saves_adapters(rank: int, world_size: int, folder: str, adapts: list) -> None:
+    as_launched(rank, world_size)
+    for adapt in adapts:
+        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0, "logging_steps": 2}
+        saved = []
+        for name, door in (("ours", SHARDED), ("ddp", "ddp")):
+            output_dir = Path(folder) / adapt.__name__ / name
+            trainer = make_trainer(door, "bert", output_dir, adapt=WithRoom(adapt), **settings)
+            trainer.train()
+            trainer.save_model(str(output_dir / "end"))
+            trainer.accelerator.wait_for_everyone()
+            saved += [load_file(output_dir / last / "adapter_model.safetensors") for last in ("checkpoint-2", "end")]
+        *others, expected = saved
+        for found in others:
+            assert found.keys() == expected.keys(), adapt.__name__
+            assert all(torch.equal(found[name], expected[name]) for name in expected), adapt.__name__
+
+
+class WithRoom:
+    """Adapts a model that has room for virtual tokens in front of its texts."""
+
+    def __init__(self, adapt: Callable[[nn.Module], nn.Module]):
+        self._adapt = adapt
+
+    def __call__(self, model: nn.Module) -> nn.Module:
+        model.config.max_position_embeddings += 2
+        torch.manual_seed(0)
+        return self._adapt(type(model)(model.config))
+
+
+@pytest.mark.parametrize(
+    "adapts",
+    [
+        pytest.param([with_classifier], id="modules_to_save"),
+        pytest.param([with_trained_tokens, with_prompt, with_prompt_encoder], id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainers_checkpoint_of_an_adapter_is_ddps_at_stage_3(tmp_path, adapts):
+    run_ranks(
+        saves_adapters, world_size=2, time_limit_s=150, keyword_arguments={"folder": str(tmp_path), "adapts": adapts}
+    )
+
+
+# ---- subclasses of Trainer ----
+
+
+class SavesParts(Trainer):
+    """As trainers of sentence embeddings do: `_save` ignores the state dict that it is given."""
+
+    def _save(self, output_dir: str | None = None, state_dict=None) -> None:
+        self.model.save_pretrained(output_dir)
+        self.model.bert.save_pretrained(Path(output_dir) / "encoder")
+        save_file(self.model.classifier.state_dict(), Path(output_dir) / "classifier.safetensors")
+        norm = sum(p.detach().pow(2).sum() for p in self.model.classifier.parameters())
+        save_file({"norm": norm.reshape(1)}, Path(output_dir) / "norm.safetensors")
+
+
+class SavesByItself(Trainer):
+    """Overrides what Trainer calls on every rank."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self.model.bert.save_pretrained(Path(output_dir) / "encoder", is_main_process=self.args.should_save)
+        if self.args.should_save:
+            save_file(self.model.classifier.state_dict(), Path(output_dir) / "classifier.safetensors")
+
+
+def saves_parts(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    for kind in (SavesParts, SavesByItself):
+        for door in (SHARDED, "flag stage=2,comm.weights=int8"):
+            output_dir = Path(folder) / kind.__name__ / door[-5:]
+            settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "dropout": 0.0}
+            trainer = make_trainer(door, "bert", output_dir, trainer_class=kind, **settings)
+            trainer.train()
+            (output_dir / "end").mkdir(exist_ok=True)
+            trainer.save_model(str(output_dir / "end"))
+            trainer.accelerator.wait_for_everyone()
+            with gathered(trainer.model):
+                expected = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            for last in ("checkpoint-2", "end"):
+                for file, prefix in (("encoder/model", "bert."), ("classifier", "classifier.")):
+                    found = load_file(output_dir / last / f"{file}.safetensors")
+                    wanted = {name: value for name, value in expected.items() if name.startswith(prefix)}
+                    assert found.keys() == {name.removeprefix(prefix) for name in wanted}
+                    assert all(torch.equal(found[name.removeprefix(prefix)], wanted[name]) for name in wanted)
+            assert not any(p.device.type == "meta" for p in trainer.model.parameters())
+
+
+def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(tmp_path):
+    run_ranks(saves_parts, world_size=2, time_limit_s=150, keyword_arguments={"folder": str(tmp_path)})
+
+
+# ---- plain loops ----
+
+
+def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator("plugin stage=3,comm.gather_timeout_s=6")
+    torch.manual_seed(0)
+    model = with_classifier(bert())
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    )
+    model(**bert_batch(torch.Generator().manual_seed(rank), 2)).loss.backward()
+    optimizer.step()
+    expected = get_peft_model_state_dict(model)
+
+    def same(path: Path) -> None:
+        accelerator.wait_for_everyone()
+        found = load_file(path / "adapter_model.safetensors")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+    # As accelerate's documentation has it, and its variant on the main process alone.
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(Path(folder) / "alone", state_dict=state)
+    same(Path(folder) / "alone")
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        Path(folder) / "documented",
+        is_main_process=accelerator.is_main_process,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    same(Path(folder) / "documented")
+    model.save_pretrained(Path(folder) / "together", is_main_process=accelerator.is_main_process)
+    same(Path(folder) / "together")
+
+    def save_on_main(models, weights, output_dir) -> None:
+        if accelerator.is_main_process:
+            models[0].save_pretrained(Path(output_dir) / "hook_on_main")
+
+    def save_on_all(models, weights, output_dir) -> None:
+        models[0].save_pretrained(Path(output_dir) / "hook_on_all", is_main_process=accelerator.is_main_process)
+
+    for hook in (save_on_main, save_on_all):
+        accelerator.register_save_state_pre_hook(hook)
+    state_dir = Path(accelerator.save_state(str(Path(folder) / "state")))
+    for name in ("hook_on_main", "hook_on_all"):
+        same(state_dir / name)
+    accelerator.load_state(str(state_dir))
+    now = get_peft_model_state_dict(model)
+    assert all(torch.equal(now[name], expected[name]) for name in expected)
+
+
+def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(tmp_path):
+    run_ranks(saves_in_a_loop, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)})
+
+
+def saves_alone(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator("plugin stage=3,comm.gather_timeout_s=3")
+    model = gpt2()
+    model = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))[0]
+    model(**gpt2_batch(torch.Generator().manual_seed(rank), 2)).loss.backward()
+    if rank == 0:
+        with pytest.raises(CommunicationError, match=r"save_pretrained\(\) of GPT2LMHeadModel.*on every rank"):
+            model.save_pretrained(Path(folder) / "model")
+        assert not (Path(folder) / "model").exists()
+    else:
+        time.sleep(5)
+
+
+def test_save_pretrained_on_one_rank_alone_is_named_and_leaves_no_folder(tmp_path):
+    run_ranks(saves_alone, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
