@@ -42,14 +42,14 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
     Args:
         folder: below the checkpoint, in which the manifest lies. Those of further models, `folder_1` and so on, too.
     """
-    faults = [*row_faults(manifest), *_row_file_faults(checkpoint / folder, manifest)]
+    faults = row_faults(manifest) or list(_row_file_faults(checkpoint / folder, manifest))
     for other in sorted(path for path in checkpoint.glob(f"{folder}_*") if path.is_dir()):
         try:
             further = Manifest.read(other)
         except CheckpointError as error:
             faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
             continue
-        faults += [*row_faults(further), *_row_file_faults(other, further)]
+        faults += row_faults(further) or _row_file_faults(other, further)
     return [
         *faults,
         *_lost_files(manifest, folder),
