@@ -24,6 +24,7 @@ from ..checkpoint.pieces import DTYPE_NAMES, Piece, lay_out
 from ..checkpoint.together import Exchange, together
 from ..checkpoint.writer import Row
 from ..engine.engine import ZeroEngine
+from ..engine.hooks import WeakHook
 from ..engine.sharded_parameter import ShardedParametersError
 from ..layout.intervals import Interval
 
@@ -173,7 +174,8 @@ def _has_plain_state(module: nn.Module) -> bool:
         type(module)._save_to_state_dict is nn.Module._save_to_state_dict
         and type(module).get_extra_state is nn.Module.get_extra_state
         and not module._state_dict_hooks
-        and not module._state_dict_pre_hooks
+        # The engine's own look for writes that no rank has sent, and change nothing.
+        and all(isinstance(hook, WeakHook) for hook in module._state_dict_pre_hooks.values())
     )
 
 
