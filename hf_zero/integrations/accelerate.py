@@ -22,6 +22,7 @@ from torch import nn
 
 from ..checkpoint.foreign.find import is_foreign
 from ..config import ConfigError, ZeroConfig
+from ..config.checks import cut, shown
 from ..engine.engine import ZeroEngine
 from ..engine.optimizer import engine_stepped_by
 from ..engine.other_engines import refuse_other_engines
@@ -55,7 +56,8 @@ class ZeroPlugin(ParallelismConfig):
     def __init__(self, config: object = None, **settings: Any):
         if config is not None and settings:
             raise ConfigError(
-                f"hf_zero: ZeroPlugin got a config ({config!r}) and the settings {', '.join(settings)}; give one of the two."
+                f"hf_zero: ZeroPlugin got a config ({shown(config)}) and the settings {cut(', '.join(settings))}; give one "
+                "of the two."
             )
         refuse_engines_of_the_launch()
         if settings:
