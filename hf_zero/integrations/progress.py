@@ -3,8 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from huggingface_hub.utils import tqdm
-
 _PATIENCE_S = 1.0
 """What takes less shows no bar."""
 
@@ -20,6 +18,9 @@ def progress_bar(
         nbytes: in all; None where that is not known.
         done_bytes: before this begins.
     """
+    # Here, not above: importing hf_zero does not take the time that the Hub's client takes.
+    from huggingface_hub.utils import tqdm
+
     with tqdm(
         desc=f"hf_zero: {what}",
         total=nbytes,
