@@ -156,7 +156,7 @@ def compare(rank: int, world_size: int, seeds: list[int], stages: tuple[int, ...
         case = draw(seed)
         expected = train(case, rank, world_size, None)
         reference = why_not_ddp(case, world_size) or "DDP"
-        # A layer's gather at stage 3 needs all ranks.
+        # At stage 3 all ranks gather a layer together, so each has to use it.
         for stage in stages if case.is_same_on_each_rank else stages[:3]:
             try:
                 outcome = train(case, rank, world_size, stage)
@@ -174,14 +174,15 @@ def check(world_size: int, seeds: list[int], time_limit_s: float) -> None:
         keyword_arguments={"seeds": seeds, "stages": STAGES},
     )
     references = Counter(result.reference for result in on_ranks[0] if result.stage == 0)
-    print(f"{world_size} ranks: {len(seeds)} cases beside", dict(references))
+    apart = len(seeds) - sum(result.stage == 3 for result in on_ranks[0])
+    print(f"{world_size} ranks: {len(seeds)} cases beside {dict(references)}; {apart} of them not at stage 3: ranks differ")
     wrong = [result for results in on_ranks for result in results if not result.error <= MOST_ERROR]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_a_few_random_modules_train_as_under_ddp(world_size):
-    check(world_size, list(range(world_size, 24, 4)), time_limit_s=60)
+    check(world_size, list(range(world_size, 12 + world_size, 4)), time_limit_s=120)
 
 
 @pytest.mark.slow
