@@ -35,6 +35,7 @@ from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, 
 from .environment import check_environment, refuse_engines_of_the_launch
 from .first_step import CONFIG_VARIABLE, StepWatch
 from .ignored_plugin import watch_for_steps_without
+from .last_words import LastWords
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
 from .no_sync import add_no_sync
@@ -53,6 +54,7 @@ class ZeroPlugin(ParallelismConfig):
     _watch: StepWatch | None = None
 
     def __init__(self, config: object = None, **settings: Any):
+        LastWords.installed()
         if config is not None and settings:
             raise ConfigError(
                 f"hf_zero: ZeroPlugin got a config ({config!r}) and the settings {', '.join(settings)}; give one of the two."
