@@ -17,12 +17,14 @@ from ranks import RankFailedError, run_ranks
 from training import gpt2, gpt2_batch
 from wire import tcp_bytes
 
-import hf_zero.comm.groups as comm_groups
+from hf_zero.comm import own_groups
 from hf_zero.comm.collectives import CollectiveTransport
-from hf_zero.comm.groups import Groups, _urgent_options
+from hf_zero.comm.groups import Groups
+from hf_zero.comm.lookout import Lookout
 from hf_zero.comm.meetings import Meetings
+from hf_zero.comm.own_groups import urgent_options
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.processes import RankProcess, RankProcesses
+from hf_zero.comm.processes import RankProcess
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -189,7 +191,7 @@ def one_rank_stays_away(rank: int, world_size: int) -> None:
     if rank == 1:
         time.sleep(8)
         return
-    with pytest.raises(CommunicationError, match=r"reduce-scatter gradients of bucket|agree on used parameters"):
+    with pytest.raises(CommunicationError, match=r"reduce-scatter gradients of bucket|agreement on used parameters"):
         model(**gpt2_batch(torch.Generator(), 1)).loss.backward()
     raise LookupError("rank 0 was told")
 
@@ -275,16 +277,17 @@ def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing(
 
 GPUS = "cpu:gloo,cuda:nccl"
 URGENT = "nccl, urgent"
+WORLD = "gloo"
 ASKED_FOR = [
-    ("gloo", 3, {}, []),
-    (GPUS, 0, {}, ["gloo"]),
-    (GPUS, 2, {}, ["gloo", URGENT]),
-    (GPUS, 3, {}, ["gloo", URGENT]),
-    (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, ["gloo", *3 * [URGENT]]),
-    (GPUS, 2, {"shard_group_size": 2}, ["gloo", *4 * ["default"], *2 * [URGENT]]),
-    (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, ["gloo", *4 * ["default"], *2 * [URGENT], *2 * ["gloo"]]),
+    ("gloo", 3, {}, [WORLD]),
+    (GPUS, 0, {}, [WORLD, "default"]),
+    (GPUS, 2, {}, [WORLD, "default", URGENT]),
+    (GPUS, 3, {}, [WORLD, "default", URGENT]),
+    (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, [WORLD, "default", *3 * [URGENT]]),
+    (GPUS, 2, {"shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT]]),
+    (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT], *2 * ["gloo"]]),
 ]
-"""Backends, stage, `comm`, and the groups beside the default one that torch is asked for: backend, options."""
+"""Backends, stage, `comm`, and the groups that torch is asked for, none of them the default one: backend, options."""
 
 
 def groups_made(rank: int, world_size: int) -> None:
@@ -297,16 +300,20 @@ def groups_made(rank: int, world_size: int) -> None:
         return make(ranks, timeout, "gloo")
 
     dist.new_group = new_group
-    comm_groups._urgent_options = lambda backend, timeout: "urgent" if backend == "nccl" else None
-    for backends, stage, comm, made in ASKED_FOR:
+    own_groups.urgent_options = lambda backend, timeout: "urgent" if backend == "nccl" else None
+    for number, (backends, stage, comm, made) in enumerate(ASKED_FOR):
         asked.clear()
         dist.get_backend_config = lambda backends=backends: backends
         device_type = "cuda" if "cuda" in backends else "cpu"
-        groups = Groups.create(stage=stage, device_type=device_type, comm=CommConfig(**comm))
+        # Of one time limit, groups that are there already are taken again.
+        settings = CommConfig(**comm, timeout_s=100 + number)
+        Groups.create(stage=stage, device_type=device_type, comm=settings)
+        groups = Groups.create(stage=stage, device_type=device_type, comm=settings)
         assert asked == made, (backends, stage, comm)
         assert (groups.gather.handle is not groups.shard.handle) is (URGENT in made)
-        for group in (groups.gather, groups.shard, groups.replicate):
+        for group in (groups.world, groups.gather, groups.shard, groups.replicate):
             if group.size > 1:
+                assert group.handle not in (None, dist.group.WORLD)
                 dist.all_reduce(torch.ones(1), group=group.handle)
 
 
@@ -317,14 +324,14 @@ def test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_onc
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch is built without NCCL")
 def test_nccl_is_asked_for_a_stream_of_high_priority():
     timeout = timedelta(seconds=7)
-    options = _urgent_options("nccl", timeout)
+    options = urgent_options("nccl", timeout)
     assert isinstance(options, dist.ProcessGroupNCCL.Options)
     # torch warns where the two differ.
     assert options.is_high_priority_stream and options._timeout == timeout
 
 
 def test_other_backends_have_no_priorities():
-    assert _urgent_options("gloo", timedelta(seconds=7)) is None
+    assert urgent_options("gloo", timedelta(seconds=7)) is None
 
 
 # ---- the ranks' processes ----
@@ -357,15 +364,13 @@ def loses_the_store(rank: int, world_size: int) -> None:
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
-    with (
-        mock.patch("hf_zero.comm.meetings._get_default_store", lambda: store),
-        mock.patch("hf_zero.comm.processes._get_default_store", lambda: store),
-    ):
-        meetings, processes = Meetings(groups, "test"), RankProcesses()
+    with mock.patch("hf_zero.comm.store_thread._get_default_store", lambda: store):
+        lookout = Lookout(rank, world_size, "test")
+    meetings = Meetings(groups.world, lookout, "test")
     meetings.meet("the first meeting", 20)
     dist.barrier()
     if rank == 0:
-        del store, meetings, processes
+        del store, meetings, lookout
         gc.collect()
     dist.barrier()
     if rank == 1:
@@ -373,7 +378,7 @@ def loses_the_store(rank: int, world_size: int) -> None:
             CommunicationError, match=r"the second meeting; the process that keeps the ranks' store has ended"
         ):
             meetings.meet("the second meeting", 20)
-        assert processes.leave(patience_s=20) == []
+        assert lookout.leave(patience_s=20) == []
 
 
 def test_a_meeting_without_a_store_is_an_error_that_says_so():
@@ -402,10 +407,11 @@ def talks_to_nobody(rank: int, world_size: int) -> None:
     for link in links * 2:
         for call in all_collectives(link):
             with pytest.raises(
-                CommunicationError, match=r"reduce-scatter gradients of bucket 0 failed.*\nA peer ended"
+                CommunicationError,
+                match=r"reduce-scatter gradients of bucket 0 failed for want of rank 1: rank 1 .*has ended",
             ):
                 call()
-        with pytest.raises(CommunicationError, match=r"exchange of a few values between all ranks failed"):
+        with pytest.raises(CommunicationError, match=r"exchange of a few values failed for want of rank 1"):
             link.exchange(1)
 
 

@@ -96,6 +96,8 @@ def test_losses_are_those_of_gathers_that_send_bit_for_bit(world_size):
 
 def sent_by_steps(rank: int, world_size: int) -> None:
     before = set(os.listdir("/dev/shm"))
+    # The engine takes the same process groups, which torch keeps.
+    Groups.create(stage=3, device_type="cpu", comm=CommConfig())
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     torch.manual_seed(0)
     model = gpt2()
@@ -199,9 +201,8 @@ def dies_in_training(rank: int, world_size: int) -> None:
     if rank == 1:
         os._exit(3)
     begin = time.monotonic()
-    with pytest.raises(
-        CommunicationError, match=r"the all-gather parameters of bucket [0-9]+ failed: rank 1 has ended"
-    ):
+    reason = r"the all-gather parameters of bucket [0-9]+ failed for want of rank 1: .*\n  rank 1 .* has ended"
+    with pytest.raises(CommunicationError, match=reason):
         model(**gpt2_batch(torch.Generator(), 1))
     assert time.monotonic() - begin < 10
     assert not engine.buckets[0].memory.is_readable
@@ -214,7 +215,9 @@ def stays_away(rank: int, world_size: int) -> None:
     if rank == 1:
         time.sleep(3)
     else:
-        with pytest.raises(CommunicationError, match="bucket 7 failed: rank 1 did not come within 1 s"):
+        with pytest.raises(
+            CommunicationError, match=r"bucket 7 failed for want of rank 1: .*\n  rank 1 .* is in no collective"
+        ):
             peers.start_all_gather(torch.empty(128), shared, LABEL).finish()
     dist.barrier()
 
@@ -315,7 +318,8 @@ def test_gpus_copy_between_two_barriers_beside_training(monkeypatch):
     monkeypatch.setattr(device_peers, "symmetric_memory", gpus)
     monkeypatch.setattr(torch, "get_device_module", lambda device: gpus)
     group = RankGroup(ranks=(0, 1), place=0, handle="gather group")
-    groups = Groups(world_size=2, rank=0, backend="nccl", shard=group, replicate=group, gather=group, nodes=(0, 0))
+    one = {"world": group, "shard": group, "replicate": group, "gather": group}
+    groups = Groups(world_size=2, rank=0, backend="nccl", **one, nodes=(0, 0))
     ledger = Ledger()
     peers = device_peers.DevicePeers(groups, LocalTransport(ledger), torch.device("cuda", 0), 4.0)
     shared = peers.share(96, torch.float32, [Interval(0, 32), Interval(64, 96)])

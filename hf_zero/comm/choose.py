@@ -11,6 +11,7 @@ from .groups import Groups
 from .host_peers import HostPeers
 from .ledger import Ledger
 from .local import LocalTransport
+from .lookout import watch_over
 from .peer_memory import PeerMemory
 from .point_to_point import PointToPointTransport
 from .transport import Transport
@@ -18,9 +19,9 @@ from .transport import Transport
 
 def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:
     """Nothing for one rank, point to point for gloo on the host, the backend's own collectives otherwise."""
-    ledger = ledger or Ledger(clock(device))
     if groups.world_size == 1:
-        return LocalTransport(ledger)
+        return LocalTransport(ledger or Ledger(clock(device)))
+    ledger = ledger or Ledger(clock(device), watch_over(groups))
     if groups.backend == "gloo" and device.type == "cpu":
         return PointToPointTransport(groups, timeout_s, ledger)
     return CollectiveTransport(groups, ledger)

@@ -7,23 +7,27 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
+from .control import control_of
 from .groups import Groups, RankGroup
 from .ledger import Ledger
+from .lookout import watch_over
 from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
 from .profiling import hidden_from_profiler, shown
-from .transport import CommunicationError, Handle, Label, Transport, failures_named
+from .transport import Handle, Label, Transport
 
 
 class CollectiveTransport(Transport):
     """One call of the backend a bucket. Works on any backend; on gloo its reduce-scatter moves twice what it must."""
 
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
-        super().__init__(ledger)
+        super().__init__(ledger or Ledger(watch=watch_over(groups)))
         self._groups = groups
         # Device backends note the end of a work object at once, for the device to pass.
         self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
-        self._meetings = None if groups.backend == "fake" else Meetings(groups, self.exchange(uuid.uuid4().hex)[0])
+        self._control = control_of(groups, self.watch)
+        self._name = self.exchange(uuid.uuid4().hex, "exchange of a name")[0]
+        self._meetings = Meetings(groups.world, self.watch, self._name) if groups.backend != "fake" else None
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -68,43 +72,41 @@ class CollectiveTransport(Transport):
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
         sent = tensor.nbytes if self._groups.rank == 0 else 0
         self.ledger.count(label.kind, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
-        with self.ledger.waiting(label.kind), failures_named(label):
+        with self.ledger.waiting(label.kind), self.watch.inside(label):
             dist.broadcast(tensor, src=self._groups.world.ranks[0], group=self._groups.world.handle)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._agree(values, label, dist.ReduceOp.SUM, self._groups.shard, self._groups.shard.handle)
-
-    def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._agree(values, label, dist.ReduceOp.MAX, self._groups.world, self._groups.control)
-
-    def meet(self, purpose: str, timeout_s: float) -> None:
-        if self._groups.backend != "fake":
-            self._meetings.meet(purpose, timeout_s)
-            purposes = self.exchange(purpose)
-            if len(set(purposes)) > 1:
-                raise CommunicationError(
-                    f"hf_zero: the ranks came to different collectives: {purposes}. Call the same one on every rank."
-                )
-
-    def exchange(self, value: object) -> list[object]:
-        values: list[object] = [None] * self._groups.world_size
-        with failures_named("exchange of a few values between all ranks"):
-            dist.all_gather_object(values, value, group=self._groups.control)
-        return values
-
-    def _agree(
-        self, values: torch.Tensor, label: Label, op: dist.ReduceOp, ranks: RankGroup, handle: dist.ProcessGroup | None
-    ) -> torch.Tensor:
-        self._count(label, ranks, 2 * values.nbytes)
+        self._count(label, self._groups.shard, 2 * values.nbytes)
         result = values.clone()
         with self._starting(label):
-            work = dist.all_reduce(result, op=op, group=handle, async_op=True)
+            work = dist.all_reduce(result, group=self._groups.shard.handle, async_op=True)
         Handle(label, self.ledger, lambda: work.wait()).finish()
         return result
 
+    def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        return self._everyones(values, label).amax(0)
+
+    def meet(self, purpose: str, timeout_s: float) -> None:
+        if self._meetings is not None:
+            self._meetings.meet(purpose, timeout_s)
+            self.exchange(None, purpose)
+
+    def exchange(self, value: object, purpose: str = "exchange of a few values") -> list[object]:
+        return self._control.exchange(value, purpose)
+
+    def _everyones(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        """Each rank's small host tensor, in rank order."""
+        self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
+        self.ledger.began(label.kind)
+        try:
+            with self.ledger.waiting(label.kind):
+                return self._control.swap(values, label)
+        finally:
+            self.ledger.ended(label.kind)
+
     @contextmanager
     def _starting(self, label: Label) -> Iterator[None]:
-        with failures_named(label), shown(f"start {label}"), self._unseen():
+        with self.watch.inside(label), shown(f"start {label}"), self._unseen():
             yield
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:

@@ -19,6 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..config import AUTO, CommConfig, ConfigError
+from .own_groups import own_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class RankGroup:
     Attributes:
         ranks: in the order of their parts.
         place: of this rank among them.
-        handle: their process group; None is the default group.
+        handle: their process group; None where they have none: a group of one rank never talks.
     """
 
     ranks: tuple[int, ...]
@@ -56,12 +57,14 @@ class Groups:
 
     Attributes:
         world_size, rank: of all ranks that train the model.
+        timeout_s: how long a rank is waited for.
         backend: name of the data backend; "local" for one rank without a process group.
+        world: all ranks, in order.
         shard, replicate: this rank's groups.
         gather: the shard group for the parameter all-gathers; with a communicator of its own where that pays, see [Note: two
             communicators].
-        control: process group of the host's small agreements. On an accelerator it is a gloo group, so that agreeing
-            does not stop the device's queue.
+        control: gloo group of the host's small agreements, so that agreeing does not stop a device's queue. Where all goes
+            through gloo, it is the group of the world too.
         nodes: the node of each rank.
         node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
         outer: the ranks that hold the same shard of models that only outer steps bring together; None where there are none.
@@ -71,6 +74,7 @@ class Groups:
     world_size: int
     rank: int
     backend: str
+    world: RankGroup
     shard: RankGroup
     replicate: RankGroup
     gather: RankGroup
@@ -79,40 +83,48 @@ class Groups:
     node: RankGroup | None = None
     outer: RankGroup | None = None
     shard_control: dist.ProcessGroup | None = None
+    timeout_s: float = 1800.0
 
     @classmethod
     def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
-        """The groups of this process. Collective: every rank calls it. Needs no process group at world size 1.
+        """The groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
+
+        Needs no process group at world size 1. See own_groups.py for why none of them is the default group.
 
         Raises:
             ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             alone = RankGroup(ranks=(0,), place=0)
-            return cls(world_size=1, rank=0, backend="local", shard=alone, replicate=alone, gather=alone)
+            return cls(world_size=1, rank=0, backend="local", world=alone, shard=alone, replicate=alone, gather=alone)
         world_size, rank = dist.get_world_size(), dist.get_rank()
         timeout = timedelta(seconds=comm.timeout_s)
         backend = _backend_for(device_type)
         has_queue = backend not in ("gloo", "fake")
-        control = dist.new_group(backend="gloo", timeout=timeout) if has_queue else None
+        # An accelerator's groups take host tensors too, where the default group does.
+        kind = "gloo" if backend == "gloo" else None
+        everyone = [range(world_size)]
+        control = None if backend == "fake" else own_group(everyone[0], timeout, "gloo")
         nodes = _nodes(comm, world_size, control)
         size = _shard_size(stage, comm, nodes)
         shards = [range(start, start + size) for start in range(0, world_size, size)]
-        shard = gather = _make(shards, rank, timeout)
-        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout)
+        world = _make(everyone, rank, timeout, kind)
+        shard = gather = _make(shards, rank, timeout, kind)
+        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout, kind)
         if has_queue and stage > 0:
-            gather = _make(shards, rank, timeout, backend=backend, is_urgent=True)
+            gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
         if comm.sync_every > 1:
             outer, replicate = replicate, RankGroup(ranks=(rank,), place=0)
-            shard_control = _make(shards, rank, timeout, backend="gloo").handle if has_queue else shard.handle
+            shard_control = _make(shards, rank, timeout, "gloo").handle if has_queue else shard.handle
         node = None
         if comm.secondary_shard == "node":
-            node = _make(_within_nodes(shards, nodes), rank, timeout, backend=backend, is_urgent=True)
+            node = _make(_within_nodes(shards, nodes), rank, timeout, backend, is_urgent=True)
         return cls(
             world_size=world_size,
             rank=rank,
             backend=backend,
+            world=world,
             shard=shard,
             replicate=replicate,
             gather=gather,
@@ -121,6 +133,7 @@ class Groups:
             node=node,
             outer=outer,
             shard_control=shard_control,
+            timeout_s=comm.timeout_s,
         )
 
     def of_a_step(self) -> "Groups":
@@ -132,16 +145,10 @@ class Groups:
             world_size=self.shard.size,
             rank=self.shard.place,
             backend=self.backend if self.shard.size > 1 else "local",
+            world=self.shard,
             control=self.shard_control,
             outer=None,
         )
-
-    @property
-    def world(self) -> RankGroup:
-        """All ranks, in order."""
-        if self.shard.size == self.world_size:
-            return self.shard
-        return RankGroup(ranks=tuple(range(self.world_size)), place=self.rank)
 
     @property
     def shard_size(self) -> int:
@@ -205,38 +212,23 @@ def _make(
     groups: Sequence[Sequence[int]],
     rank: int,
     timeout: timedelta,
-    backend: str | None = None,
+    backend: str | None,
     *,
     is_urgent: bool = False,
 ) -> RankGroup:
     """This rank's of some groups that together hold all ranks. Every rank makes every group.
 
     Args:
-        backend: makes new communicators; without it, a group of the whole world is the default group.
-        is_urgent: on an accelerator, they go before kernels that wait for room.
+        backend: None for that of the default group.
+        is_urgent: on an accelerator, its collectives go before kernels that wait for room.
     """
     own = None
     for members in groups:
-        ranks = list(members)
-        needs_own = backend is not None or len(groups) > 1
-        # A group of one rank never talks.
-        handle = None
-        if len(ranks) > 1 and needs_own:
-            options = _urgent_options(backend, timeout) if is_urgent else None
-            handle = dist.new_group(ranks, timeout, backend, options)
+        ranks = tuple(members)
+        handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
         if rank in ranks:
-            own = RankGroup(ranks=tuple(ranks), place=ranks.index(rank), handle=handle)
+            own = RankGroup(ranks=ranks, place=ranks.index(rank), handle=handle)
     return own
-
-
-def _urgent_options(backend: str, timeout: timedelta) -> object | None:
-    """NCCL's options for a stream of high priority; None for other backends, which have none."""
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    # `new_group` warns of any other.
-    options._timeout = timeout
-    return options
 
 
 def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..layout.intervals import Interval
+from .failures import PeerFailure
 from .groups import Groups
 from .neighbours import Neighbours, Signal, meet_neighbours
 from .peer_memory import PeerMemory, SharedBuffer
@@ -59,6 +60,8 @@ class _Copies:
         while (gather := self._gathers.get()) is not None:
             try:
                 self._copy(gather)
+            except PeerFailure as error:
+                gather.ended.set_exception(error.with_traceback(None))
             except (OSError, RuntimeError) as error:
                 gather.ended.set_exception(RuntimeError(str(error)))
             else:

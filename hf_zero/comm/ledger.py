@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..device import Moment, clock
+from .watch import Watch
 
 
 @dataclass(kw_only=True)
@@ -61,9 +62,11 @@ class Ledger:
 
     Args:
         now: gives moments of the device that is trained on; by default the host's.
+        watch: is told of each wait, and names one that fails.
     """
 
-    def __init__(self, now: Callable[[], Moment] | None = None):
+    def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None):
+        self.watch = watch or Watch()
         self._now = now or clock(torch.device("cpu"))
         self._rows: dict[str, CommRow] = {}
         self._under_way: dict[str, int] = {}
@@ -74,6 +77,7 @@ class Ledger:
     def count(self, kind: str, bytes_sent: int, bytes_between: int) -> None:
         row = self._row(kind)
         row.calls += 1
+        self.watch.begun[kind] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
 

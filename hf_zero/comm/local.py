@@ -44,7 +44,7 @@ class LocalTransport(Transport):
     def meet(self, purpose: str, timeout_s: float) -> None:
         """One rank is all ranks."""
 
-    def exchange(self, value: object) -> list[object]:
+    def exchange(self, value: object, purpose: str = "exchange of a few values") -> list[object]:
         return [value]
 
     def _nothing(self, label: Label) -> Handle:

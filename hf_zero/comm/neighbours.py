@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 
+from .failures import PeerFailure
 from .groups import RankGroup
 from .transport import Transport
 
@@ -146,11 +147,11 @@ class Neighbours:
             else:
                 self._gone.add(place)
 
-    def _left(self, place: int) -> RuntimeError:
-        return RuntimeError(f"rank {self._ranks[place]} has ended")
+    def _left(self, place: int) -> PeerFailure:
+        return PeerFailure(self._ranks[place], "has ended")
 
-    def _late(self, place: int) -> RuntimeError:
-        return RuntimeError(f"rank {self._ranks[place]} did not come within {self._timeout_s:.0f} s")
+    def _late(self, place: int) -> PeerFailure:
+        return PeerFailure(self._ranks[place], f"did not come within {self._timeout_s:.0f} s")
 
 
 def meet_neighbours(group: RankGroup, transport: Transport, timeout_s: float) -> Neighbours:

@@ -4,9 +4,7 @@ gloo has no reduce-scatter of its own: the stock one is an all-reduce and a copy
 rank sends a peer the peer's part and adds what it receives in rank order, so that the sum does not depend on timing.
 """
 
-import weakref
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,41 +13,25 @@ from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
 from .groups import Groups, RankGroup
 from .ledger import Ledger
-from .transport import CommunicationError, Handle, Label
+from .transfers import Transfers, finish_abandoned
+from .transport import Handle, Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 """Keep our messages apart from sends of the script's own in the same process group; the channel is added."""
 
 
-_ABANDONED: list[dist.Work] = []
-"""Sends and receives that were under way when the last reference to their handle went, as with an engine that is dropped
-behind its last step. gloo takes a receive back whose work object goes, and the pair of ranks hangs in what it does next; so
-they are kept here until the next transport is made."""
-
-
-class _Transfers:
-    """The sends and receives of one collective."""
-
-    def __init__(self, works: list[dist.Work], timeout: timedelta):
-        self._works = works
-        self._timeout = timeout
-        self._keep = weakref.finalize(self, _ABANDONED.extend, works)
-        self._keep.atexit = False
-
-    def wait(self) -> None:
-        """Raises `RuntimeError` for one that does not end in time, or whose peer has ended."""
-        self._keep.detach()
-        for work in self._works:
-            work.wait(self._timeout)
-
-
 class PointToPointTransport(CollectiveTransport):
-    """The transport for gloo on host tensors. Small agreements and all-reduces stay gloo's own."""
+    """The transport for gloo on host tensors. Broadcasts and all-reduces stay gloo's own."""
 
     def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
         super().__init__(groups, ledger)
-        self._timeout = timedelta(seconds=timeout_s)
-        self._finish_abandoned()
+        self._timeout_s = timeout_s
+        finish_abandoned(timeout_s)
+
+    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        if self._groups.shard.size < self._groups.world.size:
+            return super().agree_sum(values, label)
+        return self._everyones(values, label).sum(0)
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -98,23 +80,14 @@ class PointToPointTransport(CollectiveTransport):
         group: RankGroup,
         received: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
         sent: Sequence[torch.Tensor],
-    ) -> _Transfers:
+    ) -> Transfers:
         """Receives from each peer and sends to it what is at its place."""
         tag += label.channel
+        ranks, through = group.ranks, self._groups.control
         with self._starting(label):
-            works = [dist.irecv(received[peer], src=group.ranks[peer], tag=tag) for peer in group.peers]
-            works += [dist.isend(sent[peer], dst=group.ranks[peer], tag=tag) for peer in group.peers]
-        return _Transfers(works, self._timeout)
-
-    def _finish_abandoned(self) -> None:
-        while _ABANDONED:
-            try:
-                _ABANDONED.pop().wait(self._timeout)
-            except RuntimeError as error:
-                raise CommunicationError(
-                    f"hf_zero: what an engine that is gone had under way did not arrive: {error}\nA peer ended, or took another "
-                    "number of steps with it."
-                ) from error
+            works = [(ranks[p], dist.irecv(received[p], src=ranks[p], group=through, tag=tag)) for p in group.peers]
+            works += [(ranks[p], dist.isend(sent[p], dst=ranks[p], group=through, tag=tag)) for p in group.peers]
+        return Transfers(works, self._timeout_s)
 
     @staticmethod
     def _is_scratch(out: torch.Tensor, flat: torch.Tensor) -> bool:

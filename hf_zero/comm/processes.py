@@ -1,7 +1,8 @@
-"""Which of the ranks' processes have ended, and which have come to their end."""
+"""Which of the ranks' processes have ended, are stopped, or have come to their end."""
 
 import json
 import os
+import socket
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
@@ -29,41 +30,71 @@ class RankProcess:
 
     pid: int = field(default_factory=os.getpid)
     namespace: str = field(default_factory=_pid_namespace)
+    host: str = field(default_factory=socket.gethostname)
 
     def has_ended(self) -> bool:
         """False of processes that cannot be seen from here: of other hosts, or of other containers."""
+        # A process that its parent has not taken note of is still listed.
+        return self._status() in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+    def is_stopped(self) -> bool:
+        """Whether a signal or a debugger holds it, as far as can be seen from here."""
+        return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+    def _status(self) -> str | None:
+        """Of the system; None of a process that is not there."""
         if self.namespace != _pid_namespace():
-            return False
+            return "unknown"
         try:
-            # A process that its parent has not taken note of is still listed.
-            return psutil.Process(self.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+            return psutil.Process(self.pid).status()
         except psutil.NoSuchProcess:
-            return True
+            return None
 
 
 class RankProcesses:
     """The processes of all ranks of the default group, by way of the store they were launched with.
 
-    A rank is known from when its process has made one of these.
+    A rank is known from when its process has called `register`.
+
+    Args:
+        store: a connection to it; by default torch's own.
     """
 
-    def __init__(self) -> None:
-        self._store = dist.PrefixStore("hf_zero/processes", _get_default_store())
+    def __init__(self, store: dist.Store | None = None):
+        self._store = dist.PrefixStore("hf_zero/processes", store or _get_default_store())
         self._known: dict[int, RankProcess] = {}
+
+    def register(self) -> None:
+        """Tells the others of this process."""
         self._store.set(f"process {dist.get_rank()}", json.dumps(asdict(RankProcess())))
+
+    def known(self, rank: int) -> RankProcess | None:
+        """The process of a rank; None where it has told nothing yet."""
+        if rank not in self._known and self._store.check([f"process {rank}"]):
+            self._known[rank] = RankProcess(**json.loads(self._store.get(f"process {rank}")))
+        return self._known.get(rank)
 
     def has_gone(self, rank: int) -> bool:
         """Whether it has left, or has ended as far as can be seen from here; other hosts are their launcher's to watch."""
-        return self._store.check([f"left {rank}"]) or self._has_ended(rank)
+        return self.has_left(rank) or self.has_ended(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether it has come to the end of its script."""
+        return self._store.check([f"left {rank}"])
+
+    def has_ended(self, rank: int) -> bool:
+        process = self.known(rank)
+        return process is not None and process.has_ended()
+
+    def say_that_this_one_leaves(self) -> None:
+        """Tells the ranks that wait for this one that it does nothing more with them."""
+        self._store.set(f"left {dist.get_rank()}", "")
 
     def leave(self, patience_s: float) -> list[int]:
-        """Tells the ranks that wait for this one that it does nothing more with them, and waits until they leave too.
-
-        Returns the ranks that are still at work when `patience_s` have passed.
-        """
+        """Says so, and waits until the others leave too; returns those that are still at work when `patience_s` have passed."""
         deadline_s = time.monotonic() + patience_s
         try:
-            self._store.set(f"left {dist.get_rank()}", "")
+            self.say_that_this_one_leaves()
             while at_work := [rank for rank in range(dist.get_world_size()) if not self.has_gone(rank)]:
                 if time.monotonic() >= deadline_s:
                     return at_work
@@ -72,10 +103,3 @@ class RankProcesses:
             # The store is kept for as long as anyone works: whoever keeps it has left.
             return []
         return []
-
-    def _has_ended(self, rank: int) -> bool:
-        if rank not in self._known:
-            if not self._store.check([f"process {rank}"]):
-                return False
-            self._known[rank] = RankProcess(**json.loads(self._store.get(f"process {rank}")))
-        return self._known[rank].has_ended()

@@ -1,19 +1,16 @@
 """What the engine asks of a transport, and the handle it gets back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from .failures import CommunicationError as CommunicationError
 from .groups import RankGroup
 from .ledger import Ledger
 from .profiling import shown
-
-
-class CommunicationError(RuntimeError):
-    """A collective failed: names it, and the reason the backend gave."""
+from .watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,18 +27,6 @@ class Label:
 
     def __str__(self) -> str:
         return f"{self.kind} of {self.subject}"
-
-
-@contextmanager
-def failures_named(what: object) -> Iterator[None]:
-    """What a backend raises inside is a `CommunicationError` that says in which collective it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"hf_zero: the {what} failed: {error}\nA peer ended, or did not reach this collective in time. Look at the first "
-            "rank that stopped: its own error is the reason."
-        ) from error
 
 
 class Handle:
@@ -62,7 +47,11 @@ class Handle:
             return
         complete, self._complete = self._complete, None
         try:
-            with self._ledger.waiting(self._label.kind), failures_named(self._label), shown(f"wait for {self._label}"):
+            with (
+                self._ledger.waiting(self._label.kind),
+                self._ledger.watch.inside(self._label),
+                shown(f"wait for {self._label}"),
+            ):
                 complete()
         finally:
             self._ledger.ended(self._label.kind)
@@ -80,6 +69,11 @@ class Transport(ABC):
 
     def __init__(self, ledger: Ledger | None = None):
         self.ledger = ledger or Ledger()
+
+    @property
+    def watch(self) -> Watch:
+        """Knows what this rank waits in, and which rank it waits for."""
+        return self.ledger.watch
 
     @abstractmethod
     def start_reduce_scatter(
@@ -134,5 +128,9 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def exchange(self, value: object) -> list[object]:
-        """Every rank's picklable `value`, in rank order."""
+    def exchange(self, value: object, purpose: str = "exchange of a few values") -> list[object]:
+        """Every rank's picklable `value`, in rank order.
+
+        Args:
+            purpose: the same on all ranks; ranks that come with different ones are told so.
+        """

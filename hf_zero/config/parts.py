@@ -189,6 +189,11 @@ class CommConfig:
     gather_timeout_s: float = 120.0
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
+    @property
+    def meeting_timeout_s(self) -> float:
+        """Seconds that ranks wait where they meet for whole parameters: no more than they do anywhere."""
+        return min(self.timeout_s, self.gather_timeout_s)
+
     def __post_init__(self):
         settle(self)
         self._check_outer()

@@ -13,7 +13,7 @@ from .buckets import Bucket, Row
 from .hooks import WeakHook
 from .state_kinds import own_step
 
-_WORD = Label(kind="agree on state in files", subject="the step")
+_WORD = Label(kind="agreement on state in files", subject="the step")
 
 Move = Callable[[Bucket, Any, Any], None]
 """(bucket, what holds its state, what the walk gives beside it: a buffer with a file's contents)."""

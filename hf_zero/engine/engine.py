@@ -142,8 +142,8 @@ class ZeroEngine:
         self._outer = choose_outer(self.transport, self.groups.outer, comm, self.buckets)
         whole = [bucket for bucket in self.buckets if isinstance(bucket.memory, WholeMemory)]
         self._parameters = ParameterGather(model, whole, self._wire.gather)
-        self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.gather_timeout_s)
-        self._look = Look(self._row_of, self._stepping, self._holder, replicated=self._is_replicated)
+        self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.meeting_timeout_s)
+        self._look = Look(self._row_of, self._stepping, self._holder, comm, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
         self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self.activations = choose_activations(offload, self.device)

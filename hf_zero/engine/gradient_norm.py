@@ -15,7 +15,7 @@ from ..kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statisti
 from .buckets import Bucket, Row
 from .runs import runs_of
 
-_NORM = Label(kind="agree on the gradient norm", subject="the step")
+_NORM = Label(kind="agreement on the gradient norm", subject="the step")
 
 
 @dataclass(frozen=True, kw_only=True)

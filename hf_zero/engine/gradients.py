@@ -170,7 +170,9 @@ class Gradients:
         """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
         flags = [slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets]
         local = torch.tensor(flags, dtype=torch.uint8)
-        agreed = self._transport.agree_max(local, Label(kind="agree on used parameters", subject="this pass")).tolist()
+        agreed = self._transport.agree_max(
+            local, Label(kind="agreement on used parameters", subject="this pass")
+        ).tolist()
         for slot, used in zip(self._slots, agreed):
             slot.used = bool(used)
         return [bucket for bucket, late in zip(self._buckets, agreed[len(self._slots) :]) if late]

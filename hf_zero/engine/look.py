@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..comm.transport import Label, Transport
+from ..config import CommConfig
 from ..device import allocate
 from .buckets import ParameterSlot, Row
 from .holder import StateHolder
@@ -19,26 +20,36 @@ class Look:
     Args:
         row_of: this rank's rows.
         holder: who has their state.
+        comm: how long ranks that come wait for those that do not.
         replicated: each rank's rows are whole parameters, and nothing is gathered.
     """
 
     def __init__(
-        self, row_of: Mapping[nn.Parameter, Row], transport: Transport, holder: StateHolder, *, replicated: bool
+        self,
+        row_of: Mapping[nn.Parameter, Row],
+        transport: Transport,
+        holder: StateHolder,
+        comm: CommConfig,
+        *,
+        replicated: bool,
     ):
         self._row_of = row_of
         self._holder = holder
         self._transport = transport
+        self._timeout_s = comm.meeting_timeout_s
         self._replicated = replicated
 
     @torch.no_grad()
     def gradient(self, slot: ParameterSlot) -> torch.Tensor | None:
         """The reduced gradient in the parameter's shape; None where no rank has any."""
+        self._transport.meet("full_grad", self._timeout_s)
         row = self._row_of.get(slot.parameter)
         return self._gather(slot, None if row is None or not row.has_gradient else row.tensor.grad)
 
     @torch.no_grad()
     def state(self, slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer]) -> dict[str, torch.Tensor | object]:
         """The optimizer's state by name, whole where it has one value an element."""
+        self._transport.meet("full_state", self._timeout_s)
         row = self._row_of.get(slot.parameter)
         mine = {} if row is None else state_of(optimizers, row)
         # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
@@ -56,7 +67,7 @@ class Look:
 
     def _gather(self, slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
         have = torch.tensor([mine is not None], dtype=torch.uint8)
-        if not self._transport.agree_max(have, Label(kind="agree on a look", subject=slot.name)).item():
+        if not self._transport.agree_max(have, Label(kind="agreement on a look", subject=slot.name)).item():
             return None
         bucket = slot.bucket
         dtype = bucket.precision.master if mine is None else mine.dtype

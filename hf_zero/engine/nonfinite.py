@@ -11,7 +11,7 @@ from ..device import HostValue
 from .buckets import Bucket, Row
 from .gradient_norm import Measured
 
-_OVERFLOW = Label(kind="agree on overflow", subject="the step")
+_OVERFLOW = Label(kind="agreement on overflow", subject="the step")
 
 
 class NonFiniteGradientError(FloatingPointError):

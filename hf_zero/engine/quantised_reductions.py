@@ -175,7 +175,7 @@ class QuantisedReduction(Reduction):
         if self._sample is not None:
             # Not where it was taken: ranks finish reductions in orders of their own.
             squares = torch.stack(self._sample).double().square()
-            label = Label(kind="agree on the error of a sample", subject="this pass")
+            label = Label(kind="agreement on the error of a sample", subject="this pass")
             lost, whole = self._transport.agree_sum(squares, label).tolist()
             self._error = (lost / whole) ** 0.5 if whole else 0.0
             self._turn = (self._turn + 1) % self._started

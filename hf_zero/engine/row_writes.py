@@ -98,7 +98,9 @@ class RowWrites:
         if not self._known:
             return
         written = torch.tensor([bucket.row_writes != known for bucket, known in self._known.items()], dtype=torch.uint8)
-        agreed = self._transport.agree_max(written, Label(kind="agree on written parameters", subject=what)).tolist()
+        agreed = self._transport.agree_max(
+            written, Label(kind="agreement on written parameters", subject=what)
+        ).tolist()
         buckets = [bucket for bucket, is_written in zip(self._known, agreed) if is_written]
         if buckets:
             self._before()

@@ -69,7 +69,7 @@ class ShardedModel:
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
         self.whole = WholeParameters(
-            self.unit_of, self.schedule, transport, holder, device, config.comm.gather_timeout_s
+            self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
         guards = self._guard_modules()
         self._methods = ModuleMethods(model, guards, self.whole)

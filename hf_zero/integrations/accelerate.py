@@ -36,6 +36,7 @@ from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, 
 from .environment import check_environment, refuse_engines_of_the_launch
 from .first_step import CONFIG_VARIABLE, StepWatch
 from .ignored_plugin import watch_for_steps_without
+from .last_words import LastWords
 from .leaving import end_cleanly
 from .loss_scale import seat_scaler, unscale
 from .no_sync import add_no_sync
@@ -54,6 +55,7 @@ class ZeroPlugin(ParallelismConfig):
     _watch: StepWatch | None = None
 
     def __init__(self, config: object = None, **settings: Any):
+        LastWords.installed()
         if config is not None and settings:
             raise ConfigError(
                 f"hf_zero: ZeroPlugin got a config ({shown(config)}) and the settings {cut(', '.join(settings))}; give one "

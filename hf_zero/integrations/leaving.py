@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from ..comm.processes import RankProcesses
 from ..comm.transport import CommunicationError
+from .last_words import LastWords
 
 logger = logging.getLogger(__name__)
 
@@ -17,29 +18,36 @@ _PATIENCE_S = 30.0
 
 
 def end_cleanly(accelerator: Accelerator) -> None:
-    """Registers what this Accelerator's process does before it exits.
+    """Registers what this Accelerator's process does before it exits, and where it tells of an error.
 
     gloo's threads abort a process that exits while they have work, with "terminate called without an active exception".
     After an error nothing is waited for: the peers may be gone, and the error is what should be seen.
     """
     if dist.is_initialized():
-        atexit.register(_leave, weakref.ref(accelerator), RankProcesses())
+        processes = RankProcesses()
+        processes.register()
+        atexit.register(_leave, weakref.ref(accelerator), processes)
+        LastWords.installed().follow(accelerator)
 
 
 def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
     accelerator = reference()
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
+    engines = accelerator.zero_engines if accelerator is not None else []
     try:
-        for engine in accelerator.zero_engines if accelerator is not None else ():
+        for engine in engines:
             engine.finish_parameters()
     except CommunicationError as error:
         logger.warning(f"{error} This rank had come to its end.")
     # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
-    at_work = processes.leave(_PATIENCE_S)
+    watches = [engine.transport.watch for engine in engines]
+    at_work = [] if watches else processes.leave(_PATIENCE_S)
+    for watch in watches:
+        at_work = watch.leave(_PATIENCE_S / len(watches))
     if at_work:
         logger.warning(
-            f"hf_zero: rank {dist.get_rank()} has come to the end of its script, has waited {_PATIENCE_S:.0f} s for ranks "
-            f"{at_work} to do so, and ends now. What they have yet to do together with it fails."
+            f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
+            "work. What they have yet to do together with it fails."
         )
     dist.destroy_process_group()

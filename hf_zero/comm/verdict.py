@@ -1,0 +1,159 @@
+"""Which rank is the reason for a wait, in words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .processes import RankProcess
+from .watch import Wait
+from .whereabouts import Whereabouts
+
+_LISTED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Absence:
+    """What is known of a rank that others wait for.
+
+    Attributes:
+        rank: that it is of.
+        process: None where it has told nothing.
+        has_ended, is_stopped: as far as the system says it here.
+        has_left: it has come to the end of its script.
+        words, culprits: the error that it had, and the ranks that it blamed, itself for an error of its own.
+        where: its answer; None of a rank that does not answer.
+    """
+
+    rank: int
+    process: RankProcess | None
+    has_ended: bool
+    has_left: bool
+    is_stopped: bool
+    words: str | None
+    culprits: tuple[int, ...]
+    where: Whereabouts | None
+
+    @property
+    def is_over(self) -> bool:
+        """It does nothing more."""
+        return self.has_ended or self.has_left or self.rank in self.culprits
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.where is not None and self.where.waits_in is not None and not self.is_over
+
+    @property
+    def is_in_torch(self) -> bool:
+        """It is in a collective that the script called by itself."""
+        return self.where is not None and self.where.torch_call is not None
+
+    def waits_for(self, begun: Mapping[str, int]) -> bool:
+        """Whether it waits in a collective that a rank that has begun so many of each kind has not begun."""
+        where = self.where
+        return self.is_waiting and where.kind is not None and where.begun.get(where.kind, 0) > begun.get(where.kind, 0)
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}"
+        if self.process is not None:
+            who += f" (process {self.process.pid} on {self.process.host})"
+        if self.has_left and self.words is None:
+            return f"{who} has come to the end of its script"
+        if self.is_over:
+            return f"{who} has ended{'' if self.words is None else f': {self.words}'}"
+        if self.where is not None:
+            return f"{who} {self.where}"
+        if self.is_stopped:
+            return f"{who} does not answer: its process is stopped (SIGSTOP, or a debugger)"
+        return f"{who} does not answer: it is held up in a single long call, or its host cannot be reached"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A wait of this rank, and what is known of the others.
+
+    Attributes:
+        rank, line: of this rank, and the line of the script that it waits in.
+        wait: that has failed, or that takes long.
+        late: the rank that the connection was to, where that is known.
+        silence: why nothing is known of the others.
+    """
+
+    rank: int
+    wait: Wait
+    line: str
+    late: int | None = None
+    absences: Mapping[int, Absence] = field(default_factory=dict)
+    silence: str | None = None
+
+    @property
+    def culprits(self) -> list[int]:
+        """The ranks that the others wait for: those that ended of themselves, else that say nothing, else that are elsewhere."""
+        found = self.absences
+        innocent = {rank for rank, each in found.items() if each.culprits and rank not in each.culprits}
+        for is_reason in (
+            lambda each: each.is_over,
+            lambda each: each.where is None,
+            lambda each: each.where is not None and each.where.waits_in is None,
+        ):
+            ranks = [rank for rank, each in found.items() if rank not in innocent and is_reason(each)]
+            if ranks:
+                return ranks
+        blamed = {rank for each in found.values() for rank in each.culprits if rank != self.rank}
+        return sorted(blamed) or ([] if self.late is None else [self.late])
+
+    @property
+    def finding(self) -> str:
+        """One line: what failed, and for want of whom."""
+        missed = f" for want of {_ranks(self.culprits)}" if self.culprits else ""
+        at = f" ({self.line})" if self.line else ""
+        return f"the {self.wait.what} failed{missed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
+
+    @property
+    def in_lines(self) -> str:
+        """A line for each rank: where it is."""
+        at = f" ({self.line})" if self.line else ""
+        return "\n".join(
+            [f"  rank {self.rank} has waited {self.wait.seconds:.0f} s in the {self.wait.what}{at}", *self._others]
+        )
+
+    @property
+    def _others(self) -> list[str]:
+        culprits = [rank for rank in self.culprits if rank in self.absences]
+        listed = [*culprits, *(rank for rank in self.absences if rank not in culprits)]
+        lines = [f"  {self.absences[rank]}" for rank in listed[:_LISTED]]
+        if len(listed) > _LISTED:
+            lines.append(f"  and {len(listed) - _LISTED} other ranks")
+        return lines
+
+    def __str__(self) -> str:
+        reason = [] if self.culprits and self.absences else [f"  {self.wait.failure}"]
+        silence = [] if self.silence is None else [f"  nothing is known of the other ranks: {self.silence}"]
+        return "\n".join([f"hf_zero: {self.finding}.", *reason, *self._others, *silence, self._advice()])
+
+    def _advice(self) -> str:
+        for rank in self.culprits:
+            each = self.absences.get(rank)
+            if each is not None and each.has_left and each.words is None:
+                return (
+                    f"Rank {rank} came to its end while rank {self.rank} goes on: the ranks have different numbers of batches or "
+                    "steps, or a `break` or `sys.exit` that not all of them come to. Give every rank as many batches "
+                    "(accelerate's even_batches=True, its default; drop_last=True) and end the loop on all ranks at one step."
+                )
+        for rank in self.culprits:
+            each = self.absences.get(rank)
+            if each is not None and not each.is_over and each.where is not None:
+                return (
+                    f"Rank {rank} is elsewhere. Where it only takes its time, set a larger `comm.timeout_s`. Otherwise one of "
+                    "the two makes a call that the other does not make: what is collective has to be called on every rank, "
+                    "outside of `if is_main_process`, and every rank has to take as many steps."
+                )
+        first = _ranks(self.culprits) if self.culprits else "the first rank that stopped"
+        if any(rank in self.absences and self.absences[rank].is_over for rank in self.culprits):
+            return f"Look at {first}: its own error is the reason."
+        return f"Look at {first}. A rank that is only slow needs a larger `comm.timeout_s`."
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{more}"

@@ -1,0 +1,106 @@
+"""What this rank waits in, and the error that names it where the wait fails."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .failures import CommunicationError
+from .whereabouts import script_line
+
+
+class Wait:
+    """A collective that a thread of this rank is starting or waiting for.
+
+    Attributes:
+        what: names it in words.
+        since_s: on the monotonic clock.
+        failure, line: why it failed, once it has, and the line of the script that it failed in.
+    """
+
+    __slots__ = ("failure", "line", "seconds_at_failure", "since_s", "what")
+
+    def __init__(self, what: object):
+        self.what = what
+        self.since_s = time.monotonic()
+        self.failure: str | None = None
+        self.line = ""
+        self.seconds_at_failure: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, up to its failure."""
+        return time.monotonic() - self.since_s if self.seconds_at_failure is None else self.seconds_at_failure
+
+    def fail(self, error: RuntimeError) -> None:
+        """Notes why and where it failed."""
+        if self.failure is None:
+            self.seconds_at_failure = self.seconds
+            self.failure = str(error).strip().partition("\n")[0].removeprefix("hf_zero: ")
+            self.line = script_line()[0]
+
+
+class Watch:
+    """Knows what this rank's threads wait in.
+
+    Attributes:
+        begun: how often each kind of collective has been started on this rank.
+        given_up: the last wait that failed.
+    """
+
+    def __init__(self):
+        self.begun: Counter[str] = Counter()
+        self.given_up: Wait | None = None
+        self._inside: dict[int, Wait] = {}
+
+    @contextmanager
+    def inside(self, what: object) -> Iterator[Wait]:
+        """For the duration of a wait: what a backend raises becomes a `CommunicationError` that names the wait.
+
+        Args:
+            what: a `Label`, or words.
+        """
+        thread = threading.get_ident()
+        outer, wait = self._inside.get(thread), Wait(what)
+        self._inside[thread] = wait
+        try:
+            yield wait
+        except CommunicationError as error:
+            self._fail(wait, error)
+            raise
+        except RuntimeError as error:
+            self._fail(wait, error)
+            raise self.explain(wait, error) from error
+        finally:
+            if outer is None:
+                self._inside.pop(thread, None)
+            else:
+                self._inside[thread] = outer
+
+    def _fail(self, wait: Wait, error: RuntimeError) -> None:
+        wait.fail(error)
+        self.given_up = wait
+
+    @property
+    def longest(self) -> Wait | None:
+        """The oldest wait of this rank that has not ended."""
+        return min(list(self._inside.values()), key=lambda wait: wait.since_s, default=None)
+
+    def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
+        """The error of a wait that failed."""
+        return CommunicationError(
+            f"hf_zero: the {wait.what} failed: {wait.failure}\nA peer ended, or did not reach this collective in time. Look at "
+            "the first rank that stopped: its own error is the reason."
+        )
+
+    def losses(self) -> str | None:
+        """The ranks that have ended or come to their end, in words; None where there are none."""
+        return None
+
+    def say_last(self, words: str) -> None:
+        """Leaves a reason for the end of this process to ranks that will miss it."""
+
+    def leave(self, patience_s: float) -> list[int]:
+        """Waits for the other ranks to come to their end too; returns those that have not."""
+        return []

@@ -1,0 +1,311 @@
+"""Runs in which one rank stops, ends, or calls something alone, and how the others end.
+
+    python faulty_ranks.py FOLDER '[{"stage": 2, "fault": "stopped", ...}, ...]'
+
+All runs go on at once. Their ranks are forked from this process, which has imported what they need, and end as scripts do: by
+Python's own end, with its hooks. Prints a list of `Outcome`s as JSON.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from training import gpt2, gpt2_batch
+
+import hf_zero.integrations.callback  # noqa: F401
+from hf_zero import ZeroPlugin, engine_of
+
+FAULTY = 1
+"""The rank that does it."""
+AT_STEP = 3
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        limit_s: `comm.timeout_s`.
+        patience_s: how long its ranks may take.
+    """
+
+    stage: int
+    fault: str
+    world_size: int = 2
+    limit_s: float = 8.0
+    patience_s: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one rank ended.
+
+    Attributes:
+        code: its exit code, negative for a signal; None where it had to be killed.
+        seconds: since the fault.
+        said: its stderr.
+        told: what it has left for the launcher to show.
+    """
+
+    code: int | None
+    seconds: float
+    said: str
+    told: str
+
+
+def train(rank: int, run: Run, folder: Path) -> None:
+    plugin = ZeroPlugin(stage=run.stage, comm={"timeout_s": run.limit_s})
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
+    torch.manual_seed(0)
+    model = gpt2()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(20):
+        if step == AT_STEP:
+            if rank == FAULTY:
+                (folder / "fault").write_text(str(time.time()))
+            FAULTS[run.fault](rank, accelerator, model, folder)
+        accelerator.backward(model(**gpt2_batch(generator, 2)).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    # Nobody comes here but where a fault has been survived.
+    print("trained to the end", file=sys.stderr)
+
+
+def stops(rank: int, *_: object) -> None:
+    if rank == FAULTY:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps(rank: int, *_: object) -> None:
+    if rank == FAULTY:
+        time.sleep(60)
+
+
+def is_killed(rank: int, *_: object) -> None:
+    if rank == FAULTY:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raises(rank: int, *_: object) -> None:
+    if rank == FAULTY:
+        raise LookupError("a bad batch")
+
+
+def exits(rank: int, *_: object) -> None:
+    if rank == FAULTY:
+        sys.exit(0)
+
+
+def looks_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    if rank == FAULTY:
+        engine_of(model).full_grad(next(model.parameters()))
+
+
+def saves_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    if rank == FAULTY:
+        model.save_pretrained(folder / "saved")
+        raise LookupError("saved alone")
+
+
+def saves_its_state_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    if rank == FAULTY:
+        accelerator.save_state(str(folder / "state"))
+
+
+def clips_alone(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    if rank == FAULTY:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def waits_alone(rank: int, *_: object) -> None:
+    if rank == FAULTY:
+        dist.barrier()
+
+
+def gathers_alone(rank: int, *_: object) -> None:
+    """The size of messages differs from that of all that the engine agrees on."""
+    if rank == FAULTY:
+        dist.all_reduce(torch.zeros(1000))
+
+
+def is_cut_off(rank: int, accelerator: Accelerator, model: nn.Module, folder: Path) -> None:
+    if rank == FAULTY:
+        (folder / "cut").write_text("")
+        while not (folder / "is cut").exists():
+            time.sleep(0.01)
+
+
+FAULTS = {
+    "stopped": stops,
+    "sleeping": sleeps,
+    "killed": is_killed,
+    "exception": raises,
+    "sys.exit": exits,
+    "lone full_grad": looks_alone,
+    "lone save_pretrained": saves_alone,
+    "lone save_state": saves_its_state_alone,
+    "lone clip": clips_alone,
+    "lone barrier": waits_alone,
+    "lone all_reduce": gathers_alone,
+    "link cut": is_cut_off,
+}
+
+
+class Namespaces:
+    """A network namespace a rank, and a link between the two."""
+
+    def __init__(self):
+        self.names = [f"hfz{os.getpid()}{end}" for end in "ab"]
+        self._links = [f"v{os.getpid()}{end}" for end in "ab"]
+        for name in self.names:
+            _ip("netns", "add", name)
+        _ip("link", "add", self._links[0], "type", "veth", "peer", "name", self._links[1])
+        for end, (name, link) in enumerate(zip(self.names, self._links)):
+            _ip("link", "set", link, "netns", name)
+            _ip("-n", name, "addr", "add", f"10.231.7.{end + 1}/24", "dev", link)
+            _ip("-n", name, "link", "set", link, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+
+    def enter(self, rank: int) -> str:
+        """Moves this process there; returns its link."""
+        with open(f"/run/netns/{self.names[rank]}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "setns")
+        return self._links[rank]
+
+    def cut(self) -> None:
+        _ip("-n", self.names[0], "link", "set", self._links[0], "down")
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Started:
+    """The ranks of a run that has been started."""
+
+    def __init__(self, run: Run, folder: Path):
+        self.run, self.folder = run, folder
+        folder.mkdir(parents=True)
+        self.networks = Namespaces() if run.fault == "link cut" else None
+        self.is_cut = False
+        self.port = _free_port()
+        self.store = None
+        self.pids: dict[int, int] = {}
+        self.codes: dict[int, tuple[int | None, float]] = {}
+        self.began = time.time()
+
+    def keep_store(self) -> None:
+        """As a launcher does: the ranks' store outlives them. Made behind the fork, for it has a thread."""
+        if self.networks is None:
+            self.store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
+
+    def environment(self, rank: int) -> dict[str, str]:
+        host = "127.0.0.1" if self.networks is None else "10.231.7.1"
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.run.world_size),
+            "LOCAL_WORLD_SIZE": str(self.run.world_size),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.networks is None),
+            "TORCHELASTIC_ERROR_FILE": str(self.folder / f"error{rank}.json"),
+            "TORCHELASTIC_RUN_ID": "faults",
+            "ACCELERATE_USE_CPU": "true",
+            "GLOO_SOCKET_IFNAME": "lo" if self.networks is None else self.networks.enter(rank),
+        }
+
+    def look(self) -> bool:
+        """Notes what has ended; returns whether anything is left to wait for."""
+        if self.networks is not None and (self.folder / "cut").exists() and not self.is_cut:
+            self.networks.cut()
+            self.is_cut = True
+            (self.folder / "is cut").write_text("")
+        for rank, pid in self.pids.items():
+            if rank in self.codes:
+                continue
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self.codes[rank] = (os.waitstatus_to_exitcode(status), time.time())
+        held = {FAULTY} if self.run.fault in ("stopped", "sleeping") else set()
+        awaited = set(self.pids) - set(self.codes) - held
+        return bool(awaited) and time.time() < self.began + self.run.patience_s
+
+    def end(self) -> list[Outcome]:
+        for rank, pid in self.pids.items():
+            if rank not in self.codes:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                self.codes[rank] = (None, time.time())
+        if self.networks is not None:
+            self.networks.remove()
+        at = float(fault.read_text()) if (fault := self.folder / "fault").exists() else self.began
+        return [
+            Outcome(
+                code=code,
+                seconds=ended - at,
+                said=(self.folder / f"said{rank}").read_text(),
+                told=self.told(self.folder / f"error{rank}.json"),
+            )
+            for rank, (code, ended) in sorted(self.codes.items())
+        ]
+
+    @staticmethod
+    def told(path: Path) -> str:
+        return json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] if path.exists() else ""
+
+
+def main(folder: Path, runs: list[Run]) -> None:
+    torch.set_num_threads(1)
+    started = []
+    for number, run in enumerate(runs):
+        started.append(Started(run, folder / str(number)))
+        for rank in range(run.world_size):
+            pid = os.fork()
+            if pid == 0:
+                become(rank, started[-1])
+                return
+            started[-1].pids[rank] = pid
+    for each in started:
+        each.keep_store()
+    while any([each.look() for each in started]):
+        time.sleep(0.05)
+    print(json.dumps([[asdict(outcome) for outcome in each.end()] for each in started]))
+
+
+def become(rank: int, started: Started) -> None:
+    """The rest of a rank's life, up to the end of its script."""
+    said = os.open(started.folder / f"said{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    os.environ.update(started.environment(rank))
+    train(rank, started.run, started.folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [Run(**each) for each in json.loads(sys.argv[2])])
