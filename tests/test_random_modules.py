@@ -175,7 +175,9 @@ def check(world_size: int, seeds: list[int], time_limit_s: float) -> None:
     )
     references = Counter(result.reference for result in on_ranks[0] if result.stage == 0)
     apart = len(seeds) - sum(result.stage == 3 for result in on_ranks[0])
-    print(f"{world_size} ranks: {len(seeds)} cases beside {dict(references)}; {apart} of them not at stage 3: ranks differ")
+    print(
+        f"{world_size} ranks: {len(seeds)} cases beside {dict(references)}; {apart} of them not at stage 3: ranks differ"
+    )
     wrong = [result for results in on_ranks for result in results if not result.error <= MOST_ERROR]
     assert not wrong, "\n".join(map(str, wrong))
 
