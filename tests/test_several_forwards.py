@@ -16,6 +16,7 @@ from training import bert, bert_batch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.reference import engine_attached_to
 
 STAGES = [0, 1, 2, 3]
 
@@ -194,3 +195,69 @@ def local_sgd(rank: int, world_size: int) -> str:
 def test_local_sgd_is_refused_and_names_the_setting_that_does_the_like():
     for message in run_ranks(local_sgd, world_size=2, time_limit_s=60):
         assert "local_sgd_steps=8" in message and "comm.sync_every: 8" in message
+
+
+class Encoder(nn.Module):
+    """Has ways in beside forward, as sentence encoders do, and a bias whose true gradient is zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 16)
+        self.rnn = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 1)
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rnn(nn.functional.embedding(ids, self.table.weight))[0]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        # As where answers start in question answering: a constant added to all positions changes no loss.
+        logits = self.head(self.encode(ids)).squeeze(-1)
+        return nn.functional.cross_entropy(logits, torch.zeros(len(ids), dtype=torch.long))
+
+
+WAYS_IN = {
+    "encode": lambda model, ids: model.encode(ids),
+    "forward itself": lambda model, ids: model.forward(ids),
+    "a part": lambda model, ids: model.rnn(torch.ones(1, 2, 16))[0],
+    "a weight": lambda model, ids: model.get_submodule("head").weight * 2,
+    "a parameter": lambda model, ids: next(iter(model.parameters())) * 2,
+}
+
+
+class Arriving:
+    """A gather that nothing has come of before somebody waits for it."""
+
+    def __init__(self, finish):
+        self.finish = finish
+
+
+def read_behind_steps(rank: int, settings: dict | None) -> list[list]:
+    """What each way in gives on this rank, right behind a step."""
+    seen = []
+    for way in WAYS_IN.values():
+        model, entry, optimizer = prepared(Encoder, settings)
+        if settings is not None:
+            gather = engine_attached_to(model)._parameters._gather
+            start = gather.start
+            gather.start = lambda bucket, start=start: Arriving(lambda: start(bucket).finish())
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            entry(torch.randint(50, (2, 6), generator=generator)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen.append(way(model, torch.arange(12).view(2, 6)).flatten().tolist())
+            # Ranks gather in the order of their reads, which is the same on all here; what is left comes in another.
+            if settings is not None:
+                engine_attached_to(model).finish_parameters()
+    return seen
+
+
+def read_like_ddp(rank: int, world_size: int) -> None:
+    expected = read_behind_steps(rank, None)
+    for stage in (1, 2):
+        assert read_behind_steps(rank, {"stage": stage, "bucket_bytes": 256}) == expected, f"stage {stage}"
+
+
+def test_reads_that_bypass_the_models_forward_wait_for_the_step_and_are_ddps():
+    run_ranks(read_like_ddp, world_size=2, time_limit_s=60)
