@@ -355,10 +355,14 @@ def test_closed_engine_hands_back_an_ordinary_model():
 def test_parameters_that_left_are_named_and_taken_back():
     model, optimizer, engine = built(2)
     values = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    model.load_state_dict({**model.state_dict(), **values}, assign=True)
     model(**batch(0)).loss.backward()
-    with pytest.raises(RuntimeError, match=r"has left the engine's memory.*readopt\(\)"):
-        optimizer.step()
+    model.load_state_dict({**model.state_dict(), **values}, assign=True)
+    for meets_it in (optimizer.step, lambda: model(**batch(0))):
+        with pytest.raises(
+            RuntimeError, match=r"load_state_dict\(assign=True\).*has left the engine's memory.*readopt\(\)"
+        ):
+            meets_it()
+    optimizer.zero_grad()
     engine.readopt()
     model(**batch(0)).loss.backward()
     optimizer.step()

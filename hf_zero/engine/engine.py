@@ -153,7 +153,7 @@ class ZeroEngine:
         self._no_sync_depth = 0
         self._row_writes = RowWrites(self.buckets, self._stepping, before=self._end_reads, send=self._share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
-        self._handles = self._gradients.install() + self._hook_forward(self._entry)
+        self._handles = self._gradients.install() + self._hook_forward(self._entry) + self._homes.watch(self._entry)
         at_hand = not (self.config.steps_by_bucket or offload.delay)
         self._handles += self._row_writes.watch(model, optimizers, is_state_at_hand=at_hand)
         attach(self, (model, self._entry, *model.parameters()), keeps=not self.sharded.is_empty)

@@ -1,23 +1,31 @@
 """Where in the model each bucketed parameter hangs, and whether it still does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .buckets import Bucket, ParameterSlot
+from .hooks import WeakHook
+from .parameters import is_compiled
 from .sharded_parameter import look_only, show_values
+
+_DEPTH_OF_WRAPPERS = 4
+"""peft's two modules around a model, and the model in whose layers the adapters are."""
 
 
 class Homes:
     """The (module, attribute) places of every parameter in the buckets; tied ones have several.
 
-    A parameter leaves the engine in two ways: its data moves (`.to(dtype)`, `.half()`), or another Parameter takes its place
-    (`load_state_dict(assign=True)`, resize_token_embeddings, merge_and_unload). Steps would then update memory that the model
-    no longer reads.
+    A parameter leaves the engine in three ways: its data moves (`.to(dtype)`, `.half()`), another Parameter takes its place
+    (`load_state_dict(assign=True)`), or another module takes that of its module (merge_and_unload, a resized head). Steps
+    would then update memory that the model no longer reads. It is seen at the next forward that builds a graph, and again at
+    the step.
     """
 
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket]):
+        self._model = model
         slot_of = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
         self._places = [
             (module, name, slot_of[parameter])
@@ -25,23 +33,35 @@ class Homes:
             for name, parameter in module._parameters.items()
             if parameter in slot_of
         ]
+        holding = {module for module, _, _ in self._places}
+        self._links = [
+            (parent._modules, name, child, path)
+            for path, parent in model.named_modules()
+            for name, child in parent._modules.items()
+            if child is not None and any(inner in holding for inner in child.modules())
+        ]
+        self._in_forward = False
 
-    def first_stray(self) -> ParameterSlot | None:
-        """A slot whose parameter the model does not read any more, or None."""
-        for module, name, slot in self._places:
-            if module._parameters.get(name) is not slot.parameter or not slot.bucket.holds(slot):
-                return slot
-        return None
+    def watch(self, entry: nn.Module) -> list[RemovableHandle]:
+        """Looks before each forward of `entry`, and of the model inside an adapter's wrappers when that is called by itself."""
+        # Compiled, they would trace the hook.
+        parts = () if is_compiled(entry) else self._wrapped()
+        return [
+            entry.register_forward_pre_hook(WeakHook(self, Homes._begin), prepend=True),
+            entry.register_forward_hook(WeakHook(self, Homes._end), always_call=True),
+            *(part.register_forward_pre_hook(WeakHook(self, Homes._before_part), prepend=True) for part in parts),
+        ]
 
     def refuse_strays(self) -> None:
         """Raises `RuntimeError` for a parameter that a step would not reach."""
-        stray = self.first_stray()
-        if stray is not None:
-            raise RuntimeError(
-                f"hf_zero: {stray.name!r} has left the engine's memory since it was prepared (by .to(), .half(), "
-                "load_state_dict(assign=True), resize_token_embeddings or merge_and_unload), so a step would not reach it. Do "
-                "that before accelerator.prepare, or call engine_of(model).readopt() after it."
-            )
+        for children, name, child, path in self._links:
+            if children.get(name) is not child:
+                raise _replaced(f"{path}.{name}" if path else name, child, children.get(name))
+        for module, name, slot in self._places:
+            # Past the dict's own methods, which wait for a gather that is under way: what is held can be seen without.
+            held = dict.get(module._parameters, name)
+            if held is not slot.parameter or not slot.bucket.holds(slot):
+                raise _moved(slot, held)
 
     def take_back(self) -> None:
         """Copies strayed values into their slots and hangs the engine's parameters back in their places.
@@ -65,6 +85,74 @@ class Homes:
             if not slot.bucket.holds(slot):
                 slot.bucket.adopt(slot)
                 slot.version = -1
+
+    def _wrapped(self) -> Iterator[nn.Module]:
+        """The modules below the model that hold all of the parameters."""
+        inner = self._model
+        for _ in range(_DEPTH_OF_WRAPPERS):
+            below = {id(child): child for children, _, child, _ in self._links if children is inner._modules}
+            if len(below) != 1 or any(module is inner for module, _, _ in self._places):
+                return
+            inner = next(iter(below.values()))
+            yield inner
+
+    def _begin(self, *_args: object) -> None:
+        self._look()
+        self._in_forward = True
+
+    def _end(self, *_args: object) -> None:
+        self._in_forward = False
+
+    def _before_part(self, *_args: object) -> None:
+        if not self._in_forward:
+            self._look()
+
+    def _look(self) -> None:
+        # Evaluation of a model that has been cast or merged is nobody's concern; nor is a recomputation inside backward.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.refuse_strays()
+
+
+def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:
+    """The error for a parameter whose data or Parameter object is another one now."""
+    was, now = slot.bucket.flat.dtype, None if held is None else held.dtype
+    if held is None:
+        what = "has been taken out of its module"
+        instead = "Change the model before accelerator.prepare, or prepare model and optimizer anew."
+    elif held.shape != slot.place.shape:
+        what = f"has shape {tuple(held.shape)} and had {tuple(slot.place.shape)}, as after resize_token_embeddings"
+        instead = (
+            "Resize before accelerator.prepare, or call hf_zero.engine_of(model).resize_embeddings(num_tokens), on every rank, "
+            "in place of model.resize_token_embeddings(num_tokens)."
+        )
+    elif now != was:
+        what = f"is {now} and was {was}, as after .to(), .half() or .bfloat16()"
+        instead = (
+            "Cast before accelerator.prepare, or train in 16 bits by mixed_precision (bf16=True) or `param_dtype` of the hf_zero "
+            f"config. To go on in {was} with the values that it has now: hf_zero.engine_of(model).readopt(), on every rank."
+        )
+    else:
+        what = "is another Parameter or in other memory, as after load_state_dict(assign=True)"
+        instead = (
+            "Do that before accelerator.prepare, or call hf_zero.engine_of(model).readopt(), on every rank, which takes the "
+            "values over."
+        )
+    return RuntimeError(
+        f"hf_zero: {slot.name!r} {what}. It has left the engine's memory since it was prepared, so a step would not reach it. "
+        f"{instead}"
+    )
+
+
+def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
+    """The error for a module that is not in the model any more."""
+    become = "gone" if now is None else f"another {type(now).__name__}"
+    return RuntimeError(
+        f"hf_zero: {path!r} was a {type(was).__name__} when the model was prepared and is {become} now, as after "
+        "merge_and_unload or resize_token_embeddings: parameters that are trained are not in the model any more, so a step would "
+        "not reach it. To go on training, call hf_zero.engine_of(model).close() before the change, on every rank, and prepare "
+        "the changed model with a new optimizer (to resize, hf_zero.engine_of(model).resize_embeddings(num_tokens) does all of "
+        "that). Evaluation under torch.no_grad() and saving need nothing."
+    )
 
 
 def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -158,6 +158,9 @@ class GatheredMemory(ParameterMemory):
     Args:
         reservation: of `flat`.
         shard: this rank's interval of it.
+
+    Attributes:
+        read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
     """
 
     def __init__(self, reservation: Reservation, shard: Interval):
@@ -166,6 +169,7 @@ class GatheredMemory(ParameterMemory):
         self.flat = reservation.flat
         self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
         self._gathered = False
+        self.read_as: torch.dtype | None = None
 
     @property
     @abstractmethod
@@ -227,10 +231,10 @@ class GatheredMemory(ParameterMemory):
 
     def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         show_values(parameter)
-        if self._gathered:
-            parameter.data = place
-        else:
-            parameter.data = self._absent.expand(place.shape)
+        values = place if self._gathered else self._absent
+        values = values if self.read_as is None else values.to(self.read_as)
+        parameter.data = values.expand(place.shape)
+        if not self._gathered:
             hide_values(parameter)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..checkpoint.foreign.find import is_foreign
 from ..checkpoint.manifest import CheckpointError, Manifest
+from ..engine.computing import computing_in
 from ..engine.engine import ZeroEngine
 from ..engine.reference import engine_attached_to
 from .card_facts import write_run
@@ -35,6 +36,7 @@ from .step_figures import StepFigures
 from .trainer_checkpoints import CheckpointSaver
 from .trainer_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .weights import is_checkpoint_of_ours
+from .whole import gathered
 
 logger = logging.get_logger(__name__)
 
@@ -99,6 +101,10 @@ class ZeroTrainerMixin:
         with init(self.accelerator.zero_config):
             return super().call_model_init(trial)
 
+    def add_callback(self, callback) -> None:
+        _gather_to_sync(callback)
+        super().add_callback(callback)
+
     def hyperparameter_search(self, *args, **kwargs):
         raise NotImplementedError(
             "hf_zero: hyperparameter_search makes a new Accelerator and model each trial inside one process, which the engine "
@@ -113,6 +119,21 @@ class ZeroTrainerMixin:
             if stall_s:
                 logs["zero/save_stall_s"] = round(stall_s, 3)
         super().log(logs, start_time)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
+        if engine_attached_to(model) is None:
+            super()._move_model_to_device(model, device)
+
+    def evaluation_loop(self, *args, **kwargs):
+        dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
+        engine = _only_engine(self)
+        if engine is None or dtype is None or self.is_in_train:
+            return super().evaluation_loop(*args, **kwargs)
+        # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
+        engine.finish_parameters()
+        with computing_in(engine.model, engine.sharded, dtype):
+            return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         engine = _only_engine(self)
@@ -262,6 +283,19 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     engine = engine_attached_to(model)
     return engine if engine in trainer.accelerator.zero_engines else None
+
+
+def _gather_to_sync(callback: object) -> None:
+    """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models; it runs on every rank."""
+    sync = getattr(callback, "sync_target_model", None)
+    if sync is None or isinstance(callback, type):
+        return
+
+    def sync_whole(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+        with gathered(model), gathered(target_model, writeback=True):
+            sync(model, target_model, alpha)
+
+    callback.sync_target_model = sync_whole
 
 
 def _warn_of_early_outer_steps(trainer: Trainer) -> None:
