@@ -7,8 +7,10 @@ transformers that are models are ever called.
 
 import gc
 import multiprocessing
+import os
 import re
 import resource
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,11 +66,14 @@ def expected_tensors(folder: Path, saved: int) -> dict[str, ExpectedTensor]:
     Raises:
         CheckpointError: the config cannot be read, names no model class of transformers, or asks for too much.
     """
-    kind = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
-    context = multiprocessing.get_context(kind)
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_tell_expected, args=(folder, saved, sending), name="hf_zero config")
-    process.start()
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    # Not by multiprocessing, whose own processes may be forbidden to have any.
+    child = os.fork()
+    if child == 0:
+        try:
+            _tell_expected(folder, saved, sending)
+        finally:
+            os._exit(0)
     sending.close()
     path = folder / CONFIG_NAME
     try:
@@ -81,8 +86,8 @@ def expected_tensors(folder: Path, saved: int) -> dict[str, ExpectedTensor]:
     except EOFError:
         answer = f"hf_zero: {path}: making its model ended the process that tried it. Take the config of these weights."
     finally:
-        process.kill()
-        process.join()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         receiving.close()
     if isinstance(answer, str):
         raise CheckpointError(answer)
