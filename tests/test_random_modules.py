@@ -46,6 +46,11 @@ class Outcome:
         return max(((a - b).abs() / b.abs().clamp(min=1)).max().item() for a, b in pairs if b.numel())
 
 
+def share_buffers(model: nn.Module, world_size: int) -> None:
+    for buffer in model.buffers() if world_size > 1 else ():
+        dist.broadcast(buffer, 0)
+
+
 class ByHand:
     """Data-parallel training in a few lines: gradients are averaged before the step, buffers are rank 0's."""
 
@@ -56,8 +61,7 @@ class ByHand:
 
     def __call__(self, *args) -> dict[str, torch.Tensor]:
         if self._shares_buffers:
-            for buffer in self._model.buffers() if self._world_size > 1 else ():
-                dist.broadcast(buffer, 0)
+            share_buffers(self._model, self._world_size)
         return self._model(*args)
 
     @contextlib.contextmanager
@@ -135,6 +139,8 @@ def train(case: Case, rank: int, world_size: int, stage: int | None) -> Outcome:
             clip(case.max_norm)
         optimizer.step()
         zero("after step")
+    # DDP shares rank 0's buffers before its next forward.
+    share_buffers(model, world_size)
     tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}
     if engine is not None:
         engine.close()
