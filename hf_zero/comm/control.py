@@ -18,6 +18,7 @@ from .groups import Groups
 from .profiling import hidden_from_profiler
 from .transfers import Transfers
 from .watch import Watch
+from .whereabouts import script_line
 
 _MESSAGE_BYTES = 1024
 _HEAD = struct.Struct("<QQH")
@@ -88,7 +89,8 @@ class Control:
         theirs = message[_HEAD.size : end].decode(errors="replace")
         if theirs != purpose.encode()[:_LONGEST_PURPOSE].decode(errors="replace") or count != self._count:
             raise CommunicationError(
-                f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the {purpose}, and rank "
+                f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the {purpose} "
+                f"({script_line()[0]}), and rank "
                 f"{self._ranks[place]} to the {theirs}. Each is collective: call it on every rank, in the same order, outside of "
                 "`if is_main_process`."
             )

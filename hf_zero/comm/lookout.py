@@ -86,7 +86,7 @@ class Lookout(Watch):
     def losses(self) -> str | None:
         def look(store: dist.Store) -> str | None:
             found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
-            over = [str(absence) for absence in found.values() if absence.is_over]
+            over = [str(absence) for absence in found.values() if absence.is_over or absence.words is not None]
             return "; ".join(over[:_LISTED]) or None
 
         try:

@@ -95,7 +95,7 @@ class Watch:
         )
 
     def losses(self) -> str | None:
-        """The ranks that have ended or come to their end, in words; None where there are none."""
+        """The ranks that have ended, have come to their end or have given up, in words; None where there are none."""
         return None
 
     def say_last(self, words: str) -> None:

@@ -297,9 +297,10 @@ class ZeroAcceleratorMixin:
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
         if not self.zero_engines:
             return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
-        for engine in self.zero_engines:
-            engine.synchronise()
         with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
+            # Behind the meeting of all ranks that a save begins with.
+            for engine in self.zero_engines:
+                engine.synchronise()
             with self._engines_optimizers_aside(), self._lent_to_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
