@@ -141,6 +141,19 @@ def test_step_on_unreduced_gradients_is_refused(settings):
     assert "outside no_sync" in run_on_ranks(never_reduced, settings=settings)[0]
 
 
+def sets_by_hand(rank: int, world_size: int, stage: int) -> None:
+    model, optimizer, _ = built(stage)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ShardedGradientError, match=r"was set by hand.*`stage: 0`"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_gradient_set_by_hand_is_not_passed_over(stage):
+    run_ranks(sets_by_hand, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
+
+
 def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
     model, optimizer, engine = built(stage)
     model(**batch(rank, 1)).loss.backward()

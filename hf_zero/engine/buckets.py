@@ -17,7 +17,7 @@ from .loaded import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
 from .padding import clear_padding
 from .precision import Precision
-from .sharded_gradient import GradientState, ShardedGradient
+from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
 from .sharded_parameter import look_only
 
 
@@ -223,12 +223,20 @@ class Bucket:
         """Takes edits over; rows that no rank has a gradient for have none, and zeroed ones have zeros.
 
         Raises:
-            ShardedGradientError: no backward has come since the last step, which has given its gradients back.
+            ShardedGradientError: no backward has come since the last step, which has given its gradients back; or the script
+                has set a gradient by hand, which no rank would step with.
         """
         with look_only():
             for slot in self.slots:
-                if slot.stand_in.state is GradientState.SPENT and slot.parameter.grad is slot.stand_in:
-                    slot.stand_in.refuse_if_spent()
+                gradient = slot.parameter.grad
+                if gradient is slot.stand_in:
+                    gradient.refuse_if_spent()
+                elif not (self.whole or gradient is None or isinstance(gradient, ShardedGradient)):
+                    raise ShardedGradientError(
+                        f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward has reduced "
+                        "into the ranks' shards. Let the gradient come from a backward (of a loss that has it as its gradient, "
+                        "if need be), or train at `stage: 0`, where `grad` is the reduced gradient itself."
+                    )
             self.follow_edits()
             for row in self.rows:
                 if not row.has_gradient:

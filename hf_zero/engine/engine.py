@@ -23,7 +23,7 @@ from .exact_weights import ExactWeights
 from .gradient_norm import choose_norm
 from .gradient_store import GradientStore, Landing, choose_store
 from .gradients import Gradients
-from .homes import Homes, refuse_unfrozen
+from .homes import Homes
 from .hooks import WeakHook
 from .look import Look, slot_of
 from .memory import GatheredMemory, WholeMemory
@@ -145,7 +145,6 @@ class ZeroEngine:
         self._exact = ExactWeights(whole, self._wire.exact, self._holder, self.transport, comm.meeting_timeout_s)
         self._look = Look(self._row_of, self._stepping, self._holder, comm, replicated=self._is_replicated)
         self._homes = Homes(model, self._all_buckets)
-        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in self._slot_of]
         self.activations = choose_activations(offload, self.device)
         self._norm = choose_norm(
             self.config, self.buckets, self._stepping, replicated=self._is_replicated, device=self.device
@@ -389,9 +388,7 @@ class ZeroEngine:
         """
         self.synchronise()
         with self._exact.at_hand("ZeroEngine.close"):
-            for slot in self._slot_of.values():
-                if slot.parameter not in self.sharded.unit_of:
-                    slot.parameter.data = slot.parameter.detach().clone()
+            self._homes.own_memory(spared=self.sharded.unit_of)
         self._gradients.drop()
         for handle in self._handles:
             handle.remove()
@@ -451,7 +448,7 @@ class ZeroEngine:
         self._buffers.before_forward()
         if torch.is_grad_enabled():
             flats = (bucket.flat for bucket in self._all_buckets)
-            self.activations.begin([*self.model.buffers(), *self._slot_of, *(p for _, p in self._frozen), *flats])
+            self.activations.begin([*self.model.buffers(), *self.model.parameters(), *flats])
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
         self.activations.end()
@@ -463,7 +460,6 @@ class ZeroEngine:
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self._end_reads()
         self._gradients.refuse_unreduced()
-        refuse_unfrozen(self._frozen)
         self._homes.refuse_strays()
         for bucket in buckets:
             bucket.begin_step()

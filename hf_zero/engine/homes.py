@@ -1,6 +1,6 @@
 """Where in the model each bucketed parameter hangs, and whether it still does."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ class Homes:
             for name, child in parent._modules.items()
             if child is not None and any(inner in holding for inner in child.modules())
         ]
+        trained = {parameter for parameter, slot in slot_of.items() if slot.bucket.trained}
+        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in trained]
         self._in_forward = False
 
     def watch(self, entry: nn.Module) -> list[RemovableHandle]:
@@ -52,8 +54,14 @@ class Homes:
             *(part.register_forward_pre_hook(WeakHook(self, Homes._before_part), prepend=True) for part in parts),
         ]
 
+    def own_memory(self, *, spared: Container[nn.Parameter]) -> None:
+        """Gives trained parameters that are whole memory outside of their buckets, all but those `spared`."""
+        for slot in {slot for _, _, slot in self._places if slot.bucket.trained and slot.parameter not in spared}:
+            slot.parameter.data = slot.parameter.detach().clone()
+
     def refuse_strays(self) -> None:
         """Raises `RuntimeError` for a parameter that a step would not reach."""
+        refuse_unfrozen(self._frozen)
         for children, name, child, path in self._links:
             if children.get(name) is not child:
                 raise _replaced(f"{path}.{name}" if path else name, child, children.get(name))
