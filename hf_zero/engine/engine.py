@@ -153,8 +153,7 @@ class ZeroEngine:
         self._row_writes = RowWrites(self.buckets, self._stepping, before=self._end_reads, send=self._share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self._handles = self._gradients.install() + self._hook_forward(self._entry) + self._homes.watch(self._entry)
-        at_hand = not (self.config.steps_by_bucket or offload.delay)
-        self._handles += self._row_writes.watch(model, optimizers, is_state_at_hand=at_hand)
+        self._handles += self._row_writes.watch(model, optimizers, self.config)
         attach(self, (model, self._entry, *model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
@@ -448,7 +447,7 @@ class ZeroEngine:
         self._buffers.before_forward()
         if torch.is_grad_enabled():
             flats = (bucket.flat for bucket in self._all_buckets)
-            self.activations.begin([*self.model.buffers(), *self.model.parameters(), *flats])
+            self.activations.begin([*self.model.buffers(), *self._slot_of, *self._homes.frozen, *flats])
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
         self.activations.end()
@@ -460,6 +459,7 @@ class ZeroEngine:
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self._end_reads()
         self._gradients.refuse_unreduced()
+        self._homes.refuse_unfrozen()
         self._homes.refuse_strays()
         for bucket in buckets:
             bucket.begin_step()

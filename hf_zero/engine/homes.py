@@ -41,7 +41,7 @@ class Homes:
             if child is not None and any(inner in holding for inner in child.modules())
         ]
         trained = {parameter for parameter, slot in slot_of.items() if slot.bucket.trained}
-        self._frozen = [(name, p) for name, p in model.named_parameters() if p not in trained]
+        self._name_of_frozen = {p: name for name, p in model.named_parameters() if p not in trained}
         self._in_forward = False
 
     def watch(self, entry: nn.Module) -> list[RemovableHandle]:
@@ -54,14 +54,29 @@ class Homes:
             *(part.register_forward_pre_hook(WeakHook(self, Homes._before_part), prepend=True) for part in parts),
         ]
 
+    @property
+    def frozen(self) -> Iterable[nn.Parameter]:
+        """The model's parameters that the engine does not train."""
+        return self._name_of_frozen
+
     def own_memory(self, *, spared: Container[nn.Parameter]) -> None:
         """Gives trained parameters that are whole memory outside of their buckets, all but those `spared`."""
         for slot in {slot for _, _, slot in self._places if slot.bucket.trained and slot.parameter not in spared}:
             slot.parameter.data = slot.parameter.detach().clone()
 
+    def refuse_unfrozen(self) -> None:
+        """Raises `RuntimeError` for a parameter that was frozen when the model was prepared, and is not now."""
+        with look_only():
+            thawed = next((name for parameter, name in self._name_of_frozen.items() if parameter.requires_grad), None)
+        if thawed is not None:
+            raise RuntimeError(
+                f"hf_zero: {thawed!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
+                "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
+                "nothing.)"
+            )
+
     def refuse_strays(self) -> None:
         """Raises `RuntimeError` for a parameter that a step would not reach."""
-        refuse_unfrozen(self._frozen)
         for children, name, child, path in self._links:
             if children.get(name) is not child:
                 raise _replaced(f"{path}.{name}" if path else name, child, children.get(name))
@@ -161,15 +176,3 @@ def _replaced(path: str, was: nn.Module, now: nn.Module | None) -> RuntimeError:
         "the changed model with a new optimizer (to resize, hf_zero.engine_of(model).resize_embeddings(num_tokens) does all of "
         "that). Evaluation under torch.no_grad() and saving need nothing."
     )
-
-
-def refuse_unfrozen(frozen: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises `RuntimeError` for a parameter that was frozen when the model was prepared, and is not now."""
-    with look_only():
-        thawed = next((name for name, parameter in frozen if parameter.requires_grad), None)
-    if thawed is not None:
-        raise RuntimeError(
-            f"hf_zero: {thawed!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
-            "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
-            "nothing.)"
-        )

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.transport import Label, Transport
+from ..config import ZeroConfig
 from .buckets import Bucket
 from .hooks import WeakHook
 from .memory import WholeMemory
@@ -46,12 +47,9 @@ class RowWrites:
         self._send = send
 
     def watch(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], *, is_state_at_hand: bool
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: ZeroConfig
     ) -> list[TrainModes | RemovableHandle]:
         """Has `model.state_dict()` refuse unsent writes, and the optimizers' `train()` and `eval()` send theirs.
-
-        Args:
-            is_state_at_hand: between steps, the optimizers' state is in memory and up to date.
 
         Returns:
             what ends it, each by its `remove()`.
@@ -60,7 +58,9 @@ class RowWrites:
             ValueError: an optimizer whose `train()` and `eval()` cannot write where its state is.
         """
         asked = WeakHook(self, RowWrites._before_state_dict)
-        modes = [TrainModes(each, is_possible=is_state_at_hand, writing=self.writing) for each in optimizers]
+        # Between steps, the optimizers' state is in memory and up to date.
+        is_possible = not (config.steps_by_bucket or config.offload.delay)
+        modes = [TrainModes(each, is_possible=is_possible, writing=self.writing) for each in optimizers]
         return [model.register_state_dict_pre_hook(asked), *modes]
 
     def follow(self, buckets: Iterable[Bucket]) -> None:
