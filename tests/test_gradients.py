@@ -163,7 +163,7 @@ def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
     with pytest.raises(ShardedGradientError, match=r"accelerator\.clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ShardedGradientError, match=r"can neither read nor change.*optimizer\.zero_grad\(\)"):
-        parameter.grad.zero_()
+        parameter.grad.mul_(2.0)
     expected = whole_gradients(world_size, [1])
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
     torch.testing.assert_close(engine.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=0)
