@@ -459,8 +459,7 @@ class ZeroEngine:
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         self._end_reads()
         self._gradients.refuse_unreduced()
-        self._homes.refuse_unfrozen()
-        self._homes.refuse_strays()
+        self._homes.before_step()
         for bucket in buckets:
             bucket.begin_step()
         self.nonfinite.refuse_unscaled(optimizer, buckets)

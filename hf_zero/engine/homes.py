@@ -64,8 +64,13 @@ class Homes:
         for slot in {slot for _, _, slot in self._places if slot.bucket.trained and slot.parameter not in spared}:
             slot.parameter.data = slot.parameter.detach().clone()
 
-    def refuse_unfrozen(self) -> None:
-        """Raises `RuntimeError` for a parameter that was frozen when the model was prepared, and is not now."""
+    def before_step(self) -> None:
+        """Raises `RuntimeError` for a parameter that the step would not reach, or that should have been in it."""
+        self._refuse_unfrozen()
+        self.refuse_strays()
+
+    def _refuse_unfrozen(self) -> None:
+        # It was frozen when the model was prepared.
         with look_only():
             thawed = next((name for parameter, name in self._name_of_frozen.items() if parameter.requires_grad), None)
         if thawed is not None:
