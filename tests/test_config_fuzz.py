@@ -201,7 +201,7 @@ def as_yaml(value: object) -> bytes:
 
 def judge(make: Callable[[], ZeroConfig]) -> None:
     """A valid config that plain JSON can hold, or a `ConfigError` that fits a screen."""
-    began = time.process_time()
+    began, most = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         config = make()
     except ConfigError as error:
@@ -213,6 +213,8 @@ def judge(make: Callable[[], ZeroConfig]) -> None:
         assert ZeroConfig.from_dict(config.to_dict()) == config
         assert ZeroConfig.from_dict(json.loads(json.dumps(config.to_dict(), allow_nan=False))) == config
     assert time.process_time() - began < MOST_SECONDS
+    if sys.platform == "linux":
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < MOST_GROWN_KIB
 
 
 def keyword_arguments(pairs: list[tuple[str, object]]) -> ZeroConfig:
@@ -253,10 +255,7 @@ def judge_many(kind: str, path: Path, examples: int, derandomize: bool) -> None:
     def whatever_is_given(given_value):
         judge(lambda: make(given_value, path))
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     whatever_is_given()
-    if sys.platform == "linux":
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_GROWN_KIB
 
 
 @pytest.mark.parametrize("kind", JUDGED)
