@@ -36,6 +36,7 @@ from hf_zero.checkpoint.disks import Disk, find_disk
 from hf_zero.checkpoint.files import FileRecord, files_below
 from hf_zero.checkpoint.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.reader import CheckpointReader
+from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
 from hf_zero.checkpoint.verify import checkpoint_faults, find_good, newest_first
 from hf_zero.integrations.resuming import exchange_between_ranks
 from hf_zero.integrations.trainer_checkpoints import CheckpointSaver
@@ -472,7 +473,9 @@ def test_a_refused_save_is_every_ranks_error_and_harms_nothing(
     refused = {outcome["stop"]["refused"] for outcome in outcomes}
     assert len(refused) == 1, refused
     assert re.search(rf"hf_zero: .*{says}.*training state is unharmed", refused.pop())
-    assert [path.name for path in (tmp_path / "stop").iterdir()] == ["checkpoint-2"]
+    # Where the folder was out of reach at the end of the run, the lock's file is left, which nobody holds.
+    left = {LOCK_NAME} if refusal is file_for_a_folder else set()
+    assert {path.name for path in (tmp_path / "stop").iterdir()} - left == {"checkpoint-2"}
     for outcome in outcomes:
         assert undisturbed.same(outcome["continue"])
         assert re.search(
@@ -805,7 +808,10 @@ def test_a_killed_rotation_leaves_no_half_of_a_checkpoint(checkpoint, monkeypatc
     assert not checkpoint.exists() and temporary_of(checkpoint).is_dir()
 
 
-def test_what_a_killed_run_left_while_it_looked_at_its_disk_goes_with_the_next_save(tmp_path):
+def test_what_a_killed_run_left_while_it_looked_at_its_disk_goes_when_the_next_run_has_the_folder(tmp_path):
     (tmp_path / ".hf_zero-ofadeadrun").touch()
-    assert find_disk(tmp_path, 0, alone, then="").ranks == (0,)
+    disk = find_disk(tmp_path, 0, alone, then="")
+    assert disk.ranks == (0,)
+    with held_alone(tmp_path, disk=disk, exchange=alone):
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
     assert not list(tmp_path.iterdir())
