@@ -238,10 +238,8 @@ class GatheredMemory(ParameterMemory):
             hide_values(parameter)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
-        if not self._gathered:
-            # Nobody else gives data to a parameter whose values are hidden.
-            return are_hidden(parameter)
-        return _lies_at(parameter, place)
+        # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
+        return are_hidden(parameter) or (self._gathered and _lies_at(parameter, place))
 
 
 class ShardMemory(GatheredMemory):
