@@ -2,7 +2,10 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -21,3 +24,14 @@ ranks.PRELOADED_MODULES += [
     "hf_zero.integrations.callback",
     "hf_zero.integrations.arguments",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_watch_outlives_its_test() -> Iterator[None]:
+    """A plugin that no Accelerator installs watches all optimizers of the process: here those of later tests, too."""
+    from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
+
+    before = set(hooks)
+    yield
+    for added in set(hooks) - before:
+        del hooks[added]
