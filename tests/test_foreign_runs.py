@@ -309,7 +309,9 @@ def test_what_cannot_be_converted_is_refused_in_one_line(zeroed, plain, tmp_path
     assert "is no checkpoint of DeepSpeed ZeRO" in said(plain.folder / "checkpoint-4", tmp_path / "out")
     assert "is not an empty folder" in said(source, plain.folder)
     (tmp_path / "other").mkdir()
-    assert "has no config.json that can be read" in said(source, tmp_path / "out", "--config", tmp_path / "other")
+    assert "has no config.json; name the model's folder with --config" in said(
+        source, tmp_path / "out", "--config", tmp_path / "other"
+    )
     config = json.loads((source / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(
         json.dumps({**config, "id2label": {str(n): str(n) for n in range(5)}})
