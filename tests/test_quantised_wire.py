@@ -213,7 +213,8 @@ def looks_and_edits(rank: int, world_size: int) -> None:
         masters = {
             row.slot.name: (row.layout.in_parameter, row.of(row.slot.bucket.master)) for row in engine._row_of.values()
         }
-        shown = values_of(model)
+        # At stage 3 nothing shows values outside of a gather.
+        shown = values_of(model) if stage < 3 else {}
         with engine.gathered():
             exact = values_of(model)
         for name, (interval, master) in masters.items():
@@ -226,8 +227,8 @@ def looks_and_edits(rank: int, world_size: int) -> None:
         for own in engine.own_weights():
             name = next(n for n, p in model.named_parameters() if p is own.parameter)
             assert torch.equal(exact[name].reshape(-1)[own.interval.start : own.interval.stop], own.values)
-        again = values_of(model)
         if stage < 3:
+            again = values_of(model)
             assert all(torch.equal(shown[name], again[name]) for name in shown)
             if dtype == torch.float32:
                 assert any(not torch.equal(shown[name], exact[name]) for name in shown)
