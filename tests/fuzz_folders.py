@@ -240,8 +240,9 @@ def harm(target: Target) -> list[str]:
         try:
             resign(target.folder)
             done.append("signed")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            pass
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            # What is left has no place for sums.
+            done.append(f"not to be signed ({type(error).__name__})")
     return done
 
 

@@ -26,6 +26,7 @@ from hf_zero import (
     ZeroTrainingArguments,
     engine_of,
 )
+from hf_zero.engine.reference import engine_attached_to
 from hf_zero.integrations.first_step import watch_for_the_variable
 
 pytestmark = pytest.mark.timeout(180)
@@ -185,7 +186,7 @@ def test_an_attached_plugin_and_a_zero_accelerator_of_a_second_accelerator_have_
 
 def test_a_plugin_that_nobody_keeps_does_not_stop_a_plain_run():
     ZeroPlugin(2)
-    stepped(Accelerator(cpu=True))
+    assert engine_attached_to(stepped(Accelerator(cpu=True))) is None
 
 
 def test_a_plain_loop_may_train_before_the_plugin_is_used():
