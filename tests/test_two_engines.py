@@ -208,6 +208,47 @@ def test_each_trainer_of_a_process_has_the_config_of_its_own_arguments(tmp_path)
     assert [trainer.accelerator.zero_config.stage for trainer in trainers] == [1, 3]
 
 
+@pytest.mark.parametrize("door", ["flag", "callback"])
+def test_one_process_that_sees_several_gpus_trains_on_one_by_the_engine(door, tmp_path, caplog):
+    kind = ZeroTrainingArguments if door == "flag" else TrainingArguments
+    arguments = kind(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+    )
+    if door == "flag":
+        arguments.parallelism_config = ZeroPlugin(2)
+    assert arguments.n_gpu == 0
+    arguments._n_gpu = 4
+    data = [{name: values[0] for name, values in gpt2_batch(torch.Generator(), 1).items()}] * 8
+    callbacks = [] if door == "flag" else [ZeroCallback(2)]
+    trainer = Trainer(model=gpt2(), args=arguments, train_dataset=data, callbacks=callbacks)
+    assert "sees 4 GPUs and trains on cpu alone" in caplog.text
+    assert "torchrun --nproc-per-node 4" in caplog.text
+    trainer.train()
+    assert engine_of(trainer).config.stage == 2
+    assert trainer.get_total_train_batch_size(arguments) == 2
+    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 2
+
+
+def test_an_optimizer_that_is_prepared_without_its_model_does_not_step_alone():
+    model, accelerator = gpt2(), ZeroPlugin(2).attach(Accelerator(cpu=True))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(**gpt2_batch(torch.Generator(), 2)).loss.backward()
+    with pytest.raises(RuntimeError, match="SGD steps without the engine: it was prepared, and the model"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model = accelerator.prepare(model)
+    accelerator.backward(model(**gpt2_batch(torch.Generator(), 2)).loss)
+    optimizer.step()
+    engine_of(model).close()
+    model(**gpt2_batch(torch.Generator(), 2)).loss.backward()
+    optimizer.step()
+
+
 def test_two_callbacks_are_refused_by_what_they_disagree_on(tmp_path):
     with pytest.raises(
         ConfigError, match=r"an earlier ZeroCallback, have `stage` 1, and this one 2\. Give one of them"

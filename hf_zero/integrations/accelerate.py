@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint.foreign.find import is_foreign
 from ..config import ConfigError, ZeroConfig
@@ -124,6 +125,7 @@ class ZeroPlugin(ParallelismConfig):
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
         accelerator.zero_engines = []
+        accelerator._zero_early_optimizers = {}
 
 
 @cache
@@ -144,6 +146,7 @@ class ZeroAcceleratorMixin:
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
     _zero_with_optimizer: bool = False
+    _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
     # ---- prepare ----
 
@@ -197,8 +200,13 @@ class ZeroAcceleratorMixin:
                 continue
             waiting = [o for o in waiting if o not in mine]
             self._build_engine(model, mine, prepared)
+            for optimizer in self._zero_early_optimizers.keys() & mine:
+                self._zero_early_optimizers.pop(optimizer).remove()
         for optimizer in waiting:
             self._refuse_foreign(optimizer)
+            if optimizer not in self._zero_early_optimizers:
+                hook = optimizer.register_step_pre_hook(_refuse_step_without_engine)
+                self._zero_early_optimizers[optimizer] = hook
 
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
         former = engine_attached_to(model)
@@ -395,6 +403,14 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
         if getattr(self, "zero_config", None) is not plugin.config:
             # The shared state came from an earlier Accelerator, which had no plugin or another one.
             plugin.attach(self)
+
+
+def _refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
+    """A hook before the steps of an optimizer that was prepared when no model was, until an engine has it."""
+    raise RuntimeError(
+        f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, and the model that it trains was not. "
+        "Call accelerator.prepare(model, optimizer), also in separate calls, before training."
+    )
 
 
 class _RefuseTrainingAlone:

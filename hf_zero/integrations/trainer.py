@@ -50,6 +50,20 @@ def install_in_trainer(trainer: Trainer) -> None:
     """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
     if not isinstance(trainer, ZeroTrainerMixin):
         trainer.__class__ = _with_engine(type(trainer))
+    if trainer.args.n_gpu > 1:
+        _train_on_one_gpu(trainer)
+
+
+def _train_on_one_gpu(trainer: Trainer) -> None:
+    """Keeps a Trainer that sees several GPUs from copying the model to all of them (`nn.DataParallel`)."""
+    args = trainer.args
+    logger.warning(
+        f"hf_zero: this one process sees {args.n_gpu} GPUs and trains on {args.device} alone: the engine takes a process for "
+        f"each GPU. Start them with `torchrun --nproc-per-node {args.n_gpu} ...` or `accelerate launch`."
+    )
+    args._n_gpu = 1
+    # ZeroCallback comes when Trainer has multiplied its batch by the GPUs; the arguments do so each time they are asked.
+    trainer._train_batch_size = args.train_batch_size
 
 
 @cache
