@@ -8,7 +8,7 @@ from .buckets import Row
 
 
 def scale_gradients(rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-    """Multiplies the rows' gradients by `coefficient`, a float32 scalar; None leaves them.
+    """Multiplies the rows' gradients by `coefficient`, a scalar; None leaves them.
 
     For gradients in host memory a coefficient of 1 is seen, and they are left as they are; for those on an accelerator it
     stays there and is multiplied in.

@@ -20,7 +20,7 @@ _NORM = Label(kind="agreement on the gradient norm", subject="the step")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Float32 scalars on the training device, which the host has not read.
+    """Scalars on the training device, which the host has not read: float32, or float64 where gradients are.
 
     Attributes:
         norm: over all ranks.
@@ -53,15 +53,17 @@ class NormByTorch(GradientNorm):
     Args:
         replicated: every rank holds the whole gradient, so nothing is summed over ranks.
         device: where the scalars go.
+        dtype: of the scalars.
     """
 
-    def __init__(self, transport: Transport, *, replicated: bool, device: torch.device):
+    def __init__(self, transport: Transport, *, replicated: bool, device: torch.device, dtype: torch.dtype):
         self._transport = transport
         self._replicated = replicated
         self._device = device
+        self._dtype = dtype
 
     def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
-        norm = self._norm([row.tensor.grad for row in rows if row.tensor.grad is not None], norm_type)
+        norm = self._norm([row.tensor.grad for row in rows if row.tensor.grad is not None], norm_type).to(self._dtype)
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return Measured(norm=norm, coefficient=coefficient, found_inf=None)
 
@@ -74,11 +76,11 @@ class NormByTorch(GradientNorm):
                 _side_by_side(largest, device).max() if largest else torch.zeros((), dtype=torch.float64, device=device)
             )
             everyone = mine if self._replicated else max(self._transport.exchange(mine.item()))
-            return torch.as_tensor(everyone, device=device).float()
+            return torch.as_tensor(everyone, dtype=torch.float64, device=device)
         powers = [_sum_of_powers(gradient, norm_type) for gradient in gradients]
         mine = _side_by_side(powers, device).sum()
         everyone = mine if self._replicated else self._transport.agree_sum(mine.reshape(1), _NORM)[0]
-        return everyone.pow(1.0 / norm_type).float()
+        return everyone.pow(1.0 / norm_type)
 
 
 class NormByKernels(GradientNorm):
@@ -114,8 +116,9 @@ def choose_norm(
     config: ZeroConfig, buckets: Sequence[Bucket], transport: Transport, *, replicated: bool, device: torch.device
 ) -> GradientNorm:
     """By kernels where they run and take the dtypes of all gradients."""
-    by_torch = NormByTorch(transport, replicated=replicated, device=device)
     dtypes = {bucket.precision.master for bucket in buckets}
+    digits = torch.float64 if torch.float64 in dtypes else torch.float32
+    by_torch = NormByTorch(transport, replicated=replicated, device=device, dtype=digits)
     if uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES):
         return NormByKernels(by_torch, transport, replicated=replicated, device=device)
     return by_torch
@@ -133,4 +136,5 @@ def _side_by_side(values: Sequence[torch.Tensor], device: torch.device) -> torch
 def _sum_of_powers(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
     if norm_type == 2:
         return sum_of_squares(gradient.reshape(-1))
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32).double().pow(norm_type)
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).double().pow(norm_type)

@@ -62,7 +62,7 @@ class StateHolder(ABC):
         """Called at each forward."""
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a float32 scalar.
+        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
 
         None leaves them.
         """
