@@ -34,6 +34,11 @@ def slack() -> float:
     return max(1.0, 2 * os.getloadavg()[0] / os.cpu_count())
 
 
+def print_seconds(what: str, ranks: list[dict]) -> None:
+    ends = ", ".join(f"rank {rank} {outcome['seconds']:.1f} s" for rank, outcome in enumerate(ranks))
+    print(f"{what}: from the fault to the end of the process: {ends}")
+
+
 def check(fault: str, ranks: list[dict]) -> None:
     """Every rank but the one that was at fault has ended in time with an error, and has named that one."""
     for rank, outcome in enumerate(ranks):
@@ -145,6 +150,7 @@ def test_every_fault_is_survived_in_time(stage, tmp_path):
     for part in (FAULTS[:6], FAULTS[6:]):
         runs = [{"stage": stage, "fault": fault, "patience_s": 200.0} for fault in part]
         for fault, ranks in zip(part, outcomes(runs, tmp_path / part[0]), strict=True):
+            print_seconds(f"stage {stage}, {fault}", ranks)
             check(fault, ranks)
 
 
@@ -167,6 +173,7 @@ def test_both_sides_of_a_cut_link_end_in_time_and_name_each_other(stage, tmp_pat
     if why_no_namespaces():
         pytest.skip(why_no_namespaces())
     [ranks] = outcomes([{"stage": stage, "fault": "link cut", "patience_s": 200.0}], tmp_path / "run")
+    print_seconds(f"stage {stage}, link cut", ranks)
     for rank, outcome in enumerate(ranks):
         assert outcome["code"] not in (0, None) and outcome["seconds"] < SECONDS * slack(), outcome["said"][-2000:]
         assert f"rank {1 - rank}" in outcome["said"].partition("hf_zero: ")[2], outcome["said"][-2000:]
