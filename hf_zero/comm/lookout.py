@@ -210,7 +210,7 @@ class Lookout(Watch):
         found: dict[int, Absence] = {}
         deadline_s = time.monotonic() + _ANSWER_S
         while True:
-            in_time = time.monotonic() < deadline_s
+            in_time = time.monotonic() < deadline_s and not self._thread.is_closing
             for rank in self._others:
                 if rank not in found and (absence := self._look_at(store, rank, number, ask_again=in_time)):
                     found[rank] = absence

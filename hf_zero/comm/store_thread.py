@@ -26,6 +26,9 @@ class StoreThread:
 
     Args:
         each: called with the store in every `period_s`, until it returns False.
+
+    Attributes:
+        is_closing: whether what it does has to end soon.
     """
 
     def __init__(self, each: Callable[[dist.Store], bool], period_s: float):
@@ -33,6 +36,7 @@ class StoreThread:
         self._store = _get_default_store().clone()
         self._each = each
         self._period_s = period_s
+        self.is_closing = False
         self._calls: queue.SimpleQueue[tuple[Callable, Future] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hf_zero store", daemon=True)
         self._thread.start()
@@ -55,6 +59,7 @@ class StoreThread:
 
     def close(self, within_s: float) -> None:
         """Ends the thread behind what it has been asked for, and waits for that."""
+        self.is_closing = True
         self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(within_s)
