@@ -3,7 +3,9 @@
 Here they run as their torch references (`kernels: always`) and in Triton's interpreter; tests/test_gpu.py has the compiled ones.
 """
 
+import contextlib
 import copy
+import io
 import json
 import logging
 import os
@@ -23,6 +25,7 @@ from test_checkpoint import save_engine
 from torch import nn
 from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, steps, train
 
+from hf_zero import ConfigError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.kernel_forms import form_of
 from hf_zero.engine.loss_scale import GradScaler
@@ -30,7 +33,7 @@ from hf_zero.engine.nonfinite import NonFiniteGradientError
 from hf_zero.engine.runs import runs_of
 from hf_zero.engine.state_rows import MASTER
 from hf_zero.integrations.checkpointing import load_engine
-from hf_zero.kernels import choose
+from hf_zero.kernels import choose, statistics
 from hf_zero.kernels.choose import uses_kernels
 
 pytestmark = pytest.mark.timeout(180)
@@ -458,6 +461,38 @@ def test_auto_is_where_triton_runs(monkeypatch):
     runs = choose.runs_triton(gpu)
     assert runs is (choose.has_triton() and torch.version.cuda is not None)
     assert [uses_kernels(wanted, gpu) for wanted in ("auto", "always", "never")] == [runs, True, False]
+
+
+def where_a_rank_has_no_compiler(rank: int, world_size: int) -> str:
+    """Trains on ranks that have triton's interpreter for a GPU, of which the last one's fails; returns what was printed."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler.\nSet CC.")
+
+    if rank == world_size - 1:
+        statistics.scalars_triton = fails
+    with pytest.raises(ConfigError, match="`kernels: always`, but triton cannot launch a kernel on rank 1"):
+        small()
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        model, optimizer, engine = small(kernels="auto")
+    assert engine.config.kernels == "never" and engine.memory_report().kernels is None
+    assert not choose.runs_triton(torch.device("cpu"))
+    model().backward()
+    engine.clip_grad_norm_(1.0)
+    optimizer.step()
+    return printed.getvalue()
+
+
+@pytest.mark.skipif(not choose.has_triton(), reason="triton is not installed")
+def test_auto_is_torch_on_all_ranks_where_one_cannot_launch_a_kernel():
+    first, second = run_ranks(where_a_rank_has_no_compiler, world_size=2, time_limit_s=120)
+    assert (
+        "triton cannot launch a kernel on rank 1 (RuntimeError: Failed to find C compiler.); torch's operations"
+        in first
+    )
+    assert second == ""
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from ..device import Arrival, downlink
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
+from .auto_settings import settle_auto
 from .buckets import Bucket, rows_with_gradient
 from .buffers import ModelBuffers, broadcast_buffers
 from .build import build_parts, check_parameters, owners
@@ -42,7 +43,6 @@ from .state_rows import StateRow, fill_rows, state_rows, state_scalars
 from .weights import OwnWeights, load_weights, own_weights
 from .whole import parameters_in
 from .wire import choose_wire
-from .wire_trials import settle_formats
 
 
 class ZeroEngine:
@@ -89,7 +89,7 @@ class ZeroEngine:
         self._peers = self.groups.of_a_step()
         self._stepping = choose_step_transport(self.transport, self.groups, self.device, comm.timeout_s)
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
-        self.config, trials = settle_formats(self.config, model, self.groups, self.transport, self.device)
+        self.config, trials = settle_auto(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials
         broadcast_buffers(model, self.transport)
 

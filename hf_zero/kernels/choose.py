@@ -8,6 +8,9 @@ import torch
 
 from ..config import AUTO
 
+_GIVEN_UP: set[str] = set()
+"""Types of devices on which no kernel is launched any more."""
+
 
 @functools.cache
 def has_triton() -> bool:
@@ -17,9 +20,16 @@ def has_triton() -> bool:
 
 def runs_triton(device: torch.device) -> bool:
     """Whether kernels on tensors of `device` run in their Triton form; on the host, where TRITON_INTERPRET=1 asks for it."""
+    if device.type in _GIVEN_UP:
+        return False
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
     return device.type == "cuda" and torch.version.cuda is not None and has_triton()
+
+
+def give_up_triton(device: torch.device) -> None:
+    """From now on, kernels on this kind of device run as their torch references in this process."""
+    _GIVEN_UP.add(device.type)
 
 
 def uses_kernels(wanted: str, device: torch.device) -> bool:
