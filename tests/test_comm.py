@@ -1,6 +1,7 @@
 """What travels: the right sums, the bytes that a collective needs and no more, errors with a name."""
 
 import gc
+import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -283,6 +284,7 @@ ASKED_FOR = [
     (GPUS, 0, {}, [WORLD, "default"]),
     (GPUS, 2, {}, [WORLD, "default", URGENT]),
     (GPUS, 3, {}, [WORLD, "default", URGENT]),
+    (GPUS, 3, {"communicators": 1}, [WORLD, "default"]),
     (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, [WORLD, "default", *3 * [URGENT]]),
     (GPUS, 2, {"shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT]]),
     (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT], *2 * ["gloo"]]),
@@ -315,6 +317,7 @@ def groups_made(rank: int, world_size: int) -> None:
             if group.size > 1:
                 assert group.handle not in (None, dist.group.WORLD)
                 dist.all_reduce(torch.ones(1), group=group.handle)
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 def test_an_accelerators_gathers_have_urgent_communicators_of_their_own_made_once():

@@ -8,6 +8,10 @@ stage 3 a broadcast of buffers before a forward would wait for all gathers behin
 all-gathers have a communicator of their own, with a stream of high priority: a collective that has its data, and finds all
 multiprocessors taken by backward's kernels, goes before the kernels that have not begun. gloo's messages have no such order:
 there a second group has gained nothing, and all go through one.
+
+Two communicators may hang where one would not: a rank runs the first's collective and has no room for the second's, and its
+peer the other way round. NCCL 2.26 and later keep to the order in which the host has asked, where NCCL_LAUNCH_ORDER_IMPLICIT is
+1, and that order is the same on all ranks; `order_launches` asks for it. `comm.communicators: 1` does without the second.
 """
 
 import os
@@ -20,6 +24,14 @@ import torch.distributed as dist
 
 from ..config import AUTO, CommConfig, ConfigError
 from .own_groups import own_group
+
+
+def order_launches() -> None:
+    """Has NCCL keep to the host's order over communicators, unless the environment says otherwise; see [Note: two communicators].
+
+    NCCL reads this once, with the first communicator of the process.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +123,8 @@ class Groups:
         world = _make(everyone, rank, timeout, kind)
         shard = gather = _make(shards, rank, timeout, kind)
         replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout, kind)
-        if has_queue and stage > 0:
+        if has_queue and stage > 0 and comm.communicators > 1:
+            order_launches()
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
         if comm.sync_every > 1:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint.foreign.find import is_foreign
+from ..comm.groups import order_launches
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import cut, shown
 from ..engine.engine import ZeroEngine
@@ -71,6 +72,8 @@ class ZeroPlugin(ParallelismConfig):
         else:
             self.config = ZeroConfig.of(config)
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+        # Here: accelerate talks by NCCL before there is an engine.
+        order_launches()
         self._watch = watch_for_steps_without(self, self.config)
 
     def attach(self, accelerator: Accelerator) -> Accelerator:
