@@ -147,6 +147,14 @@ def test_a_trainer_state_of_another_step_is_refused(checkpoint, trained):
     refused(checkpoint, "trainer_state.json is of step 2, and the checkpoint of 4")
 
 
+@pytest.mark.parametrize("step", [None, -4, 4.0, True, "4", []])
+def test_a_trainer_state_without_a_number_of_steps_is_refused_also_where_the_manifest_has_none(checkpoint, step):
+    state = checkpoint / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": step}))
+    resign(checkpoint, lambda content: content.update(step=None))
+    refused(checkpoint, f"trainer_state.json has the global_step {step}, which is no number of steps")
+
+
 @pytest.mark.parametrize("dtype", ["F64", "U8", "BOOL", "F8_E4M3"])
 def test_weights_that_are_declared_in_another_dtype_than_they_have_are_refused(dtype, sharded):
     resign(sharded, lambda content: [weight.__setitem__(0, dtype) for weight in content["weights"].values()])

@@ -11,6 +11,7 @@ from .files import files_below
 from .headers import TensorSpan, is_whole_safetensors, spans_in
 from .json_files import read_mapping
 from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
+from .text import shown
 
 STATE_NAME = "trainer_state.json"
 
@@ -134,10 +135,14 @@ def _is_read_back(name: str, folder: str) -> bool:
 
 
 def _step_faults(checkpoint: Path, manifest: Manifest) -> list[str]:
-    if manifest.step is None or STATE_NAME not in manifest.files or not (checkpoint / STATE_NAME).is_file():
+    if STATE_NAME not in manifest.files or not (checkpoint / STATE_NAME).is_file():
         return []
     try:
         step = read_mapping(checkpoint / STATE_NAME).get("global_step")
     except CheckpointError:
         return [f"{STATE_NAME} is cut off or damaged"]
-    return [] if step == manifest.step else [f"{STATE_NAME} is of step {step!r}, and the checkpoint of {manifest.step}"]
+    if type(step) is not int or step < 0:
+        return [f"{STATE_NAME} has the global_step {shown(step)}, which is no number of steps"]
+    if manifest.step is not None and step != manifest.step:
+        return [f"{STATE_NAME} is of step {shown(step)}, and the checkpoint of {manifest.step}"]
+    return []
