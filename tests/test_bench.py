@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
+import device_trace
 import largest
 import offload
 import step
@@ -282,3 +283,61 @@ def test_a_peer_that_is_not_there_is_said_by_name():
     absent = replace(WAYS["torchao"], package="no_such_peer")
     assert absent.hindrance(torch.device("cuda")) == "no_such_peer is not installed"
     assert WAYS["cpu"].hindrance(torch.device("cpu")) is None
+
+
+# ---- GPUs ----
+
+
+def test_a_trace_tells_what_of_communication_is_hidden():
+    spans = [
+        ("gemm", (0.0, 1000.0)),
+        ("ncclAllGather", (500.0, 3000.0)),
+        ("copy", (2000.0, 2500.0)),
+        ("gemm", (900.0, 1100.0)),
+    ]
+    assert device_trace.summarise(spans, steps=2) == device_trace.DeviceTrace(busy_ms=1.5, comm_ms=1.25, hidden_ms=0.55)
+    assert device_trace.summarise([], steps=1) == device_trace.DeviceTrace(busy_ms=0.0, comm_ms=0.0, hidden_ms=0.0)
+
+
+def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_training_on_gpus_is_compared_way_by_way(tmp_path):
+    small = ["--device", "cpu", "--models", "bert-tiny", "--steps", "1", "--rounds", "1"]
+    chosen = ["--ways", "stage 2", "stage 3", "--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]
+    out = run_on_cpu([sys.executable, str(step.BENCH_FOLDER / "gpus.py"), *small, *chosen])
+    found = json.loads((tmp_path / "gpus.json").read_text())
+    assert [way["way"] for way in found["ways"]] == ["torch", "stage 2", "stage 3"]
+    assert all(way["loss_difference"] == 0 and way["step_ms"] > 0 for way in found["ways"])
+    assert "bert-tiny" in out and "losses are off" not in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_script_for_one_gpu_runs_its_parts_and_sums_them_up(tmp_path):
+    script = str(step.BENCH_FOLDER.parent / "gpu_day.sh")
+    out = run_on_cpu(["bash", script, "--device", "cpu"], {"RESULTS": str(tmp_path)})
+    summary = out[out.index("== summary") :]
+    assert "training" in summary and "kernels" in summary and "FAILED" not in summary
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_script_for_several_gpus_compares_all_ways_with_ddp(tmp_path):
+    script = str(step.BENCH_FOLDER / "multi_gpu.sh")
+    small = ["--device", "cpu", "--models", "bert-tiny", "--steps", "1", "--rounds", "1"]
+    kept = ["--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]
+    run_on_cpu(["bash", script, "2", *small, *kept])
+    found = json.loads((tmp_path / "gpus.json").read_text())
+    assert found["ranks"] == 2 and len(found["ways"]) == 15
+    assert all(way["error"] is None and way["is_as_expected"] for way in found["ways"])
