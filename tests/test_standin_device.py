@@ -14,9 +14,17 @@ from test_checkpoint import save_engine
 from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
 
+from hf_zero.checkpoint.background import Background
+from hf_zero.device import HostValue, alias, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
+from hf_zero.engine.step_thread import StepThread
 from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.kernels.lazy import Kernel
+from hf_zero.offload.host import HostTier
+from hf_zero.offload.host_cores import HostCores
+from hf_zero.offload.parameter_shards import FileMover
+from hf_zero.offload.window import Window
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -212,3 +220,29 @@ def test_each_thread_begins_on_the_first_of_the_devices(library):
 
 def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
     run_ranks(misbehaves, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
+def goes_by_the_engines_device(rank: int, world_size: int, library: Path) -> None:
+    compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
+    compiled.keep_to(2)
+    device, current = torch.device(standin_device.NAME, 2), module.current_device
+    cores, saved = HostCores(1), []
+    background = Background(device)
+    background.start(lambda: saved.append(current()))
+    background.finish()
+    threads = [StepThread(cores, device), Window(1, cores, device), FileMover(device, 1)]
+    assert saved + [thread.submit(current).result() for thread in threads] == [2, 2, 2, 2]
+    launched, step = [], Kernel(lambda: None)
+    step.__dict__["jit"] = {(1,): lambda *_, **__: launched.append(current())}
+    step[(1,)](3, torch.ones(1, device=device), torch.ones(1, device=device))
+    assert launched == [2]
+    assert HostValue(torch.ones((), device=device)).value() == 1
+    assert HostTier(device, cores).empty(16, torch.float32).shape == (16,)
+    assert (alias(torch.ones(4, device=device)) == 1).all()
+    module.set_device(2)
+    assert with_index(torch.device(standin_device.NAME)) == device
+    assert compiled.contexts() == {2}
+
+
+def test_threads_pins_events_and_launches_go_by_the_engines_device(library):
+    run_ranks(goes_by_the_engines_device, world_size=1, time_limit_s=120, keyword_arguments={"library": library})

@@ -91,7 +91,7 @@ class ZeroEngine:
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         self.config, trials = settle_auto(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials
-        start_buffers(model, self.transport, self.device, placed=self.config.stage == 3)
+        start_buffers(model, self.transport, self.device, placed=device is not None or self.config.stage == 3)
 
     def _assemble(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
         model = self.model
