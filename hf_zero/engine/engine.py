@@ -98,10 +98,8 @@ class ZeroEngine:
         check_parameters(model, self.config)
         owner = owners(model, optimizers)
         self._meet(optimizers, device)
-        offload, comm, several = self.config.offload, self.config.comm, self._peers.world_size > 1
-        self._buffers = ModelBuffers(
-            model, self._stepping, self.device, wanted=several and self.config.broadcast_buffers
-        )
+        offload, comm, shared = self.config.offload, self.config.comm, self.config.broadcast_buffers
+        self._buffers = ModelBuffers(model, self._stepping, self.device, wanted=shared and self._peers.world_size > 1)
         self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
         needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
         refuse_unless_it_fits(self.config, needed, self.transport)
