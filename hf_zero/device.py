@@ -1,5 +1,6 @@
 """One interface to what devices do differently: allocation that gives memory back, and what memory is in use."""
 
+import inspect
 import mmap
 import os
 import re
@@ -7,11 +8,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import psutil
 import torch
+from torch.utils.dlpack import to_dlpack
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
@@ -61,26 +63,60 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def pin(tensor: torch.Tensor, device: torch.device) -> None:
+def with_index(device: torch.device) -> torch.device:
+    """`device` by its number: "cuda" is the current one of its kind."""
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes `device` the calling thread's current one for the duration.
+
+    torch's operators go by their tensors. Streams and events that nobody names, launches of Triton kernels and calls to the
+    driver go by the current device, and make a context there that takes hundreds of MB.
+    """
+    return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def enter_thread(device: torch.device) -> None:
+    """Makes `device` the calling thread's current one for good: in every new thread it is the first."""
+    if device.type != "cpu":
+        torch.get_device_module(device).set_device(device)
+
+
+def _runtime(device: torch.device) -> object | None:
+    """CUDA's runtime, or what another accelerator has of it; None where there is none."""
+    module = torch.get_device_module(device)
+    return module.cudart() if hasattr(module, "cudart") else None
+
+
+def pin(tensor: torch.Tensor, device: torch.device) -> bool:
     """Locks a host tensor's pages for direct copies to and from `device`; `unpin` before they are given back.
+
+    Returns:
+        False where `device` needs nothing of the kind.
 
     Raises:
         RuntimeError: the system refuses to lock as much.
     """
-    if device.type != "cuda":
-        return
-    code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+    runtime = _runtime(device)
+    if runtime is None:
+        return False
+    with current(device):
+        code = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
     if code != 0:
         raise RuntimeError(
             f"hf_zero: {tensor.nbytes} bytes of host memory cannot be pinned (CUDA error {code}). Raise the limit of locked "
             "memory (ulimit -l), or offload less."
         )
+    return True
 
 
 def unpin(tensor: torch.Tensor, device: torch.device) -> None:
-    """Undoes `pin`."""
-    if device.type == "cuda":
-        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+    """Undoes a `pin` that returned True."""
+    with current(device):
+        _runtime(device).cudaHostUnregister(tensor.data_ptr())
 
 
 def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -142,6 +178,12 @@ def clock(device: torch.device) -> Callable[[], Moment]:
     return _HostMoment if device.type == "cpu" else partial(_QueueMoment, device)
 
 
+@cache
+def _settings_of_events(kind: type[torch.Event]) -> dict[str, bool]:
+    # A host thread that waits for an event sleeps then, and keeps a core busy otherwise.
+    return {"blocking": True} if "blocking" in inspect.signature(kind).parameters else {}
+
+
 class Arrival:
     """A copy that has been started, and here is made already."""
 
@@ -185,11 +227,16 @@ class _HostQueue(SideQueue):
 
 
 class _Event(Mark):
-    def __init__(self, event: torch.Event, module):
-        self._event, self._module = event, module
+    """What a stream of `device` has been asked so far."""
+
+    def __init__(self, stream: torch.Stream, device: torch.device):
+        self._device = device
+        kind = torch.get_device_module(device).Event
+        self._event = kind(**_settings_of_events(kind))
+        self._event.record(stream)
 
     def hold_up_device(self) -> None:
-        self._module.current_stream().wait_event(self._event)
+        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -200,16 +247,17 @@ class _StreamQueue(SideQueue):
 
     def __init__(self, device: torch.device):
         self._module = torch.get_device_module(device)
+        self._device = device
         self._stream = self._module.Stream(device)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        self._stream.wait_stream(self._module.current_stream())
+        self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             yield
 
     def mark(self) -> Mark:
-        return _Event(self._stream.record_event(), self._module)
+        return _Event(self._stream, self._device)
 
 
 def side_queue(device: torch.device) -> SideQueue:
@@ -317,7 +365,8 @@ def alias(view: torch.Tensor) -> torch.Tensor:
     Savers look at storages: `torch.save` of a plain view writes the whole buffer it was cut from, and safetensors takes
     views of one buffer for tied weights and drops all but one.
     """
-    return torch.from_dlpack(view.detach())
+    # By way of a capsule: a tensor hands itself over on the current device only.
+    return torch.from_dlpack(to_dlpack(view.detach()))
 
 
 def pci_address(device: torch.device) -> str | None:
@@ -375,11 +424,9 @@ class _StreamDownlink(Downlink):
         self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            event = self._module.Event()
-            event.record(self._stream)
         # The allocator must not hand the memory out again before the copy has read it.
         source.record_stream(self._stream)
-        return _Event(event, self._module)
+        return _Event(self._stream, self._device)
 
 
 def downlink(device: torch.device) -> Downlink:
@@ -395,14 +442,13 @@ class HostValue:
 
     def __init__(self, scalar: torch.Tensor):
         if scalar.device.type == "cpu":
-            self._copy, self._event = scalar, None
+            self._copy, self._there = scalar, Arrival()
             return
         self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
         self._copy.copy_(scalar, non_blocking=True)
-        self._event = torch.get_device_module(scalar.device).Event()
-        self._event.record()
+        stream = torch.get_device_module(scalar.device).current_stream(scalar.device)
+        self._there = _Event(stream, scalar.device)
 
     def value(self) -> float:
-        if self._event is not None:
-            self._event.synchronize()
+        self._there.wait()
         return self._copy.item()

@@ -58,10 +58,15 @@ def run(
     save_to: str | None = None,
     load_from: str | None = None,
     compile_model: bool = False,
+    cpu: bool = True,
+    **passed: object,
 ) -> dict:
-    """Trains for `steps` optimizer steps; returns losses, norms, and the state dict that the accelerator gives."""
-    arguments = {"dynamo_backend": "eager"} if compile_model else {}
-    accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=True, **arguments)
+    """Trains for `steps` optimizer steps; returns losses, norms, and the state dict that the accelerator gives.
+
+    What is not named here goes to the Accelerator.
+    """
+    arguments = passed | ({"dynamo_backend": "eager"} if compile_model else {})
+    accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=cpu, **arguments)
     torch.manual_seed(0)
     model = gpt2()
     optimizer = adamw_in_two_groups(model)

@@ -35,3 +35,11 @@ def no_watch_outlives_its_test() -> Iterator[None]:
     yield
     for added in set(hooks) - before:
         del hooks[added]
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    """The stand-in for an accelerator, compiled."""
+    import standin_device
+
+    return standin_device.build()

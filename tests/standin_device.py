@@ -1,153 +1,164 @@
-"""A torch device named `standin` and the process group of its tensors: how code for accelerators runs where there is none."""
+"""A torch device named `standin` and the process group of its tensors: how code for accelerators runs where there is none.
 
+As `sdaa`, with a backend `tccl`, it is an accelerator that transformers and accelerate know, so that their doors lead to it.
+"""
+
+import hashlib
 import os
+import platform
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup, ProcessGroupGloo
-from torch.futures import Future
+from torch.distributed import ProcessGroupGloo
 from torch.utils.cpp_extension import load
 
-NAME = "standin"
+NAME, BACKEND = "standin", "standin"
+KNOWN_NAME, KNOWN_BACKEND = "sdaa", "tccl"
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None,
+    reason="the stand-in device needs a C++ compiler and ninja",
+)
+
+_SOURCES = sorted(Path(__file__).parent.glob("standin_*.cpp"))
+_MODULE = "standin_device_c"
 
 
-def build(folder: Path) -> Path:
-    """Compiles the device into `folder`; needs a C++ compiler and ninja. Returns the library."""
-    source = Path(__file__).with_suffix(".cpp")
-    load("standin_device_c", [str(source)], build_directory=str(folder), extra_cflags=["-O1"], is_python_module=False)
-    return folder / "standin_device_c.so"
+def build() -> Path:
+    """Compiles the device, or finds what an earlier run has compiled; needs a C++ compiler and ninja. Returns the library."""
+    known = hashlib.sha256(f"{torch.__version__} {platform.python_version()} {sys.executable}".encode())
+    for source in [*_SOURCES, Path(__file__).with_suffix(".h")]:
+        known.update(source.read_bytes())
+    library = Path(tempfile.gettempdir()) / f"hf_zero-standin-{os.getuid()}-{known.hexdigest()[:16]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory() as folder:
+            load(
+                _MODULE, list(map(str, _SOURCES)), build_directory=folder, extra_cflags=["-O1"], is_python_module=False
+            )
+            # In its place at once, for others that build it or look for it now.
+            beside = library.with_suffix(f".{os.getpid()}")
+            beside.write_bytes((Path(folder) / f"{_MODULE}.so").read_bytes())
+            beside.rename(library)
+    return library
 
 
-def register(library: Path) -> ModuleType:
-    """Makes the device known to torch in this process. Returns the compiled module, with its counts."""
-    spec = spec_from_file_location("standin_device_c", library)
+def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleType:
+    """Makes the device known to torch in this process, and the backend of its tensors. Returns the compiled module."""
+    spec = spec_from_file_location(_MODULE, library)
     compiled = module_from_spec(spec)
     spec.loader.exec_module(compiled)
-    torch.utils.rename_privateuse1_backend(NAME)
-    torch._register_device_module(NAME, _device_module(compiled))
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, _device_module(compiled, name))
     torch.utils.generate_methods_for_privateuse1_backend()
-    dist.Backend.register_backend(NAME, _ThroughTheHost, devices=[NAME, "cpu"])
-    # torch knows the device of a renamed backend in the C function alone.
-    torch.from_dlpack = lambda tensor: torch._C._from_dlpack(torch._C._to_dlpack(tensor))
+
+    def communicator(options: object, _: object) -> dist.Backend:
+        gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        limit_ms = int(options.timeout / timedelta(milliseconds=1))
+        return compiled.communicator(gloo, ranks, f"communicator {options.group_id} of ranks {ranks}", limit_ms)
+
+    dist.Backend.register_backend(backend, communicator, extended_api=True, devices=[name])
+    return compiled
+
+
+def register_known(library: Path) -> ModuleType:
+    """Makes it the accelerator of this process for transformers and accelerate."""
+    from accelerate.utils import is_sdaa_available
+
+    package = sys.modules["torch_sdaa"] = ModuleType("torch_sdaa")
+    package.__spec__ = ModuleSpec("torch_sdaa", None)
+    compiled = register(library, KNOWN_NAME, KNOWN_BACKEND)
+    is_sdaa_available.cache_clear()
+    os.environ["ACCELERATE_USE_CPU"] = "false"
     return compiled
 
 
 @contextmanager
-def process_group(rank: int, world_size: int, folder: str) -> Iterator[None]:
+def process_group(
+    rank: int, world_size: int, folder: str, backend: str = f"cpu:gloo,{NAME}:{BACKEND}", timeout_s: float = 300.0
+) -> Iterator[None]:
     """The default process group is one for the device's tensors."""
     dist.destroy_process_group()
     store = dist.FileStore(os.path.join(folder, "standin store"), world_size)
-    dist.init_process_group(NAME, store=store, rank=rank, world_size=world_size)
+    limit = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     yield
 
 
-def _device_module(compiled: ModuleType) -> ModuleType:
-    module = ModuleType(f"torch.{NAME}")
-    module.Stream = lambda device=None, priority=0: torch.Stream(device=NAME, priority=priority)
-    module.Event = lambda enable_timing=False: torch.Event(device=NAME, enable_timing=enable_timing)
-    module.current_stream = lambda device=None: torch.accelerator.current_stream()
-    module.stream = _stream
-    module.synchronize = lambda device=None: torch.accelerator.synchronize()
-    module.is_available = module.is_initialized = lambda: True
+def _device_module(compiled: ModuleType, name: str) -> ModuleType:
+    """What torch.cuda has, as far as anybody asks for it here."""
+    module = ModuleType(f"torch.{name}")
+    module.spins = 0
+
+    class Event(torch.Event):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False):
+            event = super().__new__(cls, device=name, enable_timing=enable_timing)
+            event.blocking = blocking
+            return event
+
+        def synchronize(self) -> None:
+            # One that does not block keeps a core of the host busy.
+            module.spins += not self.blocking
+            super().synchronize()
+
+        def elapsed_time(self, end: torch.Event) -> float:
+            # torch.Event's own asks for exactly its own kind.
+            return 0.0
+
+    def place(device: object = None) -> torch.device:
+        found = torch.device(name, device) if isinstance(device, int) else torch.device(device or name)
+        return found if found.index is not None else torch.device(name, module.current_device())
+
+    @contextmanager
+    def on(device: object) -> Iterator[None]:
+        before = module.current_device()
+        module.set_device(device)
+        try:
+            yield
+        finally:
+            module.set_device(before)
+
+    @contextmanager
+    def stream(wanted: torch.Stream) -> Iterator[None]:
+        with on(wanted.device):
+            before = module.current_stream()
+            torch.accelerator.set_stream(wanted)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
+
+    module.Event, module.device, module.stream = Event, on, stream
+    module.Stream = lambda device=None, priority=0: torch.Stream(device=place(device), priority=priority)
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(place(device))
+    module.current_device = torch.accelerator.current_device_index
+    module.set_device = lambda device: torch.accelerator.set_device_index(place(device).index)
+    module.synchronize = lambda device=None: torch.accelerator.synchronize(place(device))
+    module.is_available = module.is_initialized = module.is_bf16_supported = lambda: True
     module._is_in_bad_fork = lambda: False
-    module.device_count = lambda: 1
-    module.current_device = lambda: 0
+    module.device_count = lambda: compiled.DEVICES
     module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.get_rng_state_all = lambda: [torch.get_rng_state()]
+    module.set_rng_state_all = lambda states: torch.set_rng_state(states[0])
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     module.memory_allocated = module.memory_reserved = lambda device=None: compiled.held()
     module.max_memory_allocated = lambda device=None: compiled.peak()
     module.mem_get_info = lambda device=None: (compiled.CAPACITY - compiled.held(), compiled.CAPACITY)
+    module.empty_cache = lambda: None
+    module.cudart = lambda: SimpleNamespace(
+        cudaHostRegister=compiled.host_register, cudaHostUnregister=compiled.host_unregister
+    )
     return module
-
-
-@contextmanager
-def _stream(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
-
-
-class _Done(dist._Work):
-    def __init__(self):
-        super().__init__()
-        self._future = Future()
-        self._future.set_result(None)
-
-    def wait(self, timeout=None) -> bool:
-        return True
-
-    def get_future(self) -> Future:
-        return self._future
-
-
-class _ThroughTheHost(ProcessGroup):
-    """Collectives over copies in host memory, by gloo. Flat ones have the names of torch 2.13 and those before."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout):
-        super().__init__(rank, size)
-        self._gloo = ProcessGroupGloo(store, rank, size, timeout)
-
-    def getBackendName(self) -> str:
-        return NAME
-
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def barrier(self, options=None) -> _Done:
-        self._gloo.barrier().wait()
-        return _Done()
-
-    def broadcast(self, tensors, options) -> _Done:
-        return self._in_place(tensors, partial(self._gloo.broadcast, opts=options))
-
-    def allreduce(self, tensors, options=None) -> _Done:
-        return self._in_place(tensors, lambda copies: self._gloo.allreduce(copies, options or dist.AllreduceOptions()))
-
-    def allgather(self, outputs, inputs, options=None) -> _Done:
-        for parts, mine in zip(outputs, inputs):
-            for part, theirs in zip(parts, self._everyones(mine)):
-                part.detach().copy_(theirs.view(part.shape))
-        return _Done()
-
-    def all_gather_single(self, output, mine, options=None) -> _Done:
-        output.detach().view(-1).copy_(torch.cat(self._everyones(mine)))
-        return _Done()
-
-    def reduce_scatter_single(self, output, flat, options=None) -> _Done:
-        copy = _copy(flat)
-        self._gloo.allreduce([copy]).wait()
-        output.detach().view(-1).copy_(copy.chunk(self.size())[self.rank()])
-        return _Done()
-
-    def all_to_all_single(self, output, flat, output_sizes, input_sizes, options=None) -> _Done:
-        parts = [theirs.chunk(self.size())[self.rank()] for theirs in self._everyones(flat)]
-        output.detach().view(-1).copy_(torch.cat(parts))
-        return _Done()
-
-    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
-
-    def _in_place(self, tensors, collective) -> _Done:
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        collective(copies).wait()
-        for tensor, copy in zip(tensors, copies):
-            tensor.detach().copy_(copy)
-        return _Done()
-
-    def _everyones(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty(mine.numel(), dtype=mine.dtype) for _ in range(self.size())]
-        self._gloo.allgather([parts], [_copy(mine)]).wait()
-        return parts
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).view(-1)

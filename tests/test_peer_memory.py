@@ -20,6 +20,7 @@ from training import gpt2, gpt2_batch
 from wire import tcp_bytes
 
 from hf_zero.comm import device_peers, neighbours
+from hf_zero.comm.choose import choose_peer_memory
 from hf_zero.comm.groups import Groups, RankGroup
 from hf_zero.comm.host_peers import HostPeers
 from hf_zero.comm.ledger import Ledger
@@ -332,6 +333,23 @@ def test_gpus_copy_between_two_barriers_beside_training(monkeypatch):
     assert [(row.kind, row.bytes_sent, row.bytes_between) for row in ledger.rows()] == [(LABEL.kind, 128, 0)]
     with pytest.raises(RuntimeError, match="several nodes"):
         device_peers.DevicePeers(replace(groups, nodes=(0, 1)), LocalTransport(), torch.device("cuda", 0), 4.0)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "always"])
+def test_gpus_whose_process_group_is_gloos_have_no_peer_memory(wanted, monkeypatch, capsys):
+    monkeypatch.setattr(device_peers, "symmetric_memory", None)
+    group = RankGroup(ranks=(0, 1), place=0)
+    groups = Groups(world_size=2, rank=0, backend="gloo", world=group, shard=group, replicate=group, gather=group)
+    config, transport = ZeroConfig.of({"stage": 3, "comm": {"peer_memory": wanted}}), LocalTransport()
+    arguments = config, groups, transport, transport, torch.device("cuda", 0)
+    if wanted == "auto":
+        assert choose_peer_memory(*arguments) is None
+        assert (
+            "comm.peer_memory: auto is none (rank 0: the process group of the GPUs is gloo's" in capsys.readouterr().err
+        )
+    else:
+        with pytest.raises(ConfigError, match=r"rank 0: the process group of the GPUs is gloo's"):
+            choose_peer_memory(*arguments)
 
 
 def test_torch_has_what_gathers_out_of_gpus_memory_ask_of_it():

@@ -1,9 +1,9 @@
 """What runs on an accelerator only, run on a stand-in for one: see standin_device.cpp for how it misbehaves."""
 
-import os
-import shutil
+import threading
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import standin_device
@@ -14,16 +14,21 @@ from test_checkpoint import save_engine
 from torch import nn
 from training import fused_adamw, gpt2, gpt2_batch
 
+from hf_zero.checkpoint.background import Background
+from hf_zero.device import HostValue, alias, with_index
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.loss_scale import GradScaler
+from hf_zero.engine.step_thread import StepThread
 from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.kernels.lazy import Kernel
+from hf_zero.offload.host import HostTier
+from hf_zero.offload.host_cores import HostCores
+from hf_zero.offload.parameter_shards import FileMover
+from hf_zero.offload.window import Window
 
 pytestmark = [
     pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        shutil.which(os.environ.get("CXX", "c++")) is None or shutil.which("ninja") is None,
-        reason="the stand-in device needs a C++ compiler and ninja",
-    ),
+    standin_device.needs_compiler,
 ]
 
 MAX_NORM = 100.0
@@ -62,14 +67,14 @@ SCALED = ["stage 2", "state in host memory", "half of it", "early steps", "early
 SAVED = ["stage 1", "early steps in files", "parameters in cpu, state in none"]
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    return standin_device.build(tmp_path_factory.mktemp("standin"))
+def own_device() -> torch.device:
+    """Another one than the first, which is the current one of this thread and of all others."""
+    return torch.device(standin_device.NAME, dist.get_rank() + 1)
 
 
 def prepared(settings: dict | None) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine | None]:
     torch.manual_seed(0)
-    model = gpt2().to(standin_device.NAME)
+    model = gpt2().to(own_device())
     optimizer = fused_adamw(model)
     return model, optimizer, None if settings is None else ZeroEngine(model, [optimizer], settings)
 
@@ -81,7 +86,7 @@ def steps(
     losses = []
     for seed in seeds:
         batch = gpt2_batch(torch.Generator().manual_seed(100 * seed + dist.get_rank()), 2)
-        loss = model(**{name: values.to(standin_device.NAME) for name, values in batch.items()}).loss
+        loss = model(**{name: values.to(own_device()) for name, values in batch.items()}).loss
         scaler.scale(loss).backward()
         losses.append(loss.detach().cpu())
         scaler.unscale_(optimizer)
@@ -130,6 +135,7 @@ def goes_on(settings: dict, folder: Path) -> bool:
 
 def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> None:
     compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
 
     def run(settings: dict | None) -> list[torch.Tensor]:
         return train(settings and _placed(settings, folder))
@@ -148,7 +154,9 @@ def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> Non
         for number, settings in enumerate(saved):
             assert goes_on(_placed(settings, folder), Path(folder) / f"checkpoint-{number}"), settings
     assert compiled.deferred() > 0
-    assert compiled.hazards() == 0
+    assert compiled.hazards() == compiled.crossings() == []
+    assert compiled.contexts() == {rank + 1}
+    assert torch.get_device_module(standin_device.NAME).spins == 0
 
 
 def _placed(settings: dict, folder: str) -> dict:
@@ -176,12 +184,65 @@ def misbehaves(rank: int, world_size: int, library: Path) -> None:
     stream = torch.Stream(device=standin_device.NAME)
     torch.accelerator.set_stream(stream)
     here.copy_(there, non_blocking=True)
-    assert compiled.hazards() == 0
+    assert compiled.hazards() == []
     del there
-    assert compiled.hazards() == 1, "memory of a copy under way was freed"
+    assert compiled.hazards() == ["memory of a copy under way was freed"]
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, device=standin_device.NAME) + torch.ones(2)
 
 
+def has_several_devices(rank: int, world_size: int, library: Path) -> None:
+    compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
+    second = torch.device(standin_device.NAME, 1)
+    there = torch.ones(8, device=second)
+    assert (there + there).device == second and compiled.contexts() == {1}
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(8, device=f"{standin_device.NAME}:2")
+    compiled.keep_to(1)
+    module.set_device(1)
+    torch.ones(8, device=standin_device.NAME).add_(there)
+    found = []
+    thread = threading.Thread(target=lambda: found.append((module.current_device(), _refusal(module))))
+    thread.start()
+    thread.join()
+    assert found == [(0, "a context would be made on device 0, and this process is to keep to device 1")]
+
+
+def _refusal(module: ModuleType) -> str:
+    with pytest.raises(RuntimeError) as refused:
+        module.Event().record(module.current_stream())
+    return str(refused.value).splitlines()[0]
+
+
+def test_each_thread_begins_on_the_first_of_the_devices(library):
+    run_ranks(has_several_devices, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
 def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
     run_ranks(misbehaves, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
+def goes_by_the_engines_device(rank: int, world_size: int, library: Path) -> None:
+    compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
+    compiled.keep_to(2)
+    device, current = torch.device(standin_device.NAME, 2), module.current_device
+    cores, saved = HostCores(1), []
+    background = Background(device)
+    background.start(lambda: saved.append(current()))
+    background.finish()
+    threads = [StepThread(cores, device), Window(1, cores, device), FileMover(device, 1)]
+    assert saved + [thread.submit(current).result() for thread in threads] == [2, 2, 2, 2]
+    launched, step = [], Kernel(lambda: None)
+    step.__dict__["jit"] = {(1,): lambda *_, **__: launched.append(current())}
+    step[(1,)](3, torch.ones(1, device=device), torch.ones(1, device=device))
+    assert launched == [2]
+    assert HostValue(torch.ones((), device=device)).value() == 1
+    assert HostTier(device, cores).empty(16, torch.float32).shape == (16,)
+    assert (alias(torch.ones(4, device=device)) == 1).all()
+    module.set_device(2)
+    assert with_index(torch.device(standin_device.NAME)) == device
+    assert compiled.contexts() == {2}
+
+
+def test_threads_pins_events_and_launches_go_by_the_engines_device(library):
+    run_ranks(goes_by_the_engines_device, world_size=1, time_limit_s=120, keyword_arguments={"library": library})

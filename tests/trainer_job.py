@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import torch
-from training import bert, bert_batch, gpt2, gpt2_batch
+from training import bert, bert_batch, gpt2, gpt2_batch, llama
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_zero import ZeroCallback, ZeroTrainingArguments
 
-MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch)}
+MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llama, gpt2_batch)}
 
 
 def as_launched(rank: int, world_size: int) -> None:
@@ -19,7 +19,8 @@ def as_launched(rank: int, world_size: int) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     # The group has met already; accelerate only asks that an address is there.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", OMP_NUM_THREADS="1")
+    os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def make_trainer(

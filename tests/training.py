@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -44,6 +51,23 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
             resid_pdrop=dropout,
             embd_pdrop=dropout,
             attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def llama(dropout: float = 0.0) -> nn.Module:
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=40,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            attention_dropout=dropout,
             bos_token_id=0,
             eos_token_id=0,
         )

@@ -3,11 +3,20 @@
 import threading
 from collections.abc import Callable
 
+import torch
+
+from ..device import enter_thread
+
 
 class Background:
-    """At most one job at a time, in a thread of its own."""
+    """At most one job at a time, in a thread of its own.
 
-    def __init__(self):
+    Args:
+        device: of what it saves.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
         self._thread: threading.Thread | None = None
         self._fault: BaseException | None = None
 
@@ -18,6 +27,7 @@ class Background:
 
         def run() -> None:
             try:
+                enter_thread(self._device)
                 job()
             except BaseException as fault:
                 self._fault = fault

@@ -76,6 +76,8 @@ def choose_peer_memory(
 def _peer_memory(groups: Groups, transport: Transport, device: torch.device, timeout_s: float) -> PeerMemory:
     if device.type == "cpu":
         return HostPeers(groups, transport, timeout_s)
+    if device.type == "cuda" and groups.backend == "gloo":
+        raise RuntimeError("the process group of the GPUs is gloo's, as for several ranks on one GPU; NCCL's is needed")
     if device.type == "cuda":
         # It rests on a private module of torch, which no other run should depend on.
         from .device_peers import DevicePeers

@@ -73,7 +73,13 @@ class CollectiveTransport(Transport):
         sent = tensor.nbytes if self._groups.rank == 0 else 0
         self.ledger.count(label.kind, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
         with self.ledger.waiting(label.kind), self.watch.inside(label):
-            dist.broadcast(tensor, src=self._groups.world.ranks[0], group=self._groups.world.handle)
+            # Backends have few dtypes: NCCL no int16, gloo no bool.
+            values = tensor.detach().contiguous()
+            dist.broadcast(
+                values.view(-1).view(torch.uint8), src=self._groups.world.ranks[0], group=self._groups.world.handle
+            )
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.copy_(values)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         self._count(label, self._groups.shard, 2 * values.nbytes)

@@ -20,15 +20,17 @@ _LABEL = Label(kind="broadcast buffers", subject="the model")
 
 
 class ModelBuffers:
-    """Broadcasts all buffers of a model in one message a dtype: behind each step, and where forwards lie in between as DDP does.
+    """Broadcasts all buffers of a model in one message: behind each step, and where forwards lie in between as DDP does.
 
     Args:
+        device: that the transport sends from.
         wanted: False leaves every rank its own (`broadcast_buffers: false`, or one rank alone).
     """
 
-    def __init__(self, model: nn.Module, transport: Transport, wanted: bool):
+    def __init__(self, model: nn.Module, transport: Transport, device: torch.device, wanted: bool):
         self._model = model
         self._transport = transport
+        self._device = device
         self._wanted = wanted and next(iter(model.buffers()), None) is not None
         self._due = self._wanted
 
@@ -53,18 +55,49 @@ class ModelBuffers:
     def _send(self) -> None:
         if self._due:
             self._due = False
-            broadcast_buffers(self._model, self._transport)
+            broadcast_buffers(self._model, self._transport, self._device)
 
 
-def broadcast_buffers(model: nn.Module, transport: Transport) -> None:
-    """Rank 0's buffers on every rank, in place; see [Note: buffers between a forward and its backward]. Collective."""
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for buffer in model.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for dtype, buffers in by_dtype.items():
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        # gloo has no boolean broadcast; bytes travel the same.
-        transport.broadcast(flat.view(torch.uint8) if dtype == torch.bool else flat, _LABEL)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            for buffer, values in zip(buffers, flat.split([b.numel() for b in buffers])):
-                buffer.copy_(values.view(buffer.shape))
+def start_buffers(model: nn.Module, transport: Transport, device: torch.device, *, placed: bool) -> None:
+    """Makes buffers rank 0's before training. Collective.
+
+    Args:
+        device: that the transport sends from.
+        placed: move them there, as the engine does with parameters.
+    """
+    if placed:
+        place_buffers(model, device)
+    broadcast_buffers(model, transport, device)
+
+
+def place_buffers(model: nn.Module, device: torch.device) -> None:
+    """Moves a model's buffers to `device`, as `Module.to` does; they stay the same objects.
+
+    Raises:
+        ValueError: one is on the meta device.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"hf_zero: the buffer {name!r} is on the meta device and has no values. Load the model with from_pretrained, or "
+                "build it outside `torch.device('meta')`, before accelerator.prepare."
+            )
+        if buffer.device != device:
+            buffer.data = buffer.data.to(device)
+
+
+def broadcast_buffers(model: nn.Module, transport: Transport, device: torch.device) -> None:
+    """Rank 0's buffers on every rank, in place; see [Note: buffers between a forward and its backward]. Collective.
+
+    Args:
+        device: that the transport sends from.
+    """
+    # By the size of an element: then each begins, among bytes, where its dtype can be read.
+    buffers = sorted(model.buffers(), key=lambda buffer: -buffer.itemsize)
+    if not buffers:
+        return
+    flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8).to(device) for buffer in buffers])
+    transport.broadcast(flat, _LABEL)
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+        for buffer, values in zip(buffers, flat.split([buffer.nbytes for buffer in buffers])):
+            buffer.copy_(values.view(buffer.dtype).view(buffer.shape))

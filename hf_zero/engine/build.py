@@ -17,7 +17,7 @@ from ..offload.parameter_shards import ParameterTier
 from ..offload.placement import Placement
 from ..offload.tier import Tier
 from .buckets import Bucket
-from .loaded import cast_as_wanted, take_rank_0s, wanted_dtype
+from .loaded import take_from_file, take_rank_0s, wanted_dtype
 from .memory import WholeMemory
 from .offloaded_memory import memory_in
 from .other_engines import refuse_other_engines
@@ -148,7 +148,7 @@ def build_parts(
 ) -> dict[str, list[Bucket]]:
     """Moves a model into flat buckets; part name → its buckets, as they are numbered and reduced. Collective.
 
-    Parameters that are in none have rank 0's values afterwards, too.
+    Parameters that are in none are on the device afterwards too, with rank 0's values.
 
     Args:
         owner: (optimizer, group) of each trained parameter.
@@ -184,7 +184,7 @@ def build_parts(
     for parameter in model.parameters():
         if parameter not in taken:
             start_alike(parameter)
-            cast_as_wanted(parameter)
+            take_from_file(parameter, device)
     return built
 
 

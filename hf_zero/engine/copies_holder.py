@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import torch
 
 from ..device import Arrival
-from ..offload.host_cores import HostCores
+from ..offload.tier import Tier
 from .buckets import Bucket
 from .holder import InMemory
 from .hooks import WeakHook
@@ -22,21 +22,21 @@ class SteppedOnCopies(InMemory):
     See [Note: two copies of the state].
 
     Args:
-        cores: that a step runs on.
+        tier: whose cores a step runs on.
 
     Attributes:
         shadows: of the buckets that are stepped so.
         hindrance: why another bucket is not; None where all are that may be.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], cores: HostCores):
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tier: Tier):
         self._optimizers = optimizers
         self.shadows: dict[Bucket, Shadow] = {}
         self.hindrance: str | None = None
         self._most_copy_bytes = 0
         self._hooks: dict[torch.optim.Optimizer, torch.utils.hooks.RemovableHandle] = {}
         # Steps of a bucket follow each other there, also those that are forgotten.
-        self._thread = StepThread(cores)
+        self._thread = StepThread(tier.cores, tier.device)
 
     @abstractmethod
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:

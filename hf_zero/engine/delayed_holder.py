@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..device import Arrival
-from ..offload.host_cores import HostCores
+from ..offload.tier import Tier
 from .buckets import Bucket, Row
 from .copies_holder import SteppedOnCopies
 from .holder import DUE
@@ -32,8 +32,8 @@ class Delayed(SteppedOnCopies):
         warmup: of each optimizer, the steps at the start that are taken in their time.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], cores: HostCores, *, warmup: int):
-        super().__init__(optimizers, cores)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tier: Tier, *, warmup: int):
+        super().__init__(optimizers, tier)
         self._in_time = {optimizer: warmup for optimizer in optimizers}
         self._due: dict[Bucket, tuple[Seen, Future[Stepped]]] = {}
         self._restored: dict[Bucket, dict[Row, tuple[torch.Tensor, dict[str, Any]]]] = {}

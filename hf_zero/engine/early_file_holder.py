@@ -9,7 +9,6 @@ import torch
 
 from ..comm.transport import Transport
 from ..device import Arrival
-from ..offload.host_cores import HostCores
 from ..offload.nvme import NvmeTier
 from ..offload.stored import ReadRegion
 from .buckets import Bucket
@@ -30,7 +29,6 @@ class InFilesEarly(InFiles):
     [Note: two sides of a file]. The buffers are as many as a step in its time has.
 
     Args:
-        cores: that a step runs on.
         most_bytes: that second sides may take. Buckets beyond it, in the order in which gradients arrive, wait for the step.
 
     Attributes:
@@ -45,7 +43,6 @@ class InFilesEarly(InFiles):
         optimizers: Sequence[torch.optim.Optimizer],
         transport: Transport,
         packed: PackedMoments,
-        cores: HostCores,
         *,
         most_bytes: int,
     ):
@@ -54,7 +51,7 @@ class InFilesEarly(InFiles):
         self._two_sided: set[Bucket] = set()
         self._bucket_count = 0
         self._hindrance: str | None = None
-        self._thread = StepThread(cores)
+        self._thread = StepThread(tier.cores, tier.device)
         self._buffers = _no_buffers(tier.window.size + 1)
         self._running: dict[Bucket, Future[Stepped]] = {}
         self.early = EarlySteps(self._look, self._start_step)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..device import Arrival
-from ..offload.host_cores import HostCores
+from ..offload.tier import Tier
 from .buckets import Bucket
 from .copies_holder import SteppedOnCopies
 from .early_steps import EarlySteps
@@ -25,8 +25,8 @@ class SteppedEarly(SteppedOnCopies):
 
     steps_early = True
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], cores: HostCores, *, most_bytes: int):
-        super().__init__(optimizers, cores)
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tier: Tier, *, most_bytes: int):
+        super().__init__(optimizers, tier)
         self._left_bytes = most_bytes
         self._bucket_count = 0
         self.early = EarlySteps(self._look, self._start_step)

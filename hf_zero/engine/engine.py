@@ -10,13 +10,13 @@ from ..comm.choose import choose_step_transport, choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
-from ..device import Arrival, downlink
+from ..device import Arrival, downlink, with_index
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
 from .auto_settings import settle_auto
 from .buckets import Bucket, rows_with_gradient
-from .buffers import ModelBuffers, broadcast_buffers
+from .buffers import ModelBuffers, broadcast_buffers, start_buffers
 from .build import build_parts, check_parameters, owners
 from .clip import clamp_values
 from .dtypes import DtypeReport, report_dtypes
@@ -82,7 +82,7 @@ class ZeroEngine:
 
     def _meet(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
         model, comm = self.model, self.config.comm
-        self.device = device or next(model.parameters()).device
+        self.device = with_index(device or next(model.parameters()).device)
         self.groups = Groups.create(stage=self.config.stage, device_type=self.device.type, comm=comm)
         self.transport = choose_transport(self.groups, self.device, comm.timeout_s)
         self._is_replicated = self.groups.shard_size == 1
@@ -91,15 +91,15 @@ class ZeroEngine:
         refuse_disagreement(describe(model, optimizers, self.config), self.transport)
         self.config, trials = settle_auto(self.config, model, self.groups, self.transport, self.device)
         self._trials += trials
-        broadcast_buffers(model, self.transport)
+        start_buffers(model, self.transport, self.device, placed=device is not None or self.config.stage == 3)
 
     def _assemble(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device | None) -> None:
         model = self.model
         check_parameters(model, self.config)
         owner = owners(model, optimizers)
         self._meet(optimizers, device)
-        offload, comm, several = self.config.offload, self.config.comm, self._peers.world_size > 1
-        self._buffers = ModelBuffers(model, self._stepping, wanted=several and self.config.broadcast_buffers)
+        offload, comm, shared = self.config.offload, self.config.comm, self.config.broadcast_buffers
+        self._buffers = ModelBuffers(model, self._stepping, self.device, wanted=shared and self._peers.world_size > 1)
         self.tier, self.parameter_tier = together(self.transport, lambda: choose_tiers(offload, self.device))
         needed = bytes_elsewhere(model, self.config, self.tier, self.parameter_tier, owner, optimizers, self.groups)
         refuse_unless_it_fits(self.config, needed, self.transport)
@@ -212,7 +212,7 @@ class ZeroEngine:
         self.sharded.schedule.reshard_all()
         self._row_writes.renew_copies(self._outer.finish())
         self.finish_parameters()
-        broadcast_buffers(self.model, self.transport)
+        broadcast_buffers(self.model, self.transport, self.device)
 
     # ---- looking in ----
 

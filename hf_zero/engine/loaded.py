@@ -42,10 +42,12 @@ def forget_loaded(parameter: nn.Parameter) -> None:
     parameter.__dict__.pop(_MARK, None)
 
 
-def cast_as_wanted(parameter: nn.Parameter) -> None:
-    """Gives a parameter memory of its own, in the dtype that it is wanted in."""
+def take_from_file(parameter: nn.Parameter, device: torch.device) -> None:
+    """Gives a parameter that still lies in a file memory of its own on the device, in the dtype that it is wanted in."""
+    if not is_loaded(parameter):
+        return
     ask_for(parameter.data)
-    parameter.data = parameter.detach().to(wanted_dtype(parameter), copy=is_loaded(parameter))
+    parameter.data = parameter.detach().to(device, wanted_dtype(parameter), copy=True)
     forget_loaded(parameter)
 
 

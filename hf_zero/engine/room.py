@@ -85,7 +85,7 @@ def choose_holder(
         if isinstance(tier, HostBesideFiles):
             return MastersInFiles(tier, optimizers, transport, packed)
         if most_bytes:
-            return InFilesEarly(tier, optimizers, transport, packed, tier.cores, most_bytes=most_bytes)
+            return InFilesEarly(tier, optimizers, transport, packed, most_bytes=most_bytes)
         return InFiles(tier, optimizers, transport, packed)
     if config.quantises_moments and config.rounding == "stochastic":
         return RoundedInEightBits(optimizers)
@@ -96,9 +96,9 @@ def choose_holder(
             optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
         )
     if offload.delay:
-        return Delayed(optimizers, tier.cores, warmup=offload.delay_warmup)
+        return Delayed(optimizers, tier, warmup=offload.delay_warmup)
     if most_bytes:
-        return SteppedEarly(optimizers, tier.cores, most_bytes=most_bytes)
+        return SteppedEarly(optimizers, tier, most_bytes=most_bytes)
     return SteppedByKernels(optimizers, nonfinite) if by_kernels else InMemory()
 
 

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm.transport import Transport
 from ..config import ZeroConfig
 from .buckets import Bucket, ParameterSlot
+from .buffers import place_buffers
 from .holder import StateHolder
 from .hooks import WeakHook
 from .module_guards import ModuleGuard, ModuleMethods
@@ -109,7 +110,7 @@ class ShardedModel:
     def hand_back(self, *, wanted: bool) -> None:
         """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective.
 
-        Parameters of which the device had only a few at a time come back in host memory.
+        Parameters of which the device had only a few at a time come back in host memory, and buffers with them.
         """
         whole: dict[ParameterSlot, torch.Tensor] = {}
         for unit in self.schedule.units:
@@ -118,6 +119,8 @@ class ShardedModel:
                 whole.update((slot, slot.parameter.detach().to(self._home, copy=True)) for slot in unit.slots)
             self.schedule.release([unit])
         self._remove()
+        if whole:
+            place_buffers(self._model, self._home)
         for slot, values in whole.items():
             slot.parameter.data = values
         if not wanted:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from ..device import allocate
+from ..device import allocate, enter_thread
 from ..offload.host_cores import HostCores
 
 _HOST = torch.device("cpu")
@@ -18,10 +19,12 @@ class StepThread:
 
     Args:
         cores: that those run on.
+        device: of the gradients that it waits for.
     """
 
-    def __init__(self, cores: HostCores):
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step")
+    def __init__(self, cores: HostCores, device: torch.device):
+        enter = partial(enter_thread, device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step", initializer=enter)
         self._scratch: torch.Tensor | None = None
         before = torch.get_num_threads()
         self._thread.submit(cores.settle).result()

@@ -60,7 +60,7 @@ class CheckpointSaver:
         self.engine = engine
         self._is_placed = can_be_placed(trainer, stock_save)
         self._base = FrozenBase(engine)
-        self._background = Background()
+        self._background = Background(engine.device)
         # A hub upload begins when Trainer's own save returns, and reads the folder.
         self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
         name = engine.transport.exchange(uuid.uuid4().hex)[0]

@@ -11,6 +11,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from ..device import current
+
 
 class Kernel:
     """A function in Triton's language, compiled (or, under TRITON_INTERPRET=1, interpreted) when it is launched.
@@ -42,8 +46,13 @@ class Kernel:
         return triton.jit(bound)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        # Without fused multiply-adds a kernel rounds as its reference does. Releases differ in the default.
-        return functools.partial(self.jit[grid], enable_fp_fusion=False)
+        return functools.partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        # Triton launches on the current device, whose memory the tensors' may not be.
+        with current(next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))):
+            # Without fused multiply-adds a kernel rounds as its reference does. Releases differ in the default.
+            self.jit[grid](*arguments, enable_fp_fusion=False, **constants)
 
 
 kernel = Kernel

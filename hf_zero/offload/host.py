@@ -36,14 +36,13 @@ class HostTier(Tier):
         # Pinned after allocation: the pinned allocator of torch rounds up to a power of two, a quarter too much on average.
         flat = allocate(numel, dtype, _HOST)
         self.cores.touch(flat)
-        if self.device.type == "cuda":
-            pin(flat, self.device)
+        if pin(flat, self.device):
             self._pinned.append(flat)
         return flat
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with self.cores.near():
-            return torch.empty(numel, dtype=dtype, pin_memory=self.device.type == "cuda")
+            return torch.empty(numel, dtype=dtype, pin_memory=self.device.type != "cpu")
 
 
 def _unpin_all(tensors: list[torch.Tensor], device: torch.device) -> None:

@@ -36,7 +36,7 @@ class NvmeTier(HostTier):
         super().__init__(device, cores)
         self.is_apart = apart or device.type != "cpu"
         self.folder = RunFolder(path)
-        self.window = Window(window, cores)
+        self.window = Window(window, cores, device)
         self.shards: list[StoredShard] = []
         self.moved_bytes = (0, 0)
         self._moved_before = (0, 0)

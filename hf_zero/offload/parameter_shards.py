@@ -4,10 +4,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
-from ..device import allocate, passing_host_bytes
+from ..device import allocate, enter_thread, passing_host_bytes
 from ..layout.intervals import Interval
 from .host import HostTier
 from .host_cores import HostCores
@@ -179,7 +180,8 @@ class FileMover:
     def __init__(self, device: torch.device, most_writes: int):
         self._device = device
         self._most_writes = most_writes
-        self._threads = ThreadPoolExecutor(max_workers=_READERS, thread_name_prefix="hf_zero-parameters")
+        enter = partial(enter_thread, device)
+        self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="hf_zero-parameters", initializer=enter)
         self._writing: deque[tuple[StoredShard, Future]] = deque()
 
     def buffer(self, nbytes: int) -> torch.Tensor:

@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
-from ..device import allocate
+from ..device import allocate, enter_thread
 from .host_cores import HostCores
 
 _HOST = torch.device("cpu")
@@ -35,12 +36,14 @@ class Window:
     Args:
         size: how many shards may be on their way beside the one at hand.
         cores: that step on what is at hand.
+        device: of the gradients that some calls beside the caller wait for.
     """
 
-    def __init__(self, size: int, cores: HostCores):
+    def __init__(self, size: int, cores: HostCores, device: torch.device = _HOST):
         self.size = size
         self._cores = cores
-        self._threads = ThreadPoolExecutor(max_workers=size + 1, thread_name_prefix="hf_zero-nvme")
+        enter = partial(enter_thread, device)
+        self._threads = ThreadPoolExecutor(size + 1, thread_name_prefix="hf_zero-nvme", initializer=enter)
 
     def nbytes(self, shards: Sequence[Passing]) -> int:
         """Bytes that the buffers of a walk over these take at most."""

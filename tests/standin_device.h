@@ -1,0 +1,110 @@
+// What the stand-in device's parts know of each other.
+#pragma once
+#include <ATen/ATen.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace standin {
+
+constexpr auto kType = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kDevices = 4;
+constexpr size_t kCapacity = size_t(4) << 30;
+
+// ---- what is counted ----
+
+extern std::recursive_mutex lock;
+extern size_t held, peak;
+extern int64_t deferred;
+extern std::vector<std::string> hazards; // what would go wrong on a GPU, now and then
+extern std::set<int> contexts;           // devices on which this process has asked for something
+extern int only_device;                  // the one that it is to keep to, if not negative
+
+void note_hazard(const std::string& what);
+
+// ---- the current device of a thread ----
+
+extern thread_local c10::DeviceIndex current_device;
+
+// Work on a device, which makes a context there.
+void touch(c10::DeviceIndex device);
+
+// That of a device, or of the current one where it has no index.
+c10::DeviceIndex index_of(c10::Device device);
+
+struct OnDevice {
+  explicit OnDevice(c10::DeviceIndex device) : before(current_device) { current_device = device; }
+  ~OnDevice() { current_device = before; }
+  c10::DeviceIndex before;
+};
+
+// ---- memory ----
+
+c10::Allocator* memory();
+c10::DeviceIndex device_of(const void* address);
+void record_stream(const at::Tensor& tensor);
+
+// Opens blocks to the host for as long as it lives.
+class Opened {
+ public:
+  ~Opened();
+  void add(const at::Tensor& tensor);
+  void add(const void* address);
+
+ private:
+  std::vector<char*> addresses_;
+};
+
+// The same memory as a host tensor, to be touched while it is open.
+at::Tensor on_host(const at::Tensor& tensor);
+
+// ---- streams ----
+
+using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+
+// Lets go of Python's lock, if this thread has it: who waits may wait for a thread that drops a tensor.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
+
+// What a stream may be held up by.
+struct Hold {
+  virtual ~Hold() = default;
+  // Returns when it has ended, to whoever asks; raises what it failed with.
+  virtual void settle() = 0;
+};
+
+using Holds = std::vector<std::shared_ptr<Hold>>;
+
+StreamKey current_stream(c10::DeviceIndex device);
+
+// Waits, on the host, for all that a stream has in its queue.
+void advance(StreamKey stream);
+
+// Waits, on the host, for what a stream is held up by.
+void settle(StreamKey stream);
+
+// Leaves a copy for later; false where it has to be made now.
+bool defer(const at::Tensor& source, const at::Tensor& target, StreamKey stream);
+
+// What this thread's current stream of a device is asked from now on comes behind the hold.
+void hold_up_current_stream(c10::DeviceIndex device, const std::shared_ptr<Hold>& hold);
+
+// A hold that synchronising a device waits for, whoever else does.
+void note_hold(const std::shared_ptr<Hold>& hold);
+
+void define_communicator(pybind11::module& module);
+
+} // namespace standin

@@ -1,0 +1,225 @@
+// The operators of the stand-in device, and what torch asks of its module: see standin_device.cpp.
+#include "standin_device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <pybind11/stl.h>
+#include <torch/library.h>
+
+namespace standin {
+
+// Host memory of torch's own allocator, and where it is.
+struct Pinned final : c10::Allocator {
+  static std::set<void*>& addresses() {
+    static std::set<void*> all;
+    return all;
+  }
+  static void release(void* address) {
+    std::lock_guard guard(lock);
+    addresses().erase(address);
+    free(address);
+  }
+  c10::DataPtr allocate(size_t nbytes) override {
+    std::lock_guard guard(lock);
+    auto address = malloc(std::max<size_t>(nbytes, 1));
+    addresses().insert(address);
+    return {address, address, &release, c10::Device(at::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* target, const void* source, size_t nbytes) const override { default_copy_data(target, source, nbytes); }
+};
+
+Pinned pinned;
+
+// As CUDA's call of that name, which makes a context on the device that is current.
+int host_register(int64_t, int64_t, int) {
+  touch(current_device);
+  return 0;
+}
+
+int host_unregister(int64_t) {
+  touch(current_device);
+  return 0;
+}
+
+at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  OnDevice on(device ? index_of(*device) : current_device);
+  return at::detail::empty_generic(size, memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype),
+                                   format);
+}
+
+at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  OnDevice on(device ? index_of(*device) : current_device);
+  return at::detail::empty_strided_generic(size, stride, memory(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           c10::dtype_or_default(dtype));
+}
+
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  at::NoGradGuard no_grad;
+  const auto device = source.device().type() == kType ? source.device().index() : target.device().index();
+  const auto stream = current_stream(device);
+  touch(device);
+  if (non_blocking && defer(source, target, stream)) return target;
+  settle(stream);
+  if (target.device().type() == kType && target.device().index() != device) settle(current_stream(target.device().index()));
+  Opened opened;
+  opened.add(source);
+  opened.add(target);
+  if (target.numel()) on_host(target).copy_(on_host(source).expand(target.sizes()));
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& target) {
+  target.resize_(source.sizes());
+  return copy_from(source, target, false);
+}
+
+at::Scalar item(const at::Tensor& tensor) {
+  touch(tensor.device().index());
+  settle(current_stream(tensor.device().index()));
+  advance(current_stream(tensor.device().index()));
+  Opened opened;
+  opened.add(tensor);
+  return on_host(tensor).item();
+}
+
+const at::Tensor& resize_(const at::Tensor& tensor, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  auto needed = at::detail::computeStorageNbytesContiguous(sizes, tensor.element_size(), tensor.storage_offset());
+  if (needed > tensor.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(tensor.storage(), needed);
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  return tensor;
+}
+
+at::Tensor& set_(at::Tensor& tensor, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  auto impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_storage_offset(offset.expect_int());
+  if (stride.empty() && !size.empty()) impl->set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  else impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return tensor;
+}
+
+at::Tensor& set_whole_(at::Tensor& tensor, at::Storage storage) {
+  c10::SymInt numel = int64_t(storage.nbytes() / tensor.element_size());
+  return set_(tensor, std::move(storage), 0, c10::SymIntArrayRef(&numel, 1), {});
+}
+
+void note_record_stream(at::Tensor& tensor, c10::Stream) { record_stream(tensor); }
+
+at::Tensor as_strided(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  std::optional<int64_t> start;
+  if (offset) start = offset->expect_int();
+  return at::native::as_strided_tensorimpl(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), start);
+}
+
+at::Tensor view(const at::Tensor& tensor, c10::SymIntArrayRef size) { return at::native::view(tensor, C10_AS_INTARRAYREF_SLOW(size)); }
+
+at::Tensor reshape_alias(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(tensor, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+
+// A tensor of the host may become one of the device by its `data`, as on CUDA.
+bool has_compatible_shallow_copy_type(const at::Tensor&, const at::Tensor&) { return true; }
+
+void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  bool here = false;
+  std::set<c10::DeviceIndex> there;
+  auto look = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (tensor.device().type() == kType) there.insert(tensor.device().index());
+    else here |= tensor.dim() > 0;
+  };
+  for (auto value = stack->end() - op.schema().arguments().size(); value != stack->end(); ++value) {
+    if (value->isTensor()) look(value->toTensor());
+    if (value->isTensorList())
+      for (const at::Tensor& tensor : value->toTensorList()) look(tensor);
+  }
+  TORCH_CHECK(here + there.size() <= 1, "Expected all tensors to be on the same device: ", op.schema().name());
+  OnDevice on(there.empty() ? current_device : *there.begin());
+  touch(current_device);
+  settle(current_stream(current_device));
+  at::native::cpu_fallback(op, stack, true);
+}
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return contexts.count(device); }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    if (device < 0) return device;
+    return std::exchange(current_device, device);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  bool isPinnedPtr(const void* address) const override {
+    std::lock_guard guard(lock);
+    return Pinned::addresses().count(const_cast<void*>(address));
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
+  at::Device getDeviceFromPtr(void* address) const override { return {kType, device_of(address)}; }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    auto impl = storage.unsafeGetStorageImpl();
+    OnDevice on(storage.device().index());
+    settle(current_stream(current_device));
+    auto fresh = memory()->allocate(nbytes);
+    if (auto kept = std::min(nbytes, impl->nbytes())) {
+      Opened opened;
+      opened.add(impl->data());
+      opened.add(fresh.get());
+      memcpy(fresh.get(), impl->data(), kept);
+    }
+    impl->set_data_ptr_noswap(std::move(fresh));
+    impl->set_nbytes(nbytes);
+  }
+};
+
+} // namespace standin
+
+using namespace standin;
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  library.impl("_copy_from", &copy_from);
+  library.impl("_copy_from_and_resize", &copy_from_and_resize);
+  library.impl("_local_scalar_dense", &item);
+  library.impl("resize_", &resize_);
+  library.impl("set_.source_Storage", &set_whole_);
+  library.impl("set_.source_Storage_storage_offset", &set_);
+  library.impl("record_stream", &note_record_stream);
+  library.impl("as_strided", &as_strided);
+  library.impl("view", &view);
+  library.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
+  library.impl("_reshape_alias", &reshape_alias);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_the_host>()); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  static Hooks hooks;
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  at::SetAllocator(kType, memory());
+  module.attr("CAPACITY") = kCapacity;
+  module.attr("DEVICES") = kDevices;
+  module.def("held", [] { return held; });
+  module.def("peak", [] { return peak; });
+  module.def("hazards", [] { return hazards; });
+  module.def("deferred", [] { return deferred; });
+  module.def("contexts", [] { return contexts; });
+  module.def("keep_to", [](int device) { only_device = device; });
+  module.def("host_register", &host_register);
+  module.def("host_unregister", &host_unregister);
+  define_communicator(module);
+}
