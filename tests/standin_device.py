@@ -75,11 +75,14 @@ def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleT
 def register_known(library: Path) -> ModuleType:
     """Makes it the accelerator of this process for transformers and accelerate."""
     from accelerate.utils import is_sdaa_available
+    from transformers import training_args
 
     package = sys.modules["torch_sdaa"] = ModuleType("torch_sdaa")
     package.__spec__ = ModuleSpec("torch_sdaa", None)
     compiled = register(library, KNOWN_NAME, KNOWN_BACKEND)
     is_sdaa_available.cache_clear()
+    # It asks each kind of accelerator that it knows, and this one not.
+    training_args.is_torch_bf16_gpu_available = lambda: True
     os.environ["ACCELERATE_USE_CPU"] = "false"
     return compiled
 

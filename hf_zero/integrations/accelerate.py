@@ -330,6 +330,8 @@ class ZeroAcceleratorMixin:
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
         if self.zero_engines:
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
+            # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
+            load_model_func_kwargs.setdefault("map_location", "cpu")
         with self._engines_optimizers_aside():
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         for index, engine in enumerate(self.zero_engines):
