@@ -3,6 +3,7 @@
 As `sdaa`, with a backend `tccl`, it is an accelerator that transformers and accelerate know, so that their doors lead to it.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -41,15 +42,22 @@ def build() -> Path:
     for source in [*_SOURCES, Path(__file__).with_suffix(".h")]:
         known.update(source.read_bytes())
     library = Path(tempfile.gettempdir()) / f"hf_zero-standin-{os.getuid()}-{known.hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            load(
-                _MODULE, list(map(str, _SOURCES)), build_directory=folder, extra_cflags=["-O1"], is_python_module=False
-            )
-            # In its place at once, for others that build it or look for it now.
-            beside = library.with_suffix(f".{os.getpid()}")
-            beside.write_bytes((Path(folder) / f"{_MODULE}.so").read_bytes())
-            beside.rename(library)
+    # Processes of one test run would all compile it; the lock goes with the process that has it.
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                load(
+                    _MODULE,
+                    list(map(str, _SOURCES)),
+                    build_directory=folder,
+                    extra_cflags=["-O1"],
+                    is_python_module=False,
+                )
+                # Whole, or not at all.
+                beside = library.with_suffix(".new")
+                beside.write_bytes((Path(folder) / f"{_MODULE}.so").read_bytes())
+                beside.rename(library)
     return library
 
 

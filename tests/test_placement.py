@@ -14,7 +14,7 @@ from training import bert, bert_batch, fused_adamw, gpt2, gpt2_batch
 import hf_zero
 from hf_zero.engine.engine import ZeroEngine
 
-pytestmark = [pytest.mark.timeout(300), standin_device.needs_compiler]
+pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 
 
 def with_adapters() -> nn.Module:

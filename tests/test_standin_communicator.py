@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from hf_zero.comm.names import all_gather_flat, reduce_scatter_flat
 
-pytestmark = [pytest.mark.timeout(200), standin_device.needs_compiler]
+pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
 
 LIMIT_S = 4.0
 """Of those that run into it."""
