@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
 import device_trace
+import host_time
 import largest
 import offload
 import step
@@ -160,6 +161,25 @@ def test_step_compares_engines_end_to_end(tmp_path):
     assert engines["fsdp2"]["loss_difference"] == 0.0
     assert engines["fsdp2"]["sent_ratio"]["median"] > 1.0
     assert engines["ddp"]["peak_bytes"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_host_time_compares_engines_end_to_end(tmp_path):
+    figures_path = tmp_path / "figures.json"
+    command = [sys.executable, STEP_SCRIPT.with_name("host_time.py"), "--quick", "--json", figures_path]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
+    assert list(engines) == list(host_time.USUAL)
+    assert engines["ddp"]["to_ddp"] == engines["fsdp2"]["to_fsdp2"] == 1.0
+    assert all(engine["cpu_ms"] > 0 and engine["loss_difference"] < 1e-5 for engine in engines.values())
+
+
+def test_host_time_says_by_how_much_a_goal_is_missed():
+    costs = {"ddp": 20.0, "fsdp2": 100.0, "hf_zero2": 22.0, "hf_zero3": 39.0}
+    losses = {"losses": [2.0]}
+    rows = host_time.summarise([{name: {**losses, "visits": [visit(cost)]} for name, cost in costs.items()}])
+    assert host_time.missed_goals(rows) == {"hf_zero2": "1.100 of ddp > 1.05"}
 
 
 @pytest.mark.timeout(300)

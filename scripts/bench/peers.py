@@ -37,6 +37,10 @@ class Engine:
         self.optimizer.zero_grad()
         return loss.item()
 
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients of the last backward so that their norm over all ranks is at most `max_norm`."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
     def finish(self) -> None:
         """Wait for what the last step left in flight: nothing, in torch's own engines."""
 
@@ -58,6 +62,9 @@ class HfZero(Engine):
 
         super().__init__(model, optimizer)
         self.zero = ZeroEngine(model, [optimizer], settings)
+
+    def clip(self, max_norm: float) -> None:
+        self.zero.clip_grad_norm_(max_norm)
 
     def finish(self) -> None:
         self.zero.finish_parameters()
@@ -88,7 +95,8 @@ def make_fsdp2(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -
     """FSDP2 as its documentation shows it: every block is a unit, the rest belongs to the root."""
     model = make_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.transformer.h:
+    blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    for block in blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return Engine(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
