@@ -10,6 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from .gloo_threads import in_batch
+
 _MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 """By the default group that they belong to. torch keeps each group that it ever made, with its connections and threads, until
 the default group goes; so engines that are built one after the other take the same ones."""
@@ -28,7 +30,8 @@ def own_group(
     key = (tuple(ranks), timeout, backend, is_urgent)
     if key not in made:
         options = urgent_options(backend, timeout) if is_urgent else None
-        group = dist.new_group(list(ranks), timeout, backend, options)
+        with in_batch():
+            group = dist.new_group(list(ranks), timeout, backend, options)
         made[key] = None if group is dist.GroupMember.NON_GROUP_MEMBER else group
     return made[key]
 
