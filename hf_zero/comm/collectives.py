@@ -1,8 +1,7 @@
 """torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at."""
 
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,8 @@ class CollectiveTransport(Transport):
     def __init__(self, groups: Groups, ledger: Ledger | None = None):
         super().__init__(ledger or Ledger(watch=watch_over(groups)))
         self._groups = groups
+        # Ranks of a group → how many of this rank's peers there are on other nodes.
+        self._elsewhere: dict[tuple[int, ...], int] = {}
         # Device backends note the end of a work object at once, for the device to pass.
         self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
         self._control = control_of(groups, self.watch)
@@ -35,7 +36,7 @@ class CollectiveTransport(Transport):
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
         target = out if out.dtype == flat.dtype else torch.empty(out.shape, dtype=flat.dtype, device=flat.device)
-        with self._starting(label):
+        with self.watch.inside(label), shown("start", label), self._unseen():
             work = reduce_scatter_flat(target, flat, op=dist.ReduceOp.SUM, group=group.handle, async_op=True)
 
         def complete() -> None:
@@ -50,7 +51,7 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.gather
         self._count(label, group, flat.nbytes)
-        with self._starting(label):
+        with self.watch.inside(label), shown("start", label), self._unseen():
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
@@ -59,13 +60,13 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.shard
         self._count(label, group, flat.nbytes)
-        with self._starting(label):
+        with self.watch.inside(label), shown("start", label), self._unseen():
             work = dist.all_to_all_single(out, flat, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
     def start_all_reduce(self, flat: torch.Tensor, label: Label) -> Handle:
         self._count(label, self._groups.replicate, 2 * flat.nbytes)
-        with self._starting(label):
+        with self.watch.inside(label), shown("start", label), self._unseen():
             work = dist.all_reduce(flat, group=self._groups.replicate.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())
 
@@ -84,7 +85,7 @@ class CollectiveTransport(Transport):
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         self._count(label, self._groups.shard, 2 * values.nbytes)
         result = values.clone()
-        with self._starting(label):
+        with self.watch.inside(label), shown("start", label), self._unseen():
             work = dist.all_reduce(result, group=self._groups.shard.handle, async_op=True)
         Handle(label, self.ledger, lambda: work.wait()).finish()
         return result
@@ -110,16 +111,14 @@ class CollectiveTransport(Transport):
         finally:
             self.ledger.ended(label.kind)
 
-    @contextmanager
-    def _starting(self, label: Label) -> Iterator[None]:
-        with self.watch.inside(label), shown(f"start {label}"), self._unseen():
-            yield
-
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
         """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.
 
         A backend may pass parts on from rank to rank; which link they take is then its own affair, and their number the same.
         """
-        sent = nbytes * (group.size - 1) // group.size
-        between = sent * self._groups.peers_elsewhere(group) // max(group.size - 1, 1)
+        size, elsewhere = len(group.ranks), self._elsewhere.get(group.ranks)
+        if elsewhere is None:
+            elsewhere = self._elsewhere[group.ranks] = self._groups.peers_elsewhere(group)
+        sent = nbytes * (size - 1) // size
+        between = sent * elsewhere // max(size - 1, 1)
         self.ledger.count(label.kind, sent, between)

@@ -8,7 +8,6 @@ different ones know it at once, and both say so.
 
 import pickle
 import struct
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -65,53 +64,52 @@ class Control:
         name = purpose.encode()[:_LONGEST_PURPOSE]
         head = _HEAD.pack(len(data), self._count, len(name)) + name
         room = _MESSAGE_BYTES - len(head)
-        message = _bytes(head + data[:room] + bytes(max(0, room - len(data))))
-        rest = _bytes(data[room:])
-        sends = self._send(message, _TAG) + (self._send(rest, _TAG_OF_THE_REST) if rest.numel() else [])
-        messages = {place: torch.empty(_MESSAGE_BYTES, dtype=torch.uint8) for place in self._peers}
-        arriving = Transfers(self._receive(messages, _TAG), self._timeout_s)
+        message = bytearray(_MESSAGE_BYTES)
+        message[: len(head) + min(room, len(data))] = head + data[:room]
+        sends = self._send(message, _TAG)
+        if len(data) > room:
+            sends += self._send(bytearray(data[room:]), _TAG_OF_THE_REST)
         sent = Transfers(sends, self._timeout_s)
-        arriving.wait()
-        parts = {place: self._open(place, message.numpy().tobytes(), purpose) for place, message in messages.items()}
-        rests = {place: torch.empty(more, dtype=torch.uint8) for place, (_, more) in parts.items() if more}
-        Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
+        found = {place: bytearray(_MESSAGE_BYTES) for place in self._peers}
+        Transfers(self._receive(found, _TAG), self._timeout_s).wait()
+        sizes = {place: self._open(place, theirs, name) for place, theirs in found.items()}
+        rests = {place: bytearray(nbytes - room) for place, nbytes in sizes.items() if nbytes > room}
+        if rests:
+            Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
         sent.wait()
-        found = {
-            place: part + (rests[place].numpy().tobytes() if more else b"") for place, (part, more) in parts.items()
+        everyone = {
+            place: theirs[len(head) : len(head) + sizes[place]] + rests.get(place, b"")
+            for place, theirs in found.items()
         }
-        found[self._place] = data
-        return [bytearray(found[place]) for place in range(len(self._ranks))]
+        everyone[self._place] = bytearray(data)
+        return [everyone[place] for place in range(len(self._ranks))]
 
-    def _open(self, place: int, message: bytes, purpose: str) -> tuple[bytes, int]:
-        """What a message has, and how many bytes are to come."""
-        numel, count, length = _HEAD.unpack_from(message)
-        end = _HEAD.size + length
-        theirs = message[_HEAD.size : end].decode(errors="replace")
-        if theirs != purpose.encode()[:_LONGEST_PURPOSE].decode(errors="replace") or count != self._count:
+    def _open(self, place: int, message: bytearray, name: bytes) -> int:
+        """How many bytes of data a message begins, if it came for the same purpose."""
+        nbytes, count, length = _HEAD.unpack_from(message)
+        theirs = message[_HEAD.size : _HEAD.size + length]
+        if theirs != name or count != self._count:
             raise CommunicationError(
-                f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the {purpose} "
-                f"({script_line()[0]}), and rank "
-                f"{self._ranks[place]} to the {theirs}. Each is collective: call it on every rank, in the same order, outside of "
+                f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the "
+                f"{name.decode(errors='replace')} ({script_line()[0]}), and rank {self._ranks[place]} to the "
+                f"{theirs.decode(errors='replace')}. Each is collective: call it on every rank, in the same order, outside of "
                 "`if is_main_process`."
             )
-        return message[end : end + numel], max(0, numel - (_MESSAGE_BYTES - end))
+        return nbytes
 
-    def _send(self, data: torch.Tensor, tag: int) -> list[tuple[int, dist.Work]]:
-        ranks = [self._ranks[place] for place in self._peers]
+    # The group is of these ranks, in their order, so that a place is a rank of the group.
+
+    def _send(self, data: bytearray, tag: int) -> list[tuple[int, dist.Work]]:
+        values = [torch.frombuffer(data, dtype=torch.uint8)]
         with hidden_from_profiler():
-            return [(rank, dist.isend(data, dst=rank, group=self._group, tag=tag)) for rank in ranks]
+            return [(self._ranks[place], self._group.send(values, place, tag)) for place in self._peers]
 
-    def _receive(self, into: dict[int, torch.Tensor], tag: int) -> Sequence[tuple[int, dist.Work]]:
-        ranks = {place: self._ranks[place] for place in into}
+    def _receive(self, into: dict[int, bytearray], tag: int) -> list[tuple[int, dist.Work]]:
         with hidden_from_profiler():
             return [
-                (ranks[place], dist.irecv(data, src=ranks[place], group=self._group, tag=tag))
+                (self._ranks[place], self._group.recv([torch.frombuffer(data, dtype=torch.uint8)], place, tag))
                 for place, data in into.items()
             ]
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 class PretendedControl:

@@ -19,6 +19,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
 
@@ -52,7 +53,7 @@ class RankGroup:
     def size(self) -> int:
         return len(self.ranks)
 
-    @property
+    @cached_property
     def peers(self) -> list[int]:
         """Places of the others."""
         return [place for place in range(self.size) if place != self.place]

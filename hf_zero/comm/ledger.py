@@ -9,9 +9,10 @@ long the device had nothing to do meanwhile.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -43,8 +44,7 @@ class CommRow:
         return self.bytes_sent / self.under_way_seconds / 1e9 if self.under_way_seconds else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Span:
+class _Span(NamedTuple):
     """From one moment to another, and the attribute of a row that it adds to."""
 
     row: CommRow
@@ -55,6 +55,24 @@ class _Span:
     @property
     def is_past(self) -> bool:
         return self.start.is_past and self.end.is_past
+
+
+_PART_OF_ANOTHER = nullcontext()
+
+
+class _Waiting(AbstractContextManager):
+    """A wait that counts. Not by a generator: each collective of a step makes one."""
+
+    __slots__ = ("_kind", "_ledger", "_start")
+
+    def __init__(self, ledger: "Ledger", kind: str):
+        self._ledger, self._kind = ledger, kind
+
+    def __enter__(self) -> None:
+        self._start = self._ledger.begin_wait()
+
+    def __exit__(self, *_error: object) -> None:
+        self._ledger.end_wait(self._kind, self._start)
 
 
 class Ledger:
@@ -93,19 +111,20 @@ class Ledger:
         if not self._under_way[kind]:
             self._end(kind, "under_way_seconds", self._since[kind])
 
-    @contextmanager
-    def waiting(self, kind: str) -> Iterator[None]:
-        if self._is_waiting:
-            # A collective that is made of others: its time is theirs.
-            yield
-            return
-        start = self._now()
+    def waiting(self, kind: str) -> AbstractContextManager[None]:
+        """For the duration of a wait for a collective of this kind."""
+        # Of a collective that is made of others, the time is theirs.
+        return _PART_OF_ANOTHER if self._is_waiting else _Waiting(self, kind)
+
+    def begin_wait(self) -> Moment:
+        """Where the wait begins that others, until its end, are parts of."""
         self._is_waiting = True
-        try:
-            yield
-        finally:
-            self._is_waiting = False
-            self._end(kind, "wait_seconds", start)
+        return self._now()
+
+    def end_wait(self, kind: str, start: Moment) -> None:
+        """Counts the wait that began at `start`."""
+        self._is_waiting = False
+        self._end(kind, "wait_seconds", start)
 
     def rows(self) -> tuple[CommRow, ...]:
         """The state of now, by kind. Of times, what the device has passed."""
@@ -113,7 +132,7 @@ class Ledger:
         return tuple(replace(row) for _, row in sorted(self._rows.items()) if row.calls)
 
     def _end(self, kind: str, attribute: str, start: Moment) -> None:
-        self._unread.append(_Span(row=self._row(kind), attribute=attribute, start=start, end=self._now()))
+        self._unread.append(_Span(self._row(kind), attribute, start, self._now()))
         self._read()
 
     def _read(self) -> None:
@@ -124,4 +143,6 @@ class Ledger:
             setattr(span.row, span.attribute, seconds)
 
     def _row(self, kind: str) -> CommRow:
-        return self._rows.setdefault(kind, CommRow(kind=kind))
+        if kind not in self._rows:
+            self._rows[kind] = CommRow(kind=kind)
+        return self._rows[kind]

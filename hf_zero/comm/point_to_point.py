@@ -7,12 +7,12 @@ rank sends a peer the peer's part and adds what it receives in rank order, so th
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
 from .groups import Groups, RankGroup
 from .ledger import Ledger
+from .profiling import shown
 from .transfers import Transfers, finish_abandoned
 from .transport import Handle, Label
 
@@ -26,6 +26,8 @@ class PointToPointTransport(CollectiveTransport):
     def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
         super().__init__(groups, ledger)
         self._timeout_s = timeout_s
+        # Of a rank in the control group, which is of all ranks of the world.
+        self._places = {rank: place for place, rank in enumerate(groups.world.ranks)}
         finish_abandoned(timeout_s)
 
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
@@ -83,10 +85,10 @@ class PointToPointTransport(CollectiveTransport):
     ) -> Transfers:
         """Receives from each peer and sends to it what is at its place."""
         tag += label.channel
-        ranks, through = group.ranks, self._groups.control
-        with self._starting(label):
-            works = [(ranks[p], dist.irecv(received[p], src=ranks[p], group=through, tag=tag)) for p in group.peers]
-            works += [(ranks[p], dist.isend(sent[p], dst=ranks[p], group=through, tag=tag)) for p in group.peers]
+        ranks, control = group.ranks, self._groups.control
+        with self.watch.inside(label), shown("start", label), self._unseen():
+            works = [(ranks[p], control.recv([received[p]], self._places[ranks[p]], tag)) for p in group.peers]
+            works += [(ranks[p], control.send([sent[p]], self._places[ranks[p]], tag)) for p in group.peers]
         return Transfers(works, self._timeout_s)
 
     @staticmethod

@@ -1,7 +1,6 @@
 """Sends and receives between ranks of one gloo group, awaited together for a bounded time."""
 
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -30,12 +29,15 @@ class Transfers:
     def __init__(self, works: Sequence[tuple[int, dist.Work]], timeout_s: float):
         self._works = works
         self._timeout_s = timeout_s
-        self._keep = weakref.finalize(self, _ABANDONED.extend, [work for _, work in works])
-        self._keep.atexit = False
+        self._is_awaited = False
+
+    def __del__(self) -> None:
+        if not self._is_awaited:
+            _ABANDONED.extend(work for _, work in self._works)
 
     def wait(self) -> None:
         """Raises `PeerFailure` for the first one that does not end in time, or whose peer has ended."""
-        self._keep.detach()
+        self._is_awaited = True
         deadline_s = time.monotonic() + self._timeout_s
         for rank, work in self._works:
             left_s = max(_LEAST_S, deadline_s - time.monotonic())

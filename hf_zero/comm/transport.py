@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -25,8 +26,12 @@ class Label:
     subject: str
     channel: int = 0
 
-    def __str__(self) -> str:
+    @cached_property
+    def _words(self) -> str:
         return f"{self.kind} of {self.subject}"
+
+    def __str__(self) -> str:
+        return self._words
 
 
 class Handle:
@@ -46,15 +51,12 @@ class Handle:
         if self._complete is None:
             return
         complete, self._complete = self._complete, None
+        label, ledger = self._label, self._ledger
         try:
-            with (
-                self._ledger.waiting(self._label.kind),
-                self._ledger.watch.inside(self._label),
-                shown(f"wait for {self._label}"),
-            ):
+            with ledger.waiting(label.kind), ledger.watch.inside(label), shown("wait for", label):
                 complete()
         finally:
-            self._ledger.ended(self._label.kind)
+            ledger.ended(label.kind)
 
 
 class Transport(ABC):

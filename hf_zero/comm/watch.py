@@ -3,8 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from .failures import CommunicationError
 from .whereabouts import script_line
@@ -54,31 +53,30 @@ class Watch:
         self.given_up: Wait | None = None
         self._inside: dict[int, Wait] = {}
 
-    @contextmanager
-    def inside(self, what: object) -> Iterator[Wait]:
+    def inside(self, what: object) -> AbstractContextManager[Wait]:
         """For the duration of a wait: what a backend raises becomes a `CommunicationError` that names the wait.
 
         Args:
             what: a `Label`, or words.
         """
+        return _Inside(self, what)
+
+    def begin(self, what: object) -> tuple[Wait, Wait | None]:
+        """Notes that the calling thread waits; returns the wait, and the one that it is a part of."""
         thread = threading.get_ident()
         outer, wait = self._inside.get(thread), Wait(what)
         self._inside[thread] = wait
-        try:
-            yield wait
-        except CommunicationError as error:
-            self._fail(wait, error)
-            raise
-        except RuntimeError as error:
-            self._fail(wait, error)
-            raise self.explain(wait, error) from error
-        finally:
-            if outer is None:
-                self._inside.pop(thread, None)
-            else:
-                self._inside[thread] = outer
+        return wait, outer
 
-    def _fail(self, wait: Wait, error: RuntimeError) -> None:
+    def end(self, outer: Wait | None) -> None:
+        """Notes that the calling thread waits in `outer` again."""
+        if outer is None:
+            self._inside.pop(threading.get_ident(), None)
+        else:
+            self._inside[threading.get_ident()] = outer
+
+    def fail(self, wait: Wait, error: RuntimeError) -> None:
+        """Notes that a wait has failed."""
         wait.fail(error)
         self.given_up = wait
 
@@ -104,3 +102,25 @@ class Watch:
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the other ranks to come to their end too; returns those that have not."""
         return []
+
+
+class _Inside(AbstractContextManager):
+    """One wait of one thread. Not by a generator: each collective of a step makes two of these."""
+
+    __slots__ = ("_outer", "_wait", "_watch", "_what")
+
+    def __init__(self, watch: Watch, what: object):
+        self._watch, self._what = watch, what
+
+    def __enter__(self) -> Wait:
+        self._wait, self._outer = self._watch.begin(self._what)
+        return self._wait
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if isinstance(error, RuntimeError):
+                self._watch.fail(self._wait, error)
+                if not isinstance(error, CommunicationError):
+                    raise self._watch.explain(self._wait, error) from error
+        finally:
+            self._watch.end(self._outer)
