@@ -16,8 +16,9 @@ def scale_gradients(rows: Sequence[Row], coefficient: torch.Tensor | None) -> No
     if coefficient is None:
         return
     gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
-    for device in {gradient.device for gradient in gradients}:
-        there = [gradient for gradient in gradients if gradient.device == device]
+    devices = {gradient.device for gradient in gradients}
+    for device in devices:
+        there = gradients if len(devices) == 1 else [gradient for gradient in gradients if gradient.device == device]
         mine = coefficient.to(there[0])
         if device.type != "cpu" or mine != 1:
             torch._foreach_mul_(there, mine)

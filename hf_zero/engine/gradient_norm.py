@@ -2,8 +2,9 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from ..comm.transport import Label, Transport
 from ..config import ZeroConfig
 from ..kernels.checks import FLOAT_DTYPES
 from ..kernels.choose import uses_kernels
-from ..kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statistics, step_scalars, sum_of_squares
+from ..kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statistics, step_scalars, sums_of_squares
 from .buckets import Bucket, Row
 from .runs import runs_of
 
@@ -48,7 +49,7 @@ class GradientNorm(ABC):
 
 
 class NormByTorch(GradientNorm):
-    """A few of torch's operations for each row.
+    """A few of torch's operations for all rows together, and a few for each long one.
 
     Args:
         replicated: every rank holds the whole gradient, so nothing is summed over ranks.
@@ -71,14 +72,11 @@ class NormByTorch(GradientNorm):
         """The sum over ranks travels as float64."""
         device = self._device
         if math.isinf(norm_type):
-            largest = [g.abs().max().double() for g in gradients if g.numel()]
-            mine = (
-                _side_by_side(largest, device).max() if largest else torch.zeros((), dtype=torch.float64, device=device)
-            )
+            largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
+            mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
             everyone = mine if self._replicated else max(self._transport.exchange(mine.item()))
             return torch.as_tensor(everyone, dtype=torch.float64, device=device)
-        powers = [_sum_of_powers(gradient, norm_type) for gradient in gradients]
-        mine = _side_by_side(powers, device).sum()
+        mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
         everyone = mine if self._replicated else self._transport.agree_sum(mine.reshape(1), _NORM)[0]
         return everyone.pow(1.0 / norm_type)
 
@@ -124,17 +122,31 @@ def choose_norm(
     return by_torch
 
 
-def _side_by_side(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Float64 scalars as one tensor on `device`, in their order. Gradients in host memory are measured there."""
-    together = torch.zeros(len(values), dtype=torch.float64, device=device)
-    for memory in {value.device for value in values}:
-        places = [place for place, value in enumerate(values) if value.device == memory]
-        together[places] = torch.stack([values[place] for place in places]).to(device)
-    return together
+def _each_on(
+    device: torch.device, gradients: Sequence[torch.Tensor], measure: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> torch.Tensor:
+    """What `measure` finds of each gradient, float64, in their order, on `device`.
+
+    Args:
+        measure: of gradients on one device, where the result is too: those in host memory are measured there.
+    """
+    memories = {gradient.device for gradient in gradients}
+    if len(memories) == 1:
+        return measure(gradients).to(device)
+    found = torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    for memory in memories:
+        places = [place for place, gradient in enumerate(gradients) if gradient.device == memory]
+        found[places] = measure([gradients[place] for place in places]).to(device)
+    return found
 
 
-def _sum_of_powers(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+def _largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.abs().max().double() for gradient in gradients])
+
+
+def _sums_of_powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     if norm_type == 2:
-        return sum_of_squares(gradient.reshape(-1))
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    return torch.linalg.vector_norm(gradient, norm_type, dtype=dtype).double().pow(norm_type)
+        return sums_of_squares(gradients)
+    dtypes = (torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).double() for g, dtype in zip(gradients, dtypes)]
+    return torch.stack(norms).pow(norm_type)

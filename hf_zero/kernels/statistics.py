@@ -49,6 +49,20 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat(norms).double().square_().sum()
 
 
+def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`sum_of_squares` of each of some tensors on one device, contiguous and at least one, as a float64 vector."""
+    # Most parameters of a model are short, and are one part: their norms come from one call.
+    is_short = [t.dtype is torch.float32 and 0 < t.numel() < PART_NUMEL for t in tensors]
+    short = [t for t, one_part in zip(tensors, is_short) if one_part]
+    squares = torch.stack(torch._foreach_norm(short)).double().square_() if short else None
+    if len(short) == len(tensors):
+        return squares
+    found = iter(() if squares is None else squares)
+    return torch.stack(
+        [next(found) if one_part else sum_of_squares(t.reshape(-1)) for t, one_part in zip(tensors, is_short)]
+    )
+
+
 def gradient_statistics(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of squares and count of elements that are NaN or infinite, over all shards.
 
