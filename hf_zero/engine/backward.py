@@ -7,28 +7,43 @@ import torch
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
+_LEAVES = frozenset({type(None), bool, int, float, str})
 
-def differentiable_tensors(value: object) -> Iterator[torch.Tensor]:
+
+def differentiable_tensors(value: object) -> list[torch.Tensor]:
     """The tensors that take gradients in nested lists, tuples, dicts, ModelOutputs and dataclasses."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.requires_grad:
-                yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from differentiable_tensors(list(vars(leaf).values()))
+    return [tensor for tensor in _tensors(value) if tensor.requires_grad]
 
 
 def has_tensors(value: object) -> bool:
     """Whether any tensor can be found in the same places."""
-    return any(
-        isinstance(leaf, torch.Tensor)
-        or (is_dataclass(leaf) and not isinstance(leaf, type) and has_tensors(list(vars(leaf).values())))
-        for leaf in tree_leaves(value)
-    )
+    return next(_tensors(value), None) is not None
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    # Plain nests are looked through here: torch's walk takes several times as long, and each layer is looked at.
+    kind = type(value)
+    if kind in _LEAVES:
+        return
+    if kind is tuple or kind is list or kind is dict:
+        for item in value.values() if kind is dict else value:
+            yield from _tensors(item)
+        return
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors(list(vars(leaf).values()))
 
 
 class BackwardEnd:
     """Calls `on_end` once after each backward pass.
+
+    Attributes:
+        armed: True from the first gradient of a pass to its end.
 
     A tensor hook on the root module's outputs queues an autograd callback on the outer graph task. Queued from a
     parameter's hook it would run after each inner backward of reentrant checkpointing, too early; that is left for losses
@@ -37,12 +52,7 @@ class BackwardEnd:
 
     def __init__(self, on_end: Callable[[], None]):
         self._on_end = on_end
-        self._armed = False
-
-    @property
-    def armed(self) -> bool:
-        """True from the first gradient of a pass to its end."""
-        return self._armed
+        self.armed = False
 
     def watch(self, outputs: object) -> None:
         """Hooks every tensor of a forward's outputs that takes gradients."""
@@ -51,14 +61,14 @@ class BackwardEnd:
 
     def arm(self, _gradient: torch.Tensor | None = None) -> None:
         """Queues the end of the running pass, once. Called inside a backward."""
-        if not self._armed:
-            self._armed = True
+        if not self.armed:
+            self.armed = True
             Variable._execution_engine.queue_callback(self._end)
 
     def abandon(self) -> None:
         """Forgets a pass that an exception ended before its callback ran."""
-        self._armed = False
+        self.armed = False
 
     def _end(self) -> None:
-        self._armed = False
+        self.armed = False
         self._on_end()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ..layout.shards import RowLayout, rows_of_shard
 from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
 from ..offload.tier import Tier
+from .flat_views import FlatViews
 from .loaded import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
 from .padding import clear_padding
@@ -20,20 +22,27 @@ from .precision import Precision
 from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
 from .sharded_parameter import look_only
 
+_SMALL_NUMEL = 1 << 14
+
 
 @dataclass(eq=False)
 class ParameterSlot:
     """A parameter in its bucket, and what is known of its gradient in the running backward pass.
 
     Attributes:
+        number: among the slots of the bucket.
+        is_small: it has so few elements that an operation costs the host more than the arithmetic takes.
         place: the parameter's elements of the bucket's flat buffer, in its shape.
         arrived: a gradient has been put in the bucket's open buffer.
-        used: a gradient arrived on this rank at any time in the pass.
+        used: a gradient arrived on this rank at any time in the pass; once the pass has ended, on any rank.
+        used_elsewhere: on another rank, and not on this one.
         continues: what arrives adds to a gradient reduced earlier and not zeroed since.
         version: autograd's count of in-place edits of the parameter when the master last followed it.
+        row: this rank's part of the parameter, where it owns one.
     """
 
     name: str
+    number: int
     parameter: nn.Parameter
     interval: Interval
     bucket: "Bucket" = field(repr=False)
@@ -41,8 +50,14 @@ class ParameterSlot:
     stand_in: ShardedGradient = field(repr=False)
     arrived: bool = False
     used: bool = False
+    used_elsewhere: bool = False
     continues: bool = False
     version: int = 0
+    row: "Row | None" = field(default=None, repr=False)
+    is_small: bool = field(init=False, default=False)
+
+    def __post_init__(self):
+        self.is_small = self.interval.numel <= _SMALL_NUMEL
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """This slot of a flat buffer laid out as the bucket, in the parameter's shape, row-major."""
@@ -92,7 +107,7 @@ class Row:
 def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
     """This rank's rows of some parameters, those for which the next step has a gradient."""
     with look_only():
-        return [row for row in (row_of[p] for p in parameters if p in row_of) if row.has_gradient]
+        return [row for row in map(row_of.get, parameters) if row is not None and row.has_gradient]
 
 
 class Bucket:
@@ -127,6 +142,7 @@ class Bucket:
         self.whole = whole
         self.tier = tier
         self.is_away = False
+        self._labels: dict[str, Label] = {}
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
         self.flat = memory.flat
@@ -134,13 +150,14 @@ class Bucket:
         self.slots = [
             ParameterSlot(
                 name=slot.name,
+                number=number,
                 parameter=parameter,
                 interval=slot.interval,
                 bucket=self,
                 place=_part(self.flat, slot.interval, parameter.shape),
                 stand_in=ShardedGradient(slot.name, parameter),
             )
-            for slot, parameter in zip(layout.slots, parameters, strict=True)
+            for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
         self.rows = self._make_rows(shard_rank) if self.trained else []
@@ -182,7 +199,25 @@ class Bucket:
 
     def label(self, kind: str) -> Label:
         """What a collective that moves this bucket is called."""
-        return Label(kind=kind, subject=self.name, channel=self.layout.index)
+        if kind not in self._labels:
+            self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index)
+        return self._labels[kind]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """All slots of a flat buffer laid out as this bucket, as `ParameterSlot.view_of` gives them."""
+        return self._slot_views.of(flat)
+
+    def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """All rows of a flat tensor laid out as the rank's shard, as `Row.of` gives them."""
+        return self._row_views.of(shard)
+
+    @cached_property
+    def _slot_views(self) -> FlatViews:
+        return FlatViews((slot.interval, slot.parameter.shape) for slot in self.slots)
+
+    @cached_property
+    def _row_views(self) -> FlatViews:
+        return FlatViews((row.layout.in_shard, row.tensor.shape) for row in self.rows)
 
     def adopt(self, slot: ParameterSlot) -> None:
         """Copies a parameter into its slot, as far as this rank keeps it, and makes it a view of it."""
@@ -197,6 +232,26 @@ class Bucket:
     def holds(self, slot: ParameterSlot) -> bool:
         """Whether the parameter still lives in its slot."""
         return self.memory.is_view(slot.parameter, slot.place)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all of them do, as far as that is seen at a glance; False may be wrong."""
+        return self.memory.are_views(*self._with_elements)
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The slots', in their order."""
+        return [slot.parameter for slot in self.slots]
+
+    @cached_property
+    def places(self) -> list[torch.Tensor]:
+        """The slots', in their order."""
+        return [slot.place for slot in self.slots]
+
+    @cached_property
+    def _with_elements(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        slots = [slot for slot in self.slots if slot.interval.numel > 0]
+        return [slot.parameter for slot in slots], [slot.place for slot in slots]
 
     @property
     def row_writes(self) -> int:
@@ -341,5 +396,6 @@ class Bucket:
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
             tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
             slot.stand_in.shard = tensor
-            rows.append(Row(slot=slot, layout=layout, tensor=tensor))
+            slot.row = Row(slot=slot, layout=layout, tensor=tensor)
+            rows.append(slot.row)
         return rows

@@ -1,12 +1,24 @@
 """The few buffers in which stages 2 and 3 collect whole gradients, one bucket after another."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ..offload.tier import DeviceTier
 from .buckets import Bucket
+
+
+class OpenBuffer(NamedTuple):
+    """A bucket's flat gradient buffer (numel,) of the reduce dtype, and the views of its slots."""
+
+    flat: torch.Tensor
+    views: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, bucket: Bucket, flat: torch.Tensor) -> "OpenBuffer":
+        return cls(flat, bucket.views_of(flat))
 
 
 class BufferPool:

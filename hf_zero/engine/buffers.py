@@ -11,12 +11,16 @@ on one rank alone, with the model that all ranks train, and no forward without g
 are sent behind it.
 """
 
+from collections.abc import Sequence
+from operator import attrgetter
+
 import torch
 from torch import nn
 
 from ..comm.transport import Label, Transport
 
 _LABEL = Label(kind="broadcast buffers", subject="the model")
+_BUFFERS = attrgetter("_buffers")
 
 
 class ModelBuffers:
@@ -29,6 +33,7 @@ class ModelBuffers:
 
     def __init__(self, model: nn.Module, transport: Transport, device: torch.device, wanted: bool):
         self._model = model
+        self._modules = list(model.modules())
         self._transport = transport
         self._device = device
         self._wanted = wanted and next(iter(model.buffers()), None) is not None
@@ -55,7 +60,7 @@ class ModelBuffers:
     def _send(self) -> None:
         if self._due:
             self._due = False
-            broadcast_buffers(self._model, self._transport, self._device)
+            _broadcast(self._modules, self._transport, self._device)
 
 
 def start_buffers(model: nn.Module, transport: Transport, device: torch.device, *, placed: bool) -> None:
@@ -92,8 +97,13 @@ def broadcast_buffers(model: nn.Module, transport: Transport, device: torch.devi
     Args:
         device: that the transport sends from.
     """
+    _broadcast(list(model.modules()), transport, device)
+
+
+def _broadcast(modules: Sequence[nn.Module], transport: Transport, device: torch.device) -> None:
+    held = [buffer for own in map(_BUFFERS, modules) if own for buffer in own.values() if buffer is not None]
     # By the size of an element: then each begins, among bytes, where its dtype can be read.
-    buffers = sorted(model.buffers(), key=lambda buffer: -buffer.itemsize)
+    buffers = sorted({id(buffer): buffer for buffer in held}.values(), key=lambda buffer: -buffer.itemsize)
     if not buffers:
         return
     flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8).to(device) for buffer in buffers])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import nn
@@ -178,11 +179,11 @@ class ZeroEngine:
             max_norm: inf only measures.
             parameters: some of the model's parameters; None is all of them. Collective.
         """
-        wanted = list(self._slot_of) if parameters is None else [p for p in parameters if p in self._slot_of]
+        # By the parameters asked for, not the rows found: the ranks must come to the same answer.
+        wanted = self._slot_of if parameters is None else {p: None for p in parameters if p in self._slot_of}
         rows = rows_with_gradient(self._row_of, wanted)
         measured = self._norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
-        # By the parameters asked for, not the rows found: the ranks must come to the same answer.
-        self.nonfinite.look(measured, rows, at_all=len(set(wanted)) == len(self._slot_of))
+        self.nonfinite.look(measured, rows, at_all=len(wanted) == len(self._slot_of))
         self._holder.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
@@ -440,18 +441,17 @@ class ZeroEngine:
         self._gradients.recover()
         self.tier.cores.give_back()
         self._holder.before_forward()
-        self.sharded.schedule.recover()
-        self.sharded.schedule.before_forward(self.sharded.root)
+        self.sharded.before_forward()
         if self._waits_at_the_root:
             self._parameters.finish_all()
         self._buffers.before_forward()
         if torch.is_grad_enabled():
             flats = (bucket.flat for bucket in self._all_buckets)
-            self.activations.begin([*self.model.buffers(), *self._slot_of, *self._homes.frozen, *flats])
+            self.activations.begin(chain(self.model.buffers(), self._slot_of, self._homes.frozen, flats))
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
         self.activations.end()
-        self.sharded.schedule.after_forward(self.sharded.root, outputs)
+        self.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
             self._gradients.end.watch(outputs)
             self._buffers.after_forward(under_no_sync=self._no_sync_depth > 0)

@@ -16,7 +16,7 @@ from ..config import ZeroConfig
 from ..device import Arrival, Downlink, allocate
 from ..offload.tier import DeviceTier
 from .buckets import Bucket, ParameterSlot, Row
-from .buffer_pool import BufferPool
+from .buffer_pool import BufferPool, OpenBuffer
 from .padding import clear_padding
 from .reductions import Reduction
 from .sharded_gradient import GradientState, ShardedGradient
@@ -47,9 +47,11 @@ class GradientStore(ABC):
     def __init__(self, world_size: int, landing: Landing):
         self._share = 1.0 / world_size
         self._landing = landing
-        self._open: dict[Bucket, torch.Tensor] = {}
+        self._open: dict[Bucket, OpenBuffer] = {}
         self._started: dict[Bucket, Handle] = {}
         self._arrivals: dict[Bucket, Arrival] = {}
+        # Put when the bucket starts.
+        self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = {}
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
 
@@ -66,8 +68,8 @@ class GradientStore(ABC):
         """Keeps a whole gradient, unreduced, until a reducing pass (gradient accumulation without communication)."""
 
     @abstractmethod
-    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
-        """A flat buffer (numel,) of the reduce dtype to fill."""
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        """A buffer to fill."""
 
     @abstractmethod
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
@@ -82,10 +84,18 @@ class GradientStore(ABC):
         """
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already."""
-        flat = self._buffer(slot.bucket)
-        view = slot.view_of(flat)
+        """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already.
+
+        Small ones wait until the bucket starts: most parameters of a model are small, and are put by two calls together.
+        """
+        bucket = slot.bucket
+        if slot.is_small and not slot.arrived:
+            slot.arrived = True
+            self._small.setdefault(bucket, []).append((slot, gradient))
+            return
+        view = self._buffer(bucket).views[slot.number]
         if slot.arrived:
+            self._put_small(bucket)
             view.add_(gradient, alpha=self._share)
         elif gradient.data_ptr() == view.data_ptr():
             view.mul_(self._share)
@@ -117,12 +127,14 @@ class GradientStore(ABC):
         self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        flat = self._buffer(bucket)
-        for slot in bucket.slots:
+        flat, views = self._buffer(bucket)
+        self._put_small(bucket)
+        for slot, view in zip(bucket.slots, views):
             if not slot.arrived:
-                slot.view_of(flat).zero_()
+                view.zero_()
             slot.arrived = False
-        self._started[bucket] = self._start_reduction(bucket, self._open.pop(bucket))
+        del self._open[bucket]
+        self._started[bucket] = self._start_reduction(bucket, flat)
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
             self.finish(next(iter(self._started)))
@@ -152,24 +164,34 @@ class GradientStore(ABC):
 
     def discard_open(self) -> None:
         """Forgets buffers that a failed backward left half filled."""
-        for bucket in self._open:
+        for bucket in (*self._open, *self._small):
             for slot in bucket.slots:
                 slot.arrived = False
         self._open.clear()
+        self._small.clear()
+
+    def _put_small(self, bucket: Bucket) -> None:
+        small = self._small.pop(bucket, None)
+        if small:
+            views = self._buffer(bucket).views
+            shares = torch._foreach_mul([gradient for _, gradient in small], self._share)
+            torch._foreach_copy_([views[slot.number] for slot, _ in small], shares)
 
     def _await(self, bucket: Bucket) -> None:
         arrival = self._arrivals.pop(bucket, None)
         if arrival is not None:
             arrival.wait()
 
-    def _buffer(self, bucket: Bucket) -> torch.Tensor:
-        if bucket not in self._open:
-            self._open[bucket] = self._open_buffer(bucket)
-        return self._open[bucket]
+    def _buffer(self, bucket: Bucket) -> OpenBuffer:
+        found = self._open.get(bucket)
+        if found is None:
+            found = self._open[bucket] = self._open_buffer(bucket)
+        return found
 
 
-def _new_buffer(bucket: Bucket) -> torch.Tensor:
-    return clear_padding(allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device), bucket.layout)
+def _new_buffer(bucket: Bucket) -> OpenBuffer:
+    flat = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+    return OpenBuffer.of(bucket, clear_padding(flat, bucket.layout))
 
 
 def _add_or_set(
@@ -180,16 +202,17 @@ def _add_or_set(
     `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps; it is there on the arrival.
     """
-    fresh = [row for row in bucket.rows if row not in going_on]
     arrival = Arrival()
     for row in going_on:
         row.tensor.grad.add_(row.of(reduced).to(row.tensor.grad.device))
     if home is not reduced and not going_on:
         arrival = downlink.start_copy(home, reduced)
-    for row in fresh:
+    for row, view in zip(bucket.rows, bucket.row_views_of(home)):
+        if row in going_on:
+            continue
         if home is not reduced and going_on:
-            row.of(home).copy_(row.of(reduced))
-        row.tensor.grad = row.of(home)
+            view.copy_(row.of(reduced))
+        row.tensor.grad = view
     return arrival
 
 
@@ -203,23 +226,23 @@ class ReplicatedGradients(GradientStore):
     def __init__(self, transport: Transport, world_size: int, landing: Landing):
         super().__init__(world_size, landing)
         self._transport = transport
-        self._flat: dict[Bucket, torch.Tensor] = {}
+        self._homes: dict[Bucket, OpenBuffer] = {}
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
         self._under_way: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        held = (*self._flat.values(), *self._reduced.values())
+        held = (*(home.flat for home in self._homes.values()), *self._reduced.values())
         return {"gradients": sum(flat.nbytes for flat in held), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if gradient.dtype != slot.bucket.precision.reduce:
             # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
             return
-        view = slot.view_of(self._home(slot.bucket))
-        if gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-            slot.parameter.grad = view
+        flat, views = self._home(slot.bucket)
+        if gradient.data_ptr() != views[slot.number].data_ptr():
+            views[slot.number].copy_(gradient)
+            slot.parameter.grad = slot.view_of(flat)
 
     def release(self, bucket: Bucket) -> None:
         """`p.grad` lasts until the script zeroes it."""
@@ -244,12 +267,12 @@ class ReplicatedGradients(GradientStore):
                 self.put(slot, slot.parameter.grad)
         super().start(bucket)
 
-    def _home(self, bucket: Bucket) -> torch.Tensor:
-        if bucket not in self._flat:
-            self._flat[bucket] = _new_buffer(bucket)
-        return self._flat[bucket]
+    def _home(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._homes:
+            self._homes[bucket] = _new_buffer(bucket)
+        return self._homes[bucket]
 
-    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
         # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
         is_late = bucket in self._started or bucket in self._again
         return _new_buffer(bucket) if is_late else self._home(bucket)
@@ -278,10 +301,14 @@ class ShardedStore(GradientStore):
         self._targets: dict[Bucket, torch.Tensor] = {}
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        parameter, stand_in = slot.parameter, slot.stand_in
         if not slot.arrived:
-            slot.continues = isinstance(slot.parameter.grad, ShardedGradient)
+            slot.continues = isinstance(parameter.grad, ShardedGradient)
         super().put(slot, gradient)
-        self.settle(slot)
+        # As `settle` does: each gradient of a step comes here.
+        stand_in.state, stand_in.pending = GradientState.HELD, None
+        if parameter.grad is not stand_in:
+            parameter.grad = stand_in
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
@@ -342,39 +369,39 @@ class WholeGradients(ShardedStore):
 
     def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
         super().__init__(reduction, world_size, landing)
-        self._flat: dict[Bucket, torch.Tensor] = {}
+        self._homes: dict[Bucket, OpenBuffer] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        whole = sum(flat.nbytes for flat in self._flat.values())
+        whole = sum(home.flat.nbytes for home in self._homes.values())
         return {"gradients": whole + sum(self._shard_bytes.values()), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
             return
-        view = slot.view_of(self._home(slot.bucket))
-        if gradient.data_ptr() != view.data_ptr():
+        flat, views = self._home(slot.bucket)
+        if gradient.data_ptr() != views[slot.number].data_ptr():
             self._spill(slot.bucket)
-            view.copy_(gradient)
-            slot.parameter.grad = view
+            views[slot.number].copy_(gradient)
+            slot.parameter.grad = slot.view_of(flat)
 
     def release(self, bucket: Bucket) -> None:
         # The whole buffer lasts: making it anew each step costs a pass over it. What has gone to a tier may still be read there.
         if bucket.tier.is_apart:
             self._shards.pop(bucket, None)
 
-    def _home(self, bucket: Bucket) -> torch.Tensor:
-        if bucket not in self._flat:
-            self._flat[bucket] = _new_buffer(bucket)
-        return self._flat[bucket]
+    def _home(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._homes:
+            self._homes[bucket] = _new_buffer(bucket)
+        return self._homes[bucket]
 
-    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
-        flat = self._home(bucket)
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        home = self._home(bucket)
         self._spill(bucket)
-        return flat
+        return home
 
     def _spill(self, bucket: Bucket) -> None:
         """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
-        flat = self._home(bucket)
+        flat = self._home(bucket).flat
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         for row in bucket.rows:
             if row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end:
@@ -422,11 +449,11 @@ class PooledGradients(ShardedStore):
             self._pool.give_back(bucket, self._lent.pop(bucket))
         super().discard_open()
 
-    def _open_buffer(self, bucket: Bucket) -> torch.Tensor:
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
         while self._pool.exhausted_for(bucket) and self._in_flight:
             self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
-        return clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout)
+        return OpenBuffer.of(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         self._in_flight.append(bucket)

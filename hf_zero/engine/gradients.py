@@ -1,7 +1,7 @@
 """One backward pass: every gradient into its bucket, every full bucket on its way, all of them home at the end."""
 
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -10,9 +10,10 @@ from ..comm.transport import Label, Transport
 from .backward import BackwardEnd
 from .buckets import Bucket, ParameterSlot
 from .gradient_store import GradientStore
-from .hooks import WeakHook
 from .sharded_gradient import ShardedGradient
 from .sharded_parameter import look_only
+
+_USED = Label(kind="agreement on used parameters", subject="this pass")
 
 
 class Gradients:
@@ -57,12 +58,7 @@ class Gradients:
 
     def install(self) -> list[RemovableHandle]:
         """Puts a hook on every parameter; the handles take them off again."""
-        return [
-            slot.parameter.register_post_accumulate_grad_hook(
-                WeakHook(self, partial(Gradients._on_gradient, slot=slot))
-            )
-            for slot in self._slots
-        ]
+        return [slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, slot)) for slot in self._slots]
 
     def refuse_unreduced(self) -> None:
         """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
@@ -106,17 +102,19 @@ class Gradients:
         self._late.clear()
         self._touched = False
         for slot in self._slots:
-            slot.used = slot.continues = False
+            slot.used = slot.used_elsewhere = slot.continues = False
 
-    def _on_gradient(self, _parameter: torch.Tensor, slot: ParameterSlot) -> None:
-        gradient = slot.parameter.grad
-        self.end.arm()
+    def take(self, slot: ParameterSlot) -> None:
+        """Called when autograd has accumulated a gradient in `slot.parameter.grad`, for each parameter in each backward."""
+        gradient, bucket = slot.parameter.grad, slot.bucket
+        if not self.end.armed:
+            self.end.arm()
         if gradient.is_sparse:
             raise RuntimeError(
                 f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
                 "with sparse=False."
             )
-        if not slot.bucket.memory.is_readable:
+        if not bucket.memory.is_readable:
             raise RuntimeError(
                 f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so it is wrong. "
                 "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
@@ -129,14 +127,15 @@ class Gradients:
         self._touched = slot.used = True
         if isinstance(gradient, ShardedGradient):
             gradient = gradient.take_pending()
-        bucket = slot.bucket
         if self._place[bucket] < self._next:
             self._late.add(bucket)
             self._store.put_late(slot, gradient)
             return
-        self._awaited[bucket] -= not slot.arrived
+        if not slot.arrived:
+            self._awaited[bucket] -= 1
         self._store.put(slot, gradient)
-        self._start_full()
+        if not self._awaited[bucket]:
+            self._start_full()
 
     def _start_full(self) -> None:
         while self._next < len(self._buckets) and self._awaited[self._buckets[self._next]] == 0:
@@ -157,25 +156,36 @@ class Gradients:
         self._store.end_pass()
         with look_only():
             for slot in self._slots:
-                if slot.used:
+                # Most have been settled as they were put.
+                if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.stand_in):
                     self._store.settle(slot)
-        for bucket in self._buckets:
-            for row in bucket.rows:
-                if not row.slot.used and not row.slot.continues:
-                    row.tensor.grad = None
+        for row in (slot.row for slot in self._slots if not slot.used):
+            if row is not None and not row.slot.continues:
+                row.tensor.grad = None
         self._held.clear()
         self._begin_pass()
 
     def _agree(self) -> list[Bucket]:
         """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
-        flags = [slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets]
-        local = torch.tensor(flags, dtype=torch.uint8)
-        agreed = self._transport.agree_max(
-            local, Label(kind="agreement on used parameters", subject="this pass")
-        ).tolist()
-        for slot, used in zip(self._slots, agreed):
-            slot.used = bool(used)
-        return [bucket for bucket, late in zip(self._buckets, agreed[len(self._slots) :]) if late]
+        used, late = [slot.used for slot in self._slots], [bucket in self._late for bucket in self._buckets]
+        local = torch.frombuffer(bytearray(used + late), dtype=torch.uint8)
+        agreed = self._transport.agree_max(local, _USED).tolist()
+        for slot, is_used in zip(self._slots, agreed):
+            if is_used and not slot.used:
+                slot.used = slot.used_elsewhere = True
+        return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
+
+
+def _hook_of(gradients: Gradients, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
+    """A hook on a parameter; the parameter does not keep `gradients`, and the engine with it."""
+    known = weakref.ref(gradients)
+
+    def on_gradient(_parameter: torch.Tensor) -> None:
+        gradients = known()
+        if gradients is not None:
+            gradients.take(slot)
+
+    return on_gradient
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:

@@ -1,6 +1,7 @@
 """Where in the model each bucketed parameter hangs, and whether it still does."""
 
 from collections.abc import Container, Iterable, Iterator
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from .hooks import WeakHook
 from .parameters import is_compiled
 from .sharded_parameter import look_only, show_values
 
+_PARAMETERS = attrgetter("_parameters")
 _DEPTH_OF_WRAPPERS = 4
 """peft's two modules around a model, and the model in whose layers the adapters are."""
 
@@ -33,6 +35,7 @@ class Homes:
             for name, parameter in module._parameters.items()
             if parameter in slot_of
         ]
+        self._buckets = list(dict.fromkeys(slot.bucket for _, _, slot in self._places))
         holding = {module for module, _, _ in self._places}
         self._links = [
             (parent._modules, name, child, path)
@@ -42,6 +45,14 @@ class Homes:
         ]
         trained = {parameter for parameter, slot in slot_of.items() if slot.bucket.trained}
         self._name_of_frozen = {p: name for name, p in model.named_parameters() if p not in trained}
+        self._frozen = list(self._name_of_frozen)
+        # The same by column, for loops of C.
+        self._homes = [module for module, _, _ in self._places]
+        self._names = [name for _, name, _ in self._places]
+        self._held = [slot.parameter for _, _, slot in self._places]
+        self._parents = [children for children, _, _, _ in self._links]
+        self._child_names = [name for _, name, _, _ in self._links]
+        self._children = [child for _, _, child, _ in self._links]
         self._in_forward = False
 
     def watch(self, entry: nn.Module) -> list[RemovableHandle]:
@@ -72,8 +83,9 @@ class Homes:
     def _refuse_unfrozen(self) -> None:
         # It was frozen when the model was prepared.
         with look_only():
-            thawed = next((name for parameter, name in self._name_of_frozen.items() if parameter.requires_grad), None)
-        if thawed is not None:
+            is_thawed = any(map(attrgetter("requires_grad"), self._frozen))
+        if is_thawed:
+            thawed = next(name for parameter, name in self._name_of_frozen.items() if parameter.requires_grad)
             raise RuntimeError(
                 f"hf_zero: {thawed!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
                 "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "
@@ -82,6 +94,8 @@ class Homes:
 
     def refuse_strays(self) -> None:
         """Raises `RuntimeError` for a parameter that a step would not reach."""
+        if self._all_are_in_place():
+            return
         for children, name, child, path in self._links:
             if children.get(name) is not child:
                 raise _replaced(f"{path}.{name}" if path else name, child, children.get(name))
@@ -90,6 +104,16 @@ class Homes:
             held = dict.get(module._parameters, name)
             if held is not slot.parameter or not slot.bucket.holds(slot):
                 raise _moved(slot, held)
+
+    def _all_are_in_place(self) -> bool:
+        """As far as that is seen at a glance, which each step takes: in loops of C. False may be wrong."""
+        with look_only():
+            held = map(dict.get, map(_PARAMETERS, self._homes), self._names)
+            return (
+                all(map(is_, map(dict.get, self._parents, self._child_names), self._children))
+                and all(map(is_, held, self._held))
+                and all(bucket.holds_all for bucket in self._buckets)
+            )
 
     def take_back(self) -> None:
         """Copies strayed values into their slots and hangs the engine's parameters back in their places.

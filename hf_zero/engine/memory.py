@@ -1,8 +1,10 @@
 """Where a bucket's parameters lie: whole, or as a shard to which the rest is gathered for a while."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -13,7 +15,9 @@ from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
 from ..read_ahead import ask_for
 from .padding import clear_padding
-from .sharded_parameter import are_hidden, hide_values, show_values
+from .sharded_parameter import are_hidden, hide_values, look_only, show_values
+
+_DTYPE = attrgetter("dtype")
 
 
 class ParameterMemory(ABC):
@@ -21,9 +25,11 @@ class ParameterMemory(ABC):
 
     Attributes:
         flat: (numel,) of the param dtype.
+        is_readable: whether parameters are whole now.
     """
 
     flat: torch.Tensor
+    is_readable: bool
 
     @property
     @abstractmethod
@@ -49,11 +55,6 @@ class ParameterMemory(ABC):
     @abstractmethod
     def lasting_bytes(self) -> int:
         """Bytes held all the time."""
-
-    @property
-    @abstractmethod
-    def is_readable(self) -> bool:
-        """Whether parameters are whole now."""
 
     @abstractmethod
     def clear_padding(self, layout: BucketLayout) -> None:
@@ -100,6 +101,10 @@ class ParameterMemory(ABC):
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
         """Whether a parameter's data is what `hang` gave it."""
 
+    @abstractmethod
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        """Whether that is so of all of them, which have elements; False where that is not known at a glance."""
+
 
 def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
     # Of a tensor without elements, the address says nothing.
@@ -107,8 +112,17 @@ def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
     return is_there and parameter.dtype == place.dtype
 
 
+def _lie_at(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
+    # Each step asks this of every parameter: in loops of C.
+    addresses = list(map(torch.Tensor.data_ptr, parameters))
+    dtypes = set(map(_DTYPE, parameters))
+    return addresses == list(map(torch.Tensor.data_ptr, places)) and dtypes == set(map(_DTYPE, places))
+
+
 class WholeMemory(ParameterMemory):
     """All parameters, all the time (stages 0 to 2)."""
+
+    is_readable = True
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         self.flat = self._allocate(layout.numel, dtype, device)
@@ -124,10 +138,6 @@ class WholeMemory(ParameterMemory):
     @property
     def lasting_bytes(self) -> int:
         return self.flat.nbytes
-
-    @property
-    def is_readable(self) -> bool:
-        return True
 
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.flat, layout)
@@ -147,6 +157,9 @@ class WholeMemory(ParameterMemory):
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
         return _lies_at(parameter, place)
+
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        return _lie_at(parameters, places)
 
 
 class GatheredMemory(ParameterMemory):
@@ -168,8 +181,9 @@ class GatheredMemory(ParameterMemory):
         self._reservation = reservation
         self.flat = reservation.flat
         self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
-        self._gathered = False
+        self.is_readable = False
         self.read_as: torch.dtype | None = None
+        self._absences: list[torch.Tensor] | None = None
 
     @property
     @abstractmethod
@@ -200,20 +214,16 @@ class GatheredMemory(ParameterMemory):
     def keep_edits(self) -> None:
         """Takes this rank's part of an edited `flat` into the shard."""
 
-    @property
-    def is_readable(self) -> bool:
-        return self._gathered
-
     def drop(self) -> None:
         """Gives back everything but the shard."""
-        self._gathered = False
+        self.is_readable = False
         self._reservation.release()
         # `p.data.zero_()` on an absent parameter would have made it read as 0.
         self._absent.fill_(float("nan"))
 
     def was_written(self) -> bool:
         """Whether something was written into absent parameters. Told on the host only: elsewhere it would stop the queue."""
-        return self._absent.device.type == "cpu" and not self._gathered and not self._absent.isnan().item()
+        return self._absent.device.type == "cpu" and not self.is_readable and not math.isnan(self._absent.item())
 
     def clear_padding(self, layout: BucketLayout) -> None:
         clear_padding(self.own, layout, self._shard)
@@ -229,17 +239,34 @@ class GatheredMemory(ParameterMemory):
     def settle(self) -> None:
         self._reservation.release()
 
+    def hang_all(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+        """`hang` for all of the bucket's, in its order. Each layer comes here four times a step."""
+        if self.read_as is not None:
+            for parameter, place in zip(parameters, places):
+                self.hang(parameter, place)
+            return
+        if self._absences is None:
+            self._absences = [self._absent.expand(place.shape) for place in places]
+        change = show_values if self.is_readable else hide_values
+        with look_only():
+            for parameter, values in zip(parameters, places if self.is_readable else self._absences):
+                parameter.data = values
+                change(parameter)
+
     def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         show_values(parameter)
-        values = place if self._gathered else self._absent
+        values = place if self.is_readable else self._absent
         values = values if self.read_as is None else values.to(self.read_as)
         parameter.data = values.expand(place.shape)
-        if not self._gathered:
+        if not self.is_readable:
             hide_values(parameter)
 
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
         # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
-        return are_hidden(parameter) or (self._gathered and _lies_at(parameter, place))
+        return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, place))
+
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        return all(map(are_hidden, parameters)) or (self.is_readable and _lie_at(parameters, places))
 
 
 class ShardMemory(GatheredMemory):
@@ -263,11 +290,10 @@ class ShardMemory(GatheredMemory):
     def passing_bytes(self) -> int:
         return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
 
-    @contextmanager
-    def gather(self) -> Iterator[None]:
+    def gather(self) -> AbstractContextManager[None]:
         self._reservation.restore()
-        self._gathered = True
-        yield
+        self.is_readable = True
+        return nullcontext()
 
     def arrive(self) -> None:
         """The transport has waited."""

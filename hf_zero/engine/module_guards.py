@@ -26,6 +26,11 @@ class ShardedParameters(dict):
         self.stock = parameters
         self._before_read = before_read
 
+    def is_as(self, parameters: dict) -> bool:
+        """Takes over what another dict holds; False where it has lost a name."""
+        dict.update(self, parameters)
+        return len(self) == len(parameters)
+
     def __getitem__(self, name: str):
         self._before_read(name)
         return super().__getitem__(name)
@@ -63,15 +68,20 @@ class ModuleGuard:
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
         self.module = module
         self.slots = dict(slots)
+        self._units = list(dict.fromkeys(unit for unit, _ in slots.values()))
         self._schedule = schedule
+        self._sharded: ShardedParameters | None = None
 
     def update(self) -> None:
         """Follows a change of state of one of the units."""
         held = self.module._parameters
         guarded = isinstance(held, ShardedParameters)
-        needed = any(unit.is_sharded for unit, _ in self.slots.values())
+        needed = any([unit.is_sharded for unit in self._units])
         if needed and not guarded:
-            self.module.__dict__["_parameters"] = ShardedParameters(held, self._before_read)
+            sharded = self._sharded
+            if sharded is None or sharded.stock is not held or not sharded.is_as(held):
+                sharded = self._sharded = ShardedParameters(held, self._before_read)
+            self.module.__dict__["_parameters"] = sharded
         elif guarded and not needed:
             self.module.__dict__["_parameters"] = held.stock
 

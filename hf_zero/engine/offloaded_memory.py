@@ -59,7 +59,7 @@ class OffloadedMemory(GatheredMemory):
     def gather(self) -> Iterator[None]:
         values = self._values.fetched()
         self._reservation.restore()
-        self._gathered = True
+        self.is_readable = True
         with self._queue.aside():
             self.source.copy_(values, non_blocking=True)
             yield

@@ -13,6 +13,7 @@ from .holder import StateHolder
 from .hooks import WeakHook
 from .reference import engine_attached_to
 from .sharded_gradient import ShardedGradient
+from .sharded_parameter import look_only
 
 SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
@@ -84,12 +85,13 @@ class ShardedOptimizer:
     def refuse_strangers(self) -> None:
         """Raises `ValueError` for parameters that came into the optimizer's groups after the engine was built."""
         for group in self.optimizer.param_groups:
+            if self._known.issuperset(map(id, group["params"])):
+                continue
             strangers = [p for p in group["params"] if id(p) not in self._known]
-            if strangers:
-                raise ValueError(
-                    f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
-                    f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
-                )
+            raise ValueError(
+                f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
+                f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
+            )
 
     def release(self) -> None:
         """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
@@ -116,15 +118,15 @@ class ShardedOptimizer:
         def zero_grad(*args, **kwargs) -> None:
             self._stock_zero_grad(*args, **kwargs)
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-            for parameter in (p for group in self.whole_groups for p in group):
-                gradient = parameter.grad
-                if not set_to_none:
-                    if gradient is not None:
+            with look_only():
+                gradients = [(p, p.grad) for group in self.whole_groups for p in group if p.grad is not None]
+                for parameter, gradient in gradients:
+                    if not set_to_none:
                         gradient.zero_()
-                    continue
-                if isinstance(gradient, ShardedGradient):
-                    gradient.pending = None
-                parameter.grad = None
+                        continue
+                    if isinstance(gradient, ShardedGradient):
+                        gradient.pending = None
+                    parameter.grad = None
 
         return zero_grad
 

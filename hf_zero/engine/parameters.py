@@ -34,6 +34,11 @@ class InFlightParameters(dict):
         self.settled = parameters
         self._wait_for = wait_for
 
+    def is_as(self, parameters: dict) -> bool:
+        """Takes over what another dict holds; False where it has lost a name."""
+        dict.update(self, parameters)
+        return len(self) == len(parameters)
+
     def __getitem__(self, name: str):
         self._wait_for(name)
         return self.settled[name]
@@ -95,6 +100,42 @@ def _only_gradients_are_read() -> bool:
     return False
 
 
+class _Home:
+    """A module that holds parameters which are gathered behind a step.
+
+    Args:
+        held: the bucket of each, by name.
+        finish: waits for the gather of a bucket.
+    """
+
+    def __init__(self, module: nn.Module, held: dict[str, Bucket], finish: Callable[[Bucket], None]):
+        self.buckets = tuple(dict.fromkeys(held.values()))
+        self._module = module
+        self._held = held
+        self._finish = finish
+        self._guarded: InFlightParameters | None = None
+
+    def guard(self) -> None:
+        """Makes the module wait where its parameters are read."""
+        parameters = self._module._parameters
+        if isinstance(parameters, InFlightParameters):
+            return
+        guarded = self._guarded
+        if guarded is None or guarded.settled is not parameters or not guarded.is_as(parameters):
+            guarded = self._guarded = InFlightParameters(parameters, self._wait_for)
+        self._module.__dict__["_parameters"] = guarded
+
+    def settle(self) -> None:
+        """Leaves the module with its own dict."""
+        parameters = self._module._parameters
+        if isinstance(parameters, InFlightParameters):
+            self._module.__dict__["_parameters"] = parameters.settled
+
+    def _wait_for(self, name: str | None) -> None:
+        for bucket in self.buckets if name is None else (self._held[name],) if name in self._held else ():
+            self._finish(bucket)
+
+
 class ParameterGather:
     """Starts the all-gathers of updated buckets, and finishes each at the first read of one of its parameters.
 
@@ -108,11 +149,15 @@ class ParameterGather:
         self._gather = gather
         self._in_flight: dict[Bucket, Handle] = {}
         bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-        self._homes: list[tuple[nn.Module, dict[str, Bucket]]] = []
+        self._homes: list[_Home] = []
+        self._homes_of: dict[Bucket, list[_Home]] = {bucket: [] for bucket in bucket_of.values()}
         for module in model.modules():
             held = {name: bucket_of[p] for name, p in module._parameters.items() if p in bucket_of}
             if held:
-                self._homes.append((module, held))
+                home = _Home(module, held, self.finish)
+                self._homes.append(home)
+                for bucket in home.buckets:
+                    self._homes_of[bucket].append(home)
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Starts gathering what the optimizer has just updated in these buckets."""
@@ -122,34 +167,25 @@ class ParameterGather:
 
     def guard(self) -> None:
         """Makes every module that holds a parameter in flight wait for it when it is read."""
-        for module, held in self._homes:
-            if not isinstance(module._parameters, InFlightParameters) and any(
-                b in self._in_flight for b in held.values()
-            ):
-                self._guard_module(module, held)
+        in_flight = self._in_flight.keys()
+        for home in self._homes if in_flight else ():
+            if not in_flight.isdisjoint(home.buckets):
+                home.guard()
 
     def finish(self, bucket: Bucket) -> None:
+        """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
         handle = self._in_flight.pop(bucket, None)
-        if handle is not None:
-            handle.finish()
+        if handle is None:
+            return
+        handle.finish()
+        in_flight = self._in_flight.keys()
+        for home in self._homes_of[bucket]:
+            if in_flight.isdisjoint(home.buckets):
+                home.settle()
 
     def finish_all(self) -> None:
         for bucket in list(self._in_flight):
             self.finish(bucket)
-        for module, _ in self._homes:
-            if isinstance(module._parameters, InFlightParameters):
-                module.__dict__["_parameters"] = module._parameters.settled
-
-    def _guard_module(self, module: nn.Module, held: dict[str, Bucket]) -> None:
-        def wait_for(name: str | None) -> None:
-            names = held if name is None else [name] if name in held else []
-            for wanted in names:
-                self.finish(held[wanted])
-            if not any(bucket in self._in_flight for bucket in held.values()):
-                module.__dict__["_parameters"] = settled
-
-        settled = module._parameters
-        module.__dict__["_parameters"] = InFlightParameters(settled, wait_for)
 
 
 def caches_parameters(model: nn.Module) -> bool:

@@ -82,6 +82,17 @@ class ShardedModel:
     def is_empty(self) -> bool:
         return not self.unit_of
 
+    def before_forward(self) -> None:
+        """Called before each forward of the model outside of a backward."""
+        if not self.is_empty:
+            self.schedule.recover()
+            self.schedule.before_forward(self.root)
+
+    def after_forward(self, outputs: object) -> None:
+        """Called with what it has returned."""
+        if not self.is_empty:
+            self.schedule.after_forward(self.root, outputs)
+
     def own_bytes(self, *, trained: bool) -> int:
         """Bytes of this rank's shards of the trained, or of the frozen parameters."""
         return sum(

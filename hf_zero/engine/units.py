@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import cached_property
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -10,6 +12,8 @@ from ..comm.transport import Handle
 from .buckets import Bucket, ParameterSlot
 from .gathers import Gather
 from .sharded_parameter import look_only
+
+_VERSION = attrgetter("_version")
 
 
 class UnitState(Enum):
@@ -34,6 +38,7 @@ class Unit:
         buckets: the unit's, all of GatheredMemory.
         gather: what the parameters were last gathered by.
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
+        is_sharded: the state is SHARDED.
         holds: how many users keep it from being resharded.
         guards: told of each change between whole and sharded.
     """
@@ -43,20 +48,18 @@ class Unit:
         self.buckets = list(buckets)
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.state = UnitState.SHARDED
+        self.is_sharded = True
         self.holds = 0
         self.guards: list[Guard] = []
         self.gather: Gather | None = None
         self._handles: list[Handle] = []
-        self._versions = [slot.parameter._version for slot in self.slots]
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._versions = list(map(_VERSION, self._parameters))
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
 
-    @property
-    def is_sharded(self) -> bool:
-        return self.state is UnitState.SHARDED
-
-    @property
+    @cached_property
     def passing_bytes(self) -> int:
         """Bytes that being whole takes beyond the shard."""
         return sum(bucket.memory.passing_bytes for bucket in self.buckets)
@@ -75,7 +78,7 @@ class Unit:
         """SHARDED → UNSHARDING: starts the all-gathers."""
         self._leave(UnitState.SHARDED)
         self._refuse_edits()
-        self.state = UnitState.UNSHARDING
+        self.state, self.is_sharded = UnitState.UNSHARDING, False
         self.gather = gather
         for bucket in self.buckets:
             with bucket.memory.gather():
@@ -94,10 +97,10 @@ class Unit:
     def reshard(self) -> None:
         """UNSHARDED → SHARDED: gives back everything but the shard."""
         self._leave(UnitState.UNSHARDED)
-        self.state = UnitState.SHARDED
+        self.state, self.is_sharded = UnitState.SHARDED, True
         for bucket in self.buckets:
             bucket.memory.drop()
-        self._versions = [slot.parameter._version for slot in self.slots]
+        self._versions = list(map(_VERSION, self._parameters))
         self._hang_parameters()
 
     def keep_edits(self) -> None:
@@ -115,7 +118,7 @@ class Unit:
             # The master follows what no optimizer step has written.
             slot.version = -1
         self.hang(slot)
-        self._versions = [other.parameter._version for other in self.slots]
+        self._versions = list(map(_VERSION, self._parameters))
 
     def hang(self, slot: ParameterSlot) -> None:
         """Gives a parameter the data that it has in this state."""
@@ -126,8 +129,8 @@ class Unit:
             raise AssertionError(f"hf_zero: {self!r} should be {expected.value} here; please report this")
 
     def _hang_parameters(self) -> None:
-        for slot in self.slots:
-            self.hang(slot)
+        for bucket in self.buckets:
+            bucket.memory.hang_all(bucket.parameters, bucket.places)
         for guard in self.guards:
             guard.update()
 
@@ -136,6 +139,9 @@ class Unit:
             if bucket.memory.was_written():
                 raise _lost_edit(bucket.slots[0].name)
         with look_only():
+            unchanged = list(map(_VERSION, self._parameters)) == self._versions
+            if unchanged and all(bucket.holds_all for bucket in self.buckets):
+                return
             for slot, version in zip(self.slots, self._versions):
                 held = slot.bucket.memory.is_view(slot.parameter, slot.place)
                 if slot.parameter._version != version or not held:

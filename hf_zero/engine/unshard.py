@@ -237,7 +237,7 @@ class Unsharding:
         if self.reshards_after_forward and unit is not self._root:
             turning = self._turning if order is self._forward else []
             wanted = {unit, *self._lasting, *ahead, *self._running, *turning}
-            self._drop([other for other in self.units if other not in wanted])
+            self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
         gather = self._wire.forward if order is self._forward else self._wire.backward
         for each in used:
             self._start(each, gather)
