@@ -276,6 +276,27 @@ def test_what_is_under_way_when_an_engine_is_dropped_arrives_and_blocks_nothing(
     run_ranks(drops_a_handle, world_size=2, time_limit_s=40)
 
 
+def gathers_in_another_order(rank: int, world_size: int) -> None:
+    groups = Groups.create(stage=3, device_type="cpu", comm=CommConfig())
+    transport = CollectiveTransport(groups)
+    labels = [Label(kind="all-gather parameters", subject=f"bucket {number}") for number in range(2)]
+    flat = torch.zeros(64)
+    own = flat.chunk(world_size)[rank]
+    for label in labels:
+        transport.start_all_gather(flat, own, label).finish()
+    transport.exchange(None)
+    for label in labels if rank == 0 else reversed(labels):
+        transport.start_all_gather(flat, own, label).finish()
+    with pytest.raises(
+        CommunicationError, match=rf"rank {rank} and rank {1 - rank} have gathered parameters in different"
+    ):
+        transport.agree_max(torch.ones(1), LABEL)
+
+
+def test_ranks_that_gather_layers_of_equal_size_in_another_order_are_told_at_their_next_agreement():
+    run_ranks(gathers_in_another_order, world_size=2, time_limit_s=60)
+
+
 GPUS = "cpu:gloo,cuda:nccl"
 URGENT = "nccl, urgent"
 WORLD = "gloo"

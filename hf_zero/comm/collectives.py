@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from .control import control_of
+from .gather_order import GatherOrder
 from .groups import Groups, RankGroup
 from .ledger import Ledger
 from .lookout import watch_over
@@ -26,7 +27,8 @@ class CollectiveTransport(Transport):
         self._elsewhere: dict[tuple[int, ...], int] = {}
         # Device backends note the end of a work object at once, for the device to pass.
         self._unseen = hidden_from_profiler if groups.backend == "gloo" else nullcontext
-        self._control = control_of(groups, self.watch)
+        self._gathers = GatherOrder(groups.gather.ranks)
+        self._control = control_of(groups, self.watch, self._gathers)
         self._name = self.exchange(uuid.uuid4().hex, "exchange of a name")[0]
         self._meetings = Meetings(groups.world, self.watch, self._name) if groups.backend != "fake" else None
 
@@ -51,6 +53,7 @@ class CollectiveTransport(Transport):
     ) -> Handle:
         group = among or self._groups.gather
         self._count(label, group, flat.nbytes)
+        self._gathers.note(str(label))
         with self.watch.inside(label), shown("start", label), self._unseen():
             work = all_gather_flat(flat, own, group=group.handle, async_op=True)
         return Handle(label, self.ledger, lambda: work.wait())

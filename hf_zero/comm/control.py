@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .failures import CommunicationError
+from .gather_order import GatherOrder
 from .groups import Groups
 from .profiling import hidden_from_profiler
 from .transfers import Transfers
@@ -20,7 +21,7 @@ from .watch import Watch
 from .whereabouts import script_line
 
 _MESSAGE_BYTES = 1024
-_HEAD = struct.Struct("<QQH")
+_HEAD = struct.Struct("<QQQH")
 _LONGEST_PURPOSE = 200
 _TAG, _TAG_OF_THE_REST = 0x5A480000, 0x5A490000
 
@@ -32,9 +33,10 @@ class Control:
 
     Args:
         watch: is told of each wait.
+        order: of this rank's gathers, compared with each message; None where nothing is gathered, or messages have tags.
     """
 
-    def __init__(self, groups: Groups, watch: Watch):
+    def __init__(self, groups: Groups, watch: Watch, order: GatherOrder | None):
         self._group = groups.control
         self._timeout_s = groups.timeout_s
         self._watch = watch
@@ -42,6 +44,7 @@ class Control:
         self._place = groups.world.place
         self._peers = groups.world.peers
         self._count = 0
+        self._order = order or GatherOrder(())
 
     def exchange(self, value: object, purpose: str) -> list[object]:
         """Every rank's picklable value, in rank order.
@@ -62,7 +65,7 @@ class Control:
     def _swap(self, data: bytes, purpose: str) -> list[bytearray]:
         self._count += 1
         name = purpose.encode()[:_LONGEST_PURPOSE]
-        head = _HEAD.pack(len(data), self._count, len(name)) + name
+        head = _HEAD.pack(len(data), self._count, self._order.checksum, len(name)) + name
         room = _MESSAGE_BYTES - len(head)
         message = bytearray(_MESSAGE_BYTES)
         message[: len(head) + min(room, len(data))] = head + data[:room]
@@ -86,7 +89,7 @@ class Control:
 
     def _open(self, place: int, message: bytearray, name: bytes) -> int:
         """How many bytes of data a message begins, if it came for the same purpose."""
-        nbytes, count, length = _HEAD.unpack_from(message)
+        nbytes, count, order, length = _HEAD.unpack_from(message)
         theirs = message[_HEAD.size : _HEAD.size + length]
         if theirs != name or count != self._count:
             raise CommunicationError(
@@ -94,6 +97,12 @@ class Control:
                 f"{name.decode(errors='replace')} ({script_line()[0]}), and rank {self._ranks[place]} to the "
                 f"{theirs.decode(errors='replace')}. Each is collective: call it on every rank, in the same order, outside of "
                 "`if is_main_process`."
+            )
+        if order != self._order.checksum and self._ranks[place] in self._order.ranks:
+            raise CommunicationError(
+                f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
+                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. At stage 3 all "
+                "ranks have to run the same layers in the same order. Choose branches by what all ranks know, or use stage 2."
             )
         return nbytes
 
@@ -125,6 +134,6 @@ class PretendedControl:
         return values.expand(self._size, *values.shape)
 
 
-def control_of(groups: Groups, watch: Watch) -> Control | PretendedControl:
+def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | PretendedControl:
     """What the ranks of these groups agree by."""
-    return PretendedControl(groups) if groups.backend == "fake" else Control(groups, watch)
+    return PretendedControl(groups) if groups.backend == "fake" else Control(groups, watch, order)
