@@ -290,7 +290,7 @@ class Bucket:
     def write_back(self) -> None:
         """The updated master into this rank's shard of the parameters."""
         if self.has_second_copy and not self.is_away:
-            self.memory.write_own(self.master)
+            self.memory.write_own(self.master, self.tier.uplink)
 
     def rest(self, master: Region | None) -> None:
         """Leaves the shard to where it lives. `master`: where in a file the master lies, in the parameters' own digits."""

@@ -10,7 +10,7 @@ from ..comm.choose import choose_step_transport, choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
-from ..device import Arrival, downlink, with_index
+from ..device import Arrival, with_index
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
@@ -402,7 +402,7 @@ class ZeroEngine:
 
     def _make_store(self) -> GradientStore:
         most = self.config.grad_buffers if self._holder.steps_early else None
-        landing = Landing(downlink=downlink(self.device), landed=self._landed, most_under_way=most)
+        landing = Landing(downlink=self.tier.downlink, landed=self._landed, most_under_way=most)
         sizes = {"world_size": self._peers.world_size, "replicated": self._is_replicated}
         return choose_store(self.buckets, self.config, self._stepping, self._wire.reduction, landing, **sizes)
 
@@ -480,8 +480,8 @@ class ZeroEngine:
         self._exact.put_back()
 
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
-        self.tier.cores.give_back()
         self._holder.after_step(buckets)
+        self.tier.cores.give_back()
         for bucket in self._outer.after_step(buckets):
             bucket.write_back()
         for bucket in (bucket for bucket in buckets if not bucket.whole):

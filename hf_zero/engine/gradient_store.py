@@ -13,7 +13,8 @@ import torch
 
 from ..comm.transport import Handle, Transport
 from ..config import ZeroConfig
-from ..device import Arrival, Downlink, allocate
+from ..device import Arrival, allocate
+from ..offload.downlink import Downlink
 from ..offload.tier import DeviceTier
 from .buckets import Bucket, ParameterSlot, Row
 from .buffer_pool import BufferPool
