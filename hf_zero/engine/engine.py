@@ -121,7 +121,7 @@ class ZeroEngine:
             parameter_tier=self.parameter_tier,
             settle=self._holder.settle,
         )
-        self._all_buckets = [bucket for buckets in self._parts.values() for bucket in buckets]
+        self._all_buckets = sorted((b for each in self._parts.values() for b in each), key=lambda b: b.layout.index)
         self.buckets = [bucket for bucket in self._all_buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
