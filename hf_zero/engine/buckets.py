@@ -108,6 +108,7 @@ class Bucket:
         whole: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
         is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
+        gradient_dtype: of the reduced gradient that waits in the rows for the step.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Bucket:
         self.whole = whole
         self.tier = tier
         self.is_away = False
+        self.gradient_dtype = precision.master
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
         self.flat = memory.flat
@@ -158,6 +160,17 @@ class Bucket:
     @property
     def own(self) -> torch.Tensor:
         return self.memory.own
+
+    def step_on_reduced(self) -> None:
+        """Leaves the reduced gradient in bfloat16 where its sum arrives so: what steps the bucket reads that dtype.
+
+        Sums with further gradients are taken in the master dtype all the same. float16 would lose what is unscaled.
+        """
+        if self.precision.reduced == torch.bfloat16 and not self.tier.is_apart:
+            self.gradient_dtype = torch.bfloat16
+            for row in self.rows:
+                # torch lets a parameter have gradients of its own dtype alone, unless told otherwise.
+                row.tensor.grad_dtype = None
 
     @property
     def gradient_bytes(self) -> int:

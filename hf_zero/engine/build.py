@@ -252,7 +252,9 @@ def build_buckets(
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
         weights = None if part.sharded else wire.weight_format
         precision = (
-            resolve_precision(config, dtype, apart=apart, weights=weights) if trained else untrained_precision(dtype)
+            resolve_precision(config, dtype, apart=apart, weights=weights, adds_in_master=wire.reduction.adds_in_wider)
+            if trained
+            else untrained_precision(dtype)
         )
         buckets.append(
             Bucket(

@@ -18,11 +18,12 @@ from .auto_settings import settle_auto
 from .buckets import Bucket, rows_with_gradient
 from .buffers import ModelBuffers, broadcast_buffers, start_buffers
 from .build import build_parts, check_parameters, owners
+from .choose_store import choose_store
 from .clip import clamp_values
 from .dtypes import DtypeReport, report_dtypes
 from .exact_weights import ExactWeights
 from .gradient_norm import choose_norm
-from .gradient_store import GradientStore, Landing, choose_store
+from .gradient_store import GradientStore, Landing
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import WeakHook
@@ -403,8 +404,7 @@ class ZeroEngine:
     def _make_store(self) -> GradientStore:
         most = self.config.grad_buffers if self._holder.steps_early else None
         landing = Landing(downlink=self.tier.downlink, landed=self._landed, most_under_way=most)
-        sizes = {"world_size": self._peers.world_size, "replicated": self._is_replicated}
-        return choose_store(self.buckets, self.config, self._stepping, self._wire.reduction, landing, **sizes)
+        return choose_store(self.buckets, self.config, self._stepping, self._wire.reduction, landing, self._peers)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
