@@ -45,10 +45,11 @@ def test_the_host_keeps_its_sizes_and_so_does_one_gpu():
 
 
 def test_on_gpus_sizes_grow_with_the_model_and_the_ranks():
-    assert auto_mib(400, groups(8), DEVICE) == pytest.approx(53.7, rel=0.01)
+    assert auto_mib(800, groups(8), DEVICE) == pytest.approx(75.9, rel=0.01)
     sizes = [auto_mib(n, groups(8), DEVICE) for n in (1, 100, 400, 1600)]
     assert sizes == sorted(sizes) and sizes[0] >= 1
-    assert auto_mib(400, groups(64, nodes=8), DEVICE) > auto_mib(400, groups(8), DEVICE)
+    assert auto_mib(1600, groups(64, nodes=8), DEVICE) > auto_mib(1600, groups(8), DEVICE)
+    assert auto_mib(400, groups(64, nodes=8), DEVICE) == 50, "an eighth"
     assert choose_sizes(model_of(4), ZeroConfig(stage=3), groups(8), DEVICE).layer_numel > 10**15
     said = choose_sizes(model_of(4), ZeroConfig(stage=3, bucket_bytes="2MiB"), groups(8), DEVICE)
     assert said.layer_numel == said.numel == MIB // 2

@@ -69,8 +69,11 @@ def bytes_on_host(total_bytes: int) -> int:
 
 
 def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
-    """What costs least over the group in which whole buckets are reduced, up to 256 MiB."""
+    """What costs least over the group in which whole buckets are reduced, up to 256 MiB and an eighth of all.
+
+    Beyond that `grad_buffers` of them would be most of the gradients that stage 2 does not keep.
+    """
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})
     wanted = cost_of(ranks=group.size, nodes=nodes).bucket_bytes(total_bytes)
-    return min(_LARGEST_QUEUED_BYTES, max(_SMALLEST_BYTES, wanted))
+    return max(_SMALLEST_BYTES, min(_LARGEST_QUEUED_BYTES, total_bytes // _BUCKETS_A_MODEL, wanted))
