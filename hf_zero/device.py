@@ -403,37 +403,6 @@ def wait_for_device(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-class Downlink:
-    """The way of tensors into other memory, which here is no way at all."""
-
-    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
-        """Copies `source` as it is behind what its device's queue has so far. It may be dropped at once."""
-        target.copy_(source)
-        return Arrival()
-
-
-class _StreamDownlink(Downlink):
-    """From an accelerator into pinned host memory, on a stream of its own: backward's kernels do not wait for the bus."""
-
-    def __init__(self, device: torch.device):
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._stream = self._module.Stream(device)
-
-    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        with self._module.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        # The allocator must not hand the memory out again before the copy has read it.
-        source.record_stream(self._stream)
-        return _Event(self._stream, self._device)
-
-
-def downlink(device: torch.device) -> Downlink:
-    """The way from `device` into host memory."""
-    return Downlink() if device.type == "cpu" else _StreamDownlink(device)
-
-
 class HostValue:
     """A scalar on its way to the host, read without stopping the device's queue in between.
 

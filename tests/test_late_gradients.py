@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.announce import state_plan
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -27,7 +28,7 @@ SETTINGS = {
     "stage 2, int8": {"stage": 2, "comm": {"gradients": "int8"}},
     "stage 3": {"stage": 3},
 }
-ROUNDED = {"stage 0, bf16 in transit": 5e-3, "stage 2, int8": 5e-3}
+ROUNDED = {"stage 0, bf16 in transit": 5e-3, "stage 2, int8": 1e-2}
 
 
 class Layer(nn.Module):
@@ -145,3 +146,66 @@ def gradients_by_hand(rank: int, world_size: int) -> None:
 
 def test_what_one_rank_alone_has_put_in_a_bucket_stays_when_it_is_sent_again():
     run_ranks(gradients_by_hand, world_size=2, time_limit_s=100)
+
+
+class Passed(nn.Module):
+    """Layers of which the last is not used, or only at odd calls: those before it wait for its bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.uses = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = inputs
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        # Made before the layers', so that its gradient comes behind theirs.
+        return hidden.square().mean() + (self.unused(inputs).sum() if self.uses else 0)
+
+
+class Registered(Passed):
+    """The unused layer is computed first, and its gradient comes last."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        first = self.unused(inputs).sum() if self.uses else 0
+        hidden = inputs
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden.square().mean() + first
+
+
+def past_an_unused_layer(rank: int, world_size: int, kind: type[nn.Module]) -> tuple[int, int, int]:
+    """Bytes of the buffers and of the plan, and reductions in the steps behind the one in which it was used after all."""
+    torch.manual_seed(0)
+    model, plain = kind(), kind()
+    plain.load_state_dict(model.state_dict())
+    sgd = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    # A layer's weight and bias.
+    engine = ZeroEngine(model, [sgd[0]], {"stage": 2, "bucket_bytes": 4 * (WIDTH + 1) * WIDTH + 64})
+    inputs = torch.randn(world_size, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    most = 0
+    for step in range(6):
+        model.uses = plain.uses = step in (3, 4)
+        before = sum(row.calls for row in engine.comm_report().rows if "reduce-scatter" in row.kind)
+        model(inputs[rank]).backward()
+        reduced = sum(row.calls for row in engine.comm_report().rows if "reduce-scatter" in row.kind) - before
+        if step < 3:
+            most = max(most, engine._store.held_bytes()["gradient buffers"])
+        for each in inputs:
+            (plain(each) / world_size).backward()
+        for optimizer in sgd:
+            optimizer.step()
+            optimizer.zero_grad()
+        for mine, theirs in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    return most, state_plan(engine).gradient_buffers, reduced - len(engine.buckets)
+
+
+@pytest.mark.parametrize("kind", [Passed, Registered])
+def test_an_unused_parameter_does_not_hold_up_the_buckets_behind_it(kind):
+    results = run_ranks(past_an_unused_layer, world_size=2, time_limit_s=60, keyword_arguments={"kind": kind})
+    for most, planned, twice in results:
+        assert most <= planned
+        assert twice == 0

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from test_checkpoint import save_engine
+from test_reduced_gradients import backward, built
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.checkpoint.background import Background
@@ -246,3 +248,87 @@ def goes_by_the_engines_device(rank: int, world_size: int, library: Path) -> Non
 
 def test_threads_pins_events_and_launches_go_by_the_engines_device(library):
     run_ranks(goes_by_the_engines_device, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
+def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, stage: int) -> tuple[float, float]:
+    """Bytes a parameter that the device holds more after backward than before the forward, and behind the step."""
+    compiled = standin_device.register(library)
+    with standin_device.process_group(rank, world_size, folder):
+        model, optimizer, engine = built(stage, device=standin_device.NAME, bucket_bytes="1MiB")
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        for step in range(3):
+            before = compiled.held()
+            loss = backward(model, step)
+            del loss
+            after = compiled.held()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.finish_parameters()
+        return (after - before) / numel, (compiled.held() - before) / numel
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_an_accelerator_are_gone_before_the_next_forward(stage, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path), "stage": stage}
+    [(gradients, left)] = run_ranks(held_through_a_step, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    # The device gives out whole pages.
+    assert 2 <= gradients < 2.4
+    assert left == 0
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Bytes of copies between the host and the device. What changes its dtype on the way may travel in the wider one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = self.up = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy"):
+            target, source = (made, args[0]) if name == "aten::_to_copy" else args[:2]
+            if target.device.type != source.device.type:
+                nbytes = source.numel() * max(target.itemsize, source.itemsize)
+                if target.device.type == "cpu":
+                    self.down += nbytes
+                else:
+                    self.up += nbytes
+        return made
+
+
+def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, settings: dict) -> tuple[float, float]:
+    """Copied in a backward and a step, for each element of the rank's shards: down and up."""
+    standin_device.register(library)
+    with standin_device.process_group(rank, world_size, folder):
+        model, optimizer, engine = built(device=standin_device.NAME, bucket_bytes="100KiB", **settings)
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        copied = CopiedBytes()
+        batch = {n: v.to(standin_device.NAME) for n, v in gpt2_batch(torch.Generator().manual_seed(1), 2).items()}
+        loss = model(**batch).loss
+        with copied:
+            loss.backward()
+            optimizer.step()
+        engine.finish_parameters()
+        numel = sum(bucket.layout.shard_numel for bucket in engine.buckets)
+        return copied.down / numel, copied.up / numel
+
+
+OFFLOADED = {
+    "in time": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
+    "early": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}},
+    "stage 1": {"stage": 1, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
+    "stage 3": {"stage": 3, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
+}
+
+
+@pytest.mark.parametrize("way", OFFLOADED)
+def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library, tmp_path):
+    """On one rank, since the stand-in's collectives go through the host, too."""
+    arguments = {"library": library, "folder": str(tmp_path), "settings": OFFLOADED[way]}
+    [(down, up)] = run_ranks(bytes_of_a_step, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    # Scalars of the step, too.
+    assert 2 <= down < 2.01
+    assert 2 <= up < 2.01

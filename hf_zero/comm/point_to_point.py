@@ -23,6 +23,8 @@ _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000
 class PointToPointTransport(CollectiveTransport):
     """The transport for gloo on host tensors. Broadcasts and all-reduces stay gloo's own."""
 
+    adds_in_wider = True
+
     def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
         super().__init__(groups, ledger)
         self._timeout_s = timeout_s

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -67,7 +68,13 @@ class Transport(ABC):
 
     Args:
         ledger: to count in; by default a new one.
+
+    Attributes:
+        adds_in_wider: a reduce-scatter into a wider dtype adds in that one, and so rounds less than one in the dtype of what
+            is summed. Elsewhere the sum is rounded to that dtype first.
     """
+
+    adds_in_wider: ClassVar[bool] = False
 
     def __init__(self, ledger: Ledger | None = None):
         self.ledger = ledger or Ledger()

@@ -38,8 +38,10 @@ class ZeroConfig:
     Args:
         stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
             parameters.
-        bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model.
-        grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest.
+        bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
+            the device.
+        grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest, those
+            of parameters larger than a bucket among them.
         grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
             addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2
             and 3.

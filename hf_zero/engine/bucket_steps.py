@@ -10,6 +10,7 @@ import torch
 from ..comm.transport import Label, Transport
 from ..offload.files import OffloadError
 from .buckets import Bucket, Row
+from .clipped_gradient import widen
 from .hooks import WeakHook
 from .state_kinds import own_step
 
@@ -59,6 +60,8 @@ class OwnStep(BucketStep):
         self._optimizer = optimizer
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        for row in rows:
+            widen(row)
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
         group = groups[bucket.layout.key[3]]

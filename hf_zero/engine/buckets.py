@@ -123,6 +123,7 @@ class Bucket:
         whole: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
         is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
+        gradient_dtype: of the reduced gradient that waits in the rows for the step.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Bucket:
         self.tier = tier
         self.is_away = False
         self._labels: dict[str, Label] = {}
+        self.gradient_dtype = precision.master
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
         self.flat = memory.flat
@@ -175,6 +177,17 @@ class Bucket:
     @property
     def own(self) -> torch.Tensor:
         return self.memory.own
+
+    def step_on_reduced(self) -> None:
+        """Leaves the reduced gradient in bfloat16 where its sum arrives so: what steps the bucket reads that dtype.
+
+        Sums with further gradients are taken in the master dtype all the same. float16 would lose what is unscaled.
+        """
+        if self.precision.reduced == torch.bfloat16 and not self.tier.is_apart:
+            self.gradient_dtype = torch.bfloat16
+            for row in self.rows:
+                # torch lets a parameter have gradients of its own dtype alone, unless told otherwise.
+                row.tensor.grad_dtype = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -345,7 +358,7 @@ class Bucket:
     def write_back(self) -> None:
         """The updated master into this rank's shard of the parameters."""
         if self.has_second_copy and not self.is_away:
-            self.memory.write_own(self.master)
+            self.memory.write_own(self.master, self.tier.uplink)
 
     def rest(self, master: Region | None) -> None:
         """Leaves the shard to where it lives. `master`: where in a file the master lies, in the parameters' own digits."""

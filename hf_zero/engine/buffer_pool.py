@@ -22,7 +22,7 @@ class OpenBuffer(NamedTuple):
 
 
 class BufferPool:
-    """Whole-bucket buffers, kept by kind (layout/pool.py); at most `limit` shared ones.
+    """Whole-bucket buffers, kept by kind (layout/pool.py); at most `limit` large ones, in use or free.
 
     When gradients come in another order than the buckets, more than `limit` may be open at a time; the pool then grows rather
     than stand still.
@@ -35,40 +35,53 @@ class BufferPool:
         self._tier = DeviceTier(device)
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._shared_out = 0
+        # By kind and size: a small buffer that is free does not count against the limit.
+        self._free: dict[tuple[BufferKind, int, torch.dtype], list[torch.Tensor]] = {}
+        self._large_out = 0
         self._bytes = 0
         self.most_bytes = 0
 
     def exhausted_for(self, bucket: Bucket) -> bool:
-        """True when a buffer for `bucket` would be one shared buffer more than the limit."""
-        return self._kind(bucket) is BufferKind.SHARED and self._shared_out >= self._limit
+        """True when a buffer for `bucket` would be one large buffer more than the limit."""
+        return self._kind(bucket) is not BufferKind.SMALL and self._large_out >= self._limit
+
+    def is_last_for(self, bucket: Bucket) -> bool:
+        """True when the next buffer that is as large as this bucket's will be one more than the limit."""
+        return self._kind(bucket) is not BufferKind.SMALL and self._large_out == self._limit - 1
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
-        shared = self._kind(bucket) is BufferKind.SHARED
-        self._shared_out += shared
-        size = self._shared_numel if shared else bucket.layout.numel
-        free = self._free.setdefault((size, bucket.precision.reduce), [])
+        kind, dtype = self._kind(bucket), bucket.precision.reduce
+        size = self._shared_numel if kind is BufferKind.SHARED else bucket.layout.numel
+        self._large_out += kind is not BufferKind.SMALL
+        free = self._free.get((kind, size, dtype))
         if free:
             return free.pop()
-        buffer = self._tier.scratch(size, bucket.precision.reduce)
+        if kind is not BufferKind.SMALL:
+            self._make_room()
+        buffer = self._tier.scratch(size, dtype)
         self._bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
 
     def give_back(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         kind = self._kind(bucket)
-        self._shared_out -= kind is BufferKind.SHARED
+        self._large_out -= kind is not BufferKind.SMALL
         if kind is BufferKind.OVERSIZE:
             self._bytes -= buffer.nbytes
         else:
-            self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+            self._free.setdefault((kind, buffer.numel(), buffer.dtype), []).append(buffer)
 
     def rest(self) -> None:
         """Drops the buffers not in use, until the next backward."""
         self._bytes -= sum(buffer.nbytes for buffers in self._free.values() for buffer in buffers)
         self._free.clear()
+
+    def _make_room(self) -> None:
+        """Drops free large buffers that would be too many beside those in use."""
+        free = [buffers for (kind, *_), buffers in self._free.items() if kind is BufferKind.SHARED]
+        while self._large_out + sum(map(len, free)) > self._limit and any(free):
+            self._bytes -= max(free, key=len).pop().nbytes
 
     def _kind(self, bucket: Bucket) -> BufferKind:
         return kind_of_buffer(bucket.layout, self._shared_numel)

@@ -9,13 +9,14 @@ from torch import nn
 
 from ..comm.groups import Groups
 from ..comm.transport import Transport
-from ..config import AUTO, ConfigError, ZeroConfig
+from ..config import ConfigError, ZeroConfig
 from ..kernels.checks import FLOAT_DTYPES
 from ..layout.blocks import IN_BLOCKS
 from ..layout.slots import ParameterSpec, plan_buckets
 from ..offload.parameter_shards import ParameterTier
 from ..offload.placement import Placement
 from ..offload.tier import Tier
+from .bucket_sizes import choose_sizes
 from .buckets import Bucket
 from .loaded import take_from_file, take_rank_0s, wanted_dtype
 from .memory import WholeMemory
@@ -26,13 +27,6 @@ from .reach import keeps_intact
 from .shared_memory import memory_of
 from .unit_modules import find_unit_modules, own_parameters
 from .wire import Wire
-
-_MIB = 2**20
-_SMALLEST_BUCKET_BYTES = 1 * _MIB
-_LARGEST_BUCKET_BYTES = 25 * _MIB
-_BUCKETS_A_MODEL = 8
-_LARGEST_UNIT_BUCKET_BYTES = 32 * _MIB
-"""At stage 3 a unit is a bucket of each kind where it fits: a layer of BERT-base has 28 MiB."""
 
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
@@ -110,12 +104,19 @@ class Part:
     parameters: Sequence[tuple[str, nn.Parameter]]
     sharded: bool
 
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a unit of stage 3 that comes and goes as a whole."""
+        return self.sharded and self.name != ""
 
-def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups) -> list[Part]:
+
+def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups, device: torch.device) -> list[Part]:
     """What goes into buckets, in the order in which gradients arrive.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
     for each unit, frozen parameters too, the last layer first and the root last; then what `persist_below_numel` keeps whole.
+    On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
+    of all, does not wait for the embeddings'.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
@@ -123,13 +124,25 @@ def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups) -> list[Part]
     units = find_unit_modules(model, config.unit_modules)
     own = own_parameters(model, units)
     least = config.persist_below_numel
+    layers = [name for name, _ in reversed(units)]
+    behind = [] if device.type == "cpu" else _behind_layers(model, own)
+    taken = {name for name, _ in behind}
+    before = [(name, parameter) for name, parameter in own[""] if name not in taken]
+    of_parts = [("", behind), *((name, own[name]) for name in layers), ("", before)]
     parts = [
-        Part(name=name, parameters=[(n, p) for n, p in own[name] if p.numel() >= least], sharded=True)
-        for name in [*reversed([name for name, _ in units]), ""]
+        Part(name=name, parameters=[(n, p) for n, p in of_part if p.numel() >= least], sharded=True)
+        for name, of_part in of_parts
     ]
     kept = [(name, p) for name, p in trained if p.numel() < least]
     parts.append(Part(name="kept whole", parameters=kept, sharded=False))
     return [part for part in parts if part.parameters or part.name == ""]
+
+
+def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
+    """What of the root's is registered behind all layers."""
+    place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
+    return [(name, parameter) for name, parameter in own[""] if place[name] > last]
 
 
 def build_parts(
@@ -158,10 +171,10 @@ def build_parts(
     built: dict[str, list[Bucket]] = {}
     start_alike = partial(take_rank_0s, device=device, transport=transport)
     intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
-    bucket_numel, count = bucket_numel_for(model, config), 0
+    sizes, count = choose_sizes(model, config, groups, device), 0
     trained_numel = sum(parameter.numel() for parameter in owner)
     placement = Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel)
-    for part in parts_of(model, config, groups):
+    for part in parts_of(model, config, groups, device):
         buckets = build_buckets(
             part,
             owner,
@@ -169,7 +182,7 @@ def build_parts(
             config,
             groups,
             wire,
-            bucket_numel=bucket_numel,
+            bucket_numel=sizes.layer_numel if part.is_layer else sizes.numel,
             first_index=count,
             device=device,
             placement=placement,
@@ -179,7 +192,7 @@ def build_parts(
         )
         count += len(buckets)
         if buckets:
-            built[part.name] = buckets
+            built.setdefault(part.name, []).extend(buckets)
     taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
     for parameter in model.parameters():
         if parameter not in taken:
@@ -239,7 +252,9 @@ def build_buckets(
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
         weights = None if part.sharded else wire.weight_format
         precision = (
-            resolve_precision(config, dtype, apart=apart, weights=weights) if trained else untrained_precision(dtype)
+            resolve_precision(config, dtype, apart=apart, weights=weights, adds_in_master=wire.reduction.adds_in_wider)
+            if trained
+            else untrained_precision(dtype)
         )
         buckets.append(
             Bucket(
@@ -275,19 +290,3 @@ def keeps_rows_whole(
     if groups.shard_size > 1 or config.offload.moves_params or placement.tier.is_apart:
         return False
     return not any(resolve_precision(config, dtype).has_master for dtype in {wanted_dtype(p) for p in parameters})
-
-
-def bucket_numel_for(model: nn.Module, config: ZeroConfig) -> int:
-    """Elements a bucket should not pass, from `bucket_bytes` of the smallest dtype in which gradients travel."""
-    trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
-    itemsize = {dtype: resolve_precision(config, dtype).reduce.itemsize for dtype in {wanted_dtype(p) for p in trained}}
-    total_bytes = sum(p.numel() * itemsize[wanted_dtype(p)] for p in trained)
-    bucket_bytes = config.bucket_bytes
-    if bucket_bytes == AUTO:
-        bucket_bytes = _LARGEST_UNIT_BUCKET_BYTES if config.stage == 3 else auto_bucket_bytes(total_bytes)
-    return max(1, bucket_bytes // min(itemsize.values()))
-
-
-def auto_bucket_bytes(total_bytes: int) -> int:
-    """About eight buckets a model, none under 1 MiB (calls cost) or over 25 MiB (the last one is never overlapped)."""
-    return min(_LARGEST_BUCKET_BYTES, max(_SMALLEST_BUCKET_BYTES, total_bytes // _BUCKETS_A_MODEL))

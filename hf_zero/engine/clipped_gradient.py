@@ -4,12 +4,13 @@ A kernel multiplies as it reads, which spares a pass over all gradients, 8 bytes
 multiplied first, by reading it, to the same bits.
 """
 
+import weakref
 from dataclasses import dataclass
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from .buckets import Row
-from .nested import leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,36 +27,50 @@ class ClippedGradient(torch.Tensor):
     tensor there drops both. It stands in rows that are no parameters: autograd adds to a parameter's gradient where no
     operation is seen. Who has kept the tensor that was in `.grad` before the clip sees there what has been multiplied so far.
 
+    In bfloat16 the product would be rounded, as a kernel's is not. There it is made beside, in the row's own dtype, takes this
+    one's place in `.grad`, and is what the operation sees.
+
     Attributes:
         coefficient: None once it has been multiplied in, or taken.
     """
 
     coefficient: Coefficient | None
+    _row: "weakref.ref[torch.Tensor]"
+    _product: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient) -> "ClippedGradient":
+    def __new__(cls, gradient: torch.Tensor, coefficient: Coefficient, row: torch.Tensor) -> "ClippedGradient":
         self = torch.Tensor._make_subclass(cls, gradient.detach())
         self.coefficient = coefficient
+        self._row = weakref.ref(row)
+        self._product = None
         return self
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            for argument in leaves((args, kwargs)):
-                if isinstance(argument, cls):
-                    argument._multiply()
-            return func(*args, **(kwargs or {}))
+            args, kwargs = tree_map_only(cls, cls._multiplied, (args, kwargs or {}))
+            return func(*args, **kwargs)
 
     @torch.no_grad()
-    def _multiply(self) -> None:
+    def _multiplied(self) -> torch.Tensor:
         coefficient, self.coefficient = self.coefficient, None
         if coefficient is not None:
-            self.mul_(coefficient.value)
+            row = self._row()
+            if row is None or row.dtype == self.dtype:
+                self.mul_(coefficient.value)
+            else:
+                self._product = self.to(row.dtype).mul_(coefficient.value)
+                if row.grad is self:
+                    row.grad = self._product
+        return self if self._product is None else self._product
 
 
 def clip_later(row: Row, coefficient: Coefficient) -> None:
     """Leaves it to who reads the row's gradient to multiply it."""
-    row.tensor.grad = ClippedGradient(row.tensor.grad, coefficient)
+    if isinstance(row.tensor.grad, ClippedGradient):
+        widen(row)
+    row.tensor.grad = ClippedGradient(row.tensor.grad, coefficient, row.tensor)
 
 
 def take_coefficient(row: Row) -> Coefficient | None:
@@ -65,3 +80,17 @@ def take_coefficient(row: Row) -> Coefficient | None:
         return None
     coefficient, gradient.coefficient = gradient.coefficient, None
     return coefficient
+
+
+@torch.no_grad()
+def widen(row: Row) -> None:
+    """Has a row's gradient that is kept in fewer digits than its master in all of them, multiplied by what it is to be."""
+    gradient, dtype = row.tensor.grad, row.slot.bucket.precision.master
+    # To ask a clipped gradient for its dtype would multiply it.
+    with torch._C.DisableTorchFunctionSubclass():
+        if gradient is None or gradient.dtype == dtype:
+            return
+    coefficient = take_coefficient(row)
+    row.tensor.grad = gradient.to(dtype)
+    if coefficient is not None:
+        row.tensor.grad.mul_(coefficient.value)

@@ -11,7 +11,7 @@ from ..comm.choose import choose_step_transport, choose_transport
 from ..comm.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
-from ..device import Arrival, downlink, with_index
+from ..device import Arrival, with_index
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
 from .agreement import describe, refuse_disagreement
@@ -19,11 +19,12 @@ from .auto_settings import settle_auto
 from .buckets import Bucket, rows_with_gradient
 from .buffers import ModelBuffers, broadcast_buffers, start_buffers
 from .build import build_parts, check_parameters, owners
+from .choose_store import choose_store
 from .clip import clamp_values
 from .dtypes import DtypeReport, report_dtypes
 from .exact_weights import ExactWeights
 from .gradient_norm import choose_norm
-from .gradient_store import GradientStore, Landing, choose_store
+from .gradient_store import GradientStore, Landing
 from .gradients import Gradients
 from .homes import Homes
 from .hooks import WeakHook
@@ -122,7 +123,7 @@ class ZeroEngine:
             parameter_tier=self.parameter_tier,
             settle=self._holder.settle,
         )
-        self._all_buckets = [bucket for buckets in self._parts.values() for bucket in buckets]
+        self._all_buckets = sorted((b for each in self._parts.values() for b in each), key=lambda b: b.layout.index)
         self.buckets = [bucket for bucket in self._all_buckets if bucket.trained]
         self._slot_of = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         self._row_of = {row.slot.parameter: row for bucket in self.buckets for row in bucket.rows}
@@ -403,9 +404,8 @@ class ZeroEngine:
 
     def _make_store(self) -> GradientStore:
         most = self.config.grad_buffers if self._holder.steps_early else None
-        landing = Landing(downlink=downlink(self.device), landed=self._landed, most_under_way=most)
-        sizes = {"world_size": self._peers.world_size, "replicated": self._is_replicated}
-        return choose_store(self.buckets, self.config, self._stepping, self._wire.reduction, landing, **sizes)
+        landing = Landing(downlink=self.tier.downlink, landed=self._landed, most_under_way=most)
+        return choose_store(self.buckets, self.config, self._stepping, self._wire.reduction, landing, self._peers)
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
@@ -480,8 +480,8 @@ class ZeroEngine:
         self._exact.put_back()
 
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
-        self.tier.cores.give_back()
         self._holder.after_step(buckets)
+        self.tier.cores.give_back()
         for bucket in self._outer.after_step(buckets):
             bucket.write_back()
         for bucket in (bucket for bucket in buckets if not bucket.whole):

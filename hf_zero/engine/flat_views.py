@@ -7,6 +7,9 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..layout.intervals import Interval
 
+_ANY_SHAPE = torch.empty((), device="meta")
+"""Expanded to tensors that have a shape and no memory."""
+
 
 class FlatViews:
     """Cuts flat tensors that are laid out alike. A view made in Python costs the host three times as much.
@@ -22,9 +25,9 @@ class FlatViews:
         end = 0
         for number, (interval, shape) in enumerate(parts):
             if interval.start > end:
-                self._like.append(torch.empty(interval.start - end, device="meta"))
+                self._like.append(_ANY_SHAPE.expand(interval.start - end))
             self._places.append(len(self._like))
-            self._like.append(torch.empty(shape, device="meta"))
+            self._like.append(_ANY_SHAPE.expand(shape))
             end = max(end, interval.stop)
             if interval.numel == 0:
                 self._without_elements[number] = shape

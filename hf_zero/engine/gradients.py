@@ -10,6 +10,7 @@ from ..comm.transport import Label, Transport
 from .backward import BackwardEnd
 from .buckets import Bucket, ParameterSlot
 from .gradient_store import GradientStore
+from .hooks import WeakHook
 from .sharded_gradient import ShardedGradient
 from .sharded_parameter import look_only
 
@@ -51,6 +52,10 @@ class Gradients:
         self._held: set[ParameterSlot] = set()
         self._late: set[Bucket] = set()
         self._touched = False
+        # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
+        self._passed_over: set[Bucket] = set()
+        self._may_pass_over = True
+        store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
         self.reducing = True
         self._after_pass = after_pass
         self.end = BackwardEnd(self._end_pass)
@@ -100,6 +105,7 @@ class Gradients:
         self._awaited = {bucket: len(bucket.slots) for bucket in self._buckets}
         self._next = 0
         self._late.clear()
+        self._passed_over.clear()
         self._touched = False
         for slot in self._slots:
             slot.used = slot.used_elsewhere = slot.continues = False
@@ -129,16 +135,43 @@ class Gradients:
             gradient = gradient.take_pending()
         if self._place[bucket] < self._next:
             self._late.add(bucket)
+            self._may_pass_over &= bucket not in self._passed_over
             self._store.put_late(slot, gradient)
             return
         if not slot.arrived:
             self._awaited[bucket] -= 1
         self._store.put(slot, gradient)
         if not self._awaited[bucket]:
-            self._start_full()
+            self._start_full(up_to=len(self._buckets))
 
-    def _start_full(self) -> None:
-        while self._next < len(self._buckets) and self._awaited[self._buckets[self._next]] == 0:
+    def _start_passed_over(self, bucket: Bucket) -> bool:
+        """Starts the next bucket, not full, if gradients have gone past it to `bucket`; returns whether it did.
+
+        A parameter that is not used (a pooler) would else hold up all buckets, and their buffers, to the end of backward. Those
+        of one kind fill one after the other, so that one which is not full when another behind it has begun will not be. What
+        comes after all is late, and reduced once more; a model in which that happens is one whose gradients come in another
+        order than its buckets, and there nothing is passed over again.
+        """
+        place = self._place[bucket]
+        if not self._may_pass_over or self._next >= place:
+            return False
+        passed_over = self._buckets[self._next]
+        begun = [each for each in self._buckets if self._awaited[each] < len(each.slots)]
+        behind = [each for each in begun if self._next < self._place[each] <= place]
+        if (
+            not behind
+            or self._place[begun[-1]] > place
+            or all(each.layout.key != passed_over.layout.key for each in behind)
+        ):
+            return False
+        self._next += 1
+        self._passed_over.add(passed_over)
+        self._store.start(passed_over)
+        self._start_full(up_to=place)
+        return True
+
+    def _start_full(self, *, up_to: int) -> None:
+        while self._next < up_to and self._awaited[self._buckets[self._next]] == 0:
             self._store.start(self._buckets[self._next])
             self._next += 1
 
@@ -148,7 +181,8 @@ class Gradients:
         self._after_pass()
 
     def _finish_pass(self) -> None:
-        for bucket in self._buckets[self._next :]:
+        rest, self._next = self._buckets[self._next :], len(self._buckets)
+        for bucket in rest:
             self._store.start(bucket)
         for bucket in self._agree():
             self._store.start_again(bucket)

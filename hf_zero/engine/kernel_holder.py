@@ -51,6 +51,8 @@ class KernelShare:
         mine = [bucket for bucket, hindrance in hindrance_of.items() if hindrance is None]
         self._mine.update(mine)
         self._kernels.append(kernel)
+        for bucket in mine:
+            bucket.step_on_reduced()
         return mine
 
     def unwritten(self, buckets: Sequence[Bucket]) -> list[Bucket]:

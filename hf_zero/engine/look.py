@@ -9,6 +9,7 @@ from ..comm.transport import Label, Transport
 from ..config import CommConfig
 from ..device import allocate
 from .buckets import ParameterSlot, Row
+from .clipped_gradient import widen
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 from .state_rows import elementwise_state, state_of
@@ -44,7 +45,10 @@ class Look:
         """The reduced gradient in the parameter's shape; None where no rank has any."""
         self._transport.meet("full_grad", self._timeout_s)
         row = self._row_of.get(slot.parameter)
-        return self._gather(slot, None if row is None or not row.has_gradient else row.tensor.grad)
+        if row is None or not row.has_gradient:
+            return self._gather(slot, None)
+        widen(row)
+        return self._gather(slot, row.tensor.grad)
 
     @torch.no_grad()
     def state(self, slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer]) -> dict[str, torch.Tensor | object]:

@@ -13,6 +13,7 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
+from .clipped_gradient import widen
 from .optimizer import SCALES_ITSELF, engine_stepped_by
 
 
@@ -63,6 +64,8 @@ class _OverShards:
         for sharded in engine.optimizers:
             if sharded.optimizer is optimizer:
                 sharded.refuse_strangers()
+                for row in sharded.rows:
+                    widen(row)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         scale, clean = inv_scale, found_inf
         if any(gradient.device.type == "cpu" for gradient in gradients):

@@ -13,6 +13,7 @@ from ..device import Reservation, alias, allocate, reserve, reserve_apart
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
+from ..offload.uplink import Uplink
 from ..read_ahead import ask_for
 from .padding import clear_padding
 from .sharded_parameter import are_hidden, hide_values, look_only, show_values
@@ -76,10 +77,9 @@ class ParameterMemory(ABC):
         """The shard's values in memory, wherever they are kept."""
         return self.own
 
-    def write_own(self, values: torch.Tensor) -> None:
-        """Replaces the shard's values, which the host does not wait for."""
-        # It writes there next with gradients of a later backward, which come behind this on the device.
-        self.own.copy_(values, non_blocking=True)
+    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
+        """Replaces the shard's values, which the host does not wait for; `uplink` leads here from where they are."""
+        uplink.start_copy(self.own, values)
 
     def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
         """Replaces elements of the shard."""

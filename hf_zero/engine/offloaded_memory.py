@@ -9,6 +9,7 @@ from ..device import SideQueue, reserve, side_queue
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import OffloadedParameters, ParameterShard, ParameterTier, Region
+from ..offload.uplink import Uplink
 from .memory import ApartShardMemory, GatheredMemory, ShardMemory
 
 MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval], GatheredMemory]
@@ -87,7 +88,7 @@ class OffloadedMemory(GatheredMemory):
     def read_own(self) -> torch.Tensor:
         return self._values.fetched()
 
-    def write_own(self, values: torch.Tensor) -> None:
+    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
         self._values.write(values)
 
     def exchange_own(self, values: torch.Tensor) -> None:

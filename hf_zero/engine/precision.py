@@ -21,6 +21,7 @@ class Precision:
             where they come as they are, and for parameters of which a rank keeps an exact shard (stage 3).
         apart: masters live in other memory than the parameters, so that there is one even where the dtypes are equal.
         stochastic: parameters are their master rounded by chance, so that it is there for the step only.
+        adds_in_master: gradients are summed over the ranks in the master dtype, whatever they travel in.
     """
 
     param: torch.dtype
@@ -29,6 +30,12 @@ class Precision:
     weights: BlockFormat | None = None
     apart: bool = False
     stochastic: bool = False
+    adds_in_master: bool = False
+
+    @property
+    def reduced(self) -> torch.dtype:
+        """In which the sum over the ranks arrives. Another one that is wider holds no more digits of it."""
+        return self.master if self.adds_in_master else self.reduce
 
     @property
     def has_master(self) -> bool:
@@ -47,7 +54,12 @@ class Precision:
 
 
 def resolve_precision(
-    config: ZeroConfig, model_dtype: torch.dtype, *, apart: bool = False, weights: BlockFormat | None = None
+    config: ZeroConfig,
+    model_dtype: torch.dtype,
+    *,
+    apart: bool = False,
+    weights: BlockFormat | None = None,
+    adds_in_master: bool = False,
 ) -> Precision:
     """The dtypes for parameters that the model holds in `model_dtype`. A 16-bit parameter gets an fp32 master.
 
@@ -68,7 +80,15 @@ def resolve_precision(
             "Leave `moments` at 32bit, or set `param_dtype: float32`."
         )
     reduce = param if config.reduce_dtype == AUTO else getattr(torch, config.reduce_dtype)
-    return Precision(param=param, reduce=reduce, master=master, weights=weights, apart=apart, stochastic=stochastic)
+    return Precision(
+        param=param,
+        reduce=reduce,
+        master=master,
+        weights=weights,
+        apart=apart,
+        stochastic=stochastic,
+        adds_in_master=adds_in_master,
+    )
 
 
 def untrained_precision(dtype: torch.dtype) -> Precision:

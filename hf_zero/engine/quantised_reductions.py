@@ -147,6 +147,8 @@ class QuantisedReduction(Reduction):
         sample: the same sum without loss, for the samples.
     """
 
+    adds_in_wider = True
+
     def __init__(self, transport: Transport, route: Route, sample: Reduction):
         self._transport = transport
         self._route = route

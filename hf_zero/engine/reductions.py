@@ -12,7 +12,13 @@ from .state_rows import KindsOf, Read, StateRow
 
 
 class Reduction(ABC):
-    """Sums buckets over the ranks. Between passes it may keep state of its own, which goes into checkpoints."""
+    """Sums buckets over the ranks. Between passes it may keep state of its own, which goes into checkpoints.
+
+    Attributes:
+        adds_in_wider: as a transport's.
+    """
+
+    adds_in_wider: bool = False
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
@@ -70,13 +76,14 @@ class ExactReduction(_Lossless):
     def __init__(self, transport: Transport, of: str = "gradients"):
         self._transport = transport
         self._kind = f"reduce-scatter {of}"
+        self.adds_in_wider = transport.adds_in_wider
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         return self._transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
 
 
 class ReplicatedReduction(_Lossless):
-    """An all-reduce, where every rank steps all parameters, on gradients in other memory than the buckets."""
+    """An all-reduce, where every rank steps all parameters; `out` may be `flat` itself."""
 
     def __init__(self, transport: Transport):
         self._transport = transport
@@ -87,7 +94,8 @@ class ReplicatedReduction(_Lossless):
 
         def complete() -> None:
             handle.finish()
-            out.copy_(flat)
+            if out.data_ptr() != flat.data_ptr():
+                out.copy_(flat)
 
         return Handle(label, self._transport.ledger, complete)
 
@@ -111,6 +119,7 @@ class HybridReduction(_Lossless):
         self._within = within
         self._order = order
         self._kind = f"all-reduce {of}"
+        self.adds_in_wider = within.adds_in_wider
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
         label = bucket.label(self._kind)

@@ -17,7 +17,8 @@ from ..config import AUTO, ZeroConfig
 from ..device import allocate, wait_for_device
 from ..kernels.checks import FLOAT_DTYPES
 from ..kernels.quantise import CODES, BlockFormat, dequantise, dequantise_sum, quantise
-from .build import bucket_numel_for, parts_of
+from .bucket_sizes import choose_sizes
+from .build import parts_of
 from .loaded import wanted_dtype
 from .precision import resolve_precision, untrained_precision
 
@@ -38,7 +39,7 @@ def settle_formats(
     )
     trials = []
     for kind in wanted if possible else ():
-        sizes = _sizes(kind, config, model, groups)
+        sizes = _sizes(kind, config, model, groups, device)
         if sizes is not None:
             trials.append(_try(kind, *sizes, config, groups, transport, device))
     chosen = dict.fromkeys(wanted, "none") | {trial.kind: _IN_BLOCKS for trial in trials if trial.pays}
@@ -48,19 +49,22 @@ def settle_formats(
     return replace(config, comm=replace(config.comm, **chosen)), tuple(trials)
 
 
-def _sizes(kind: str, config: ZeroConfig, model: nn.Module, groups: Groups) -> tuple[int, torch.dtype] | None:
+def _sizes(
+    kind: str, config: ZeroConfig, model: nn.Module, groups: Groups, device: torch.device
+) -> tuple[int, torch.dtype] | None:
     """Elements of the largest bucket, and the dtype in which most elements travel; None where nothing does."""
     numels: Counter[torch.dtype] = Counter()
-    largest = 0
-    for part in parts_of(model, config, groups):
+    largest, sizes = 0, choose_sizes(model, config, groups, device)
+    for part in parts_of(model, config, groups, device):
         # Frozen parameters are gathered too (stage 3).
         travelling = [p for _, p in part.parameters if p.requires_grad or kind == "weights"]
         for parameter in travelling:
             numels[_dtype_of(kind, config, parameter)] += parameter.numel()
-        largest = max(largest, sum(parameter.numel() for parameter in travelling))
+        most = sizes.layer_numel if part.is_layer else sizes.numel
+        largest = max(largest, min(most, sum(parameter.numel() for parameter in travelling)))
     if not numels:
         return None
-    return min(largest, bucket_numel_for(model, config)), numels.most_common(1)[0][0]
+    return largest, numels.most_common(1)[0][0]
 
 
 def _dtype_of(kind: str, config: ZeroConfig, parameter: nn.Parameter) -> torch.dtype:

@@ -242,6 +242,8 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
         layout=bucket.layout,
         param_bytes=precision.param.itemsize,
         reduce_bytes=precision.reduce.itemsize,
+        reduced_bytes=precision.reduced.itemsize,
+        gradient_bytes=bucket.gradient_dtype.itemsize,
         master_bytes=precision.master.itemsize,
         has_master=precision.has_master,
         keeps_master=bucket.keeps_master,

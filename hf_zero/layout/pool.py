@@ -1,4 +1,4 @@
-"""Sizes of the buffers that whole-bucket gradients pass through at stage 2."""
+"""Sizes of the buffers that whole-bucket gradients pass through at stages 2 and 3."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -13,8 +13,11 @@ class BufferKind(Enum):
 
     SHARED: one of a few buffers of the largest ordinary bucket's size, made once and passed on.
     SMALL: its own, made once. A handful of biases would hold a shared one through the whole backward.
-    OVERSIZE: its own, and dropped when reduced where memory is recycled: a parameter larger than a bucket should be (an
-        embedding), which would otherwise set the size of all shared ones.
+    OVERSIZE: its own, and dropped when reduced: a parameter larger than a bucket should be (an embedding), which would
+        otherwise set the size of all shared ones.
+
+    Shared and oversize buffers are large: there are only so many of them at a time, free ones counted. Small ones are not
+    counted, and each is less than a quarter of a shared one.
     """
 
     SHARED = "shared"
@@ -35,8 +38,16 @@ def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
 
 
 def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
-    """The most elements that all buffers have at a time: `limit` shared ones, and each small and oversize one."""
+    """The most elements that all buffers have at a time: the `limit` largest of the large ones, and each small one.
+
+    Args:
+        limit: large buffers at a time. Buckets of different keys fill side by side, so that there may be one for each key.
+    """
     shared = shared_numel(buckets)
-    kinds = [(kind_of_buffer(bucket, shared), bucket.numel) for bucket in buckets]
-    in_turn = [numel for kind, numel in kinds if kind is BufferKind.SHARED]
-    return min(limit, len(in_turn)) * shared + sum(n for kind, n in kinds if kind is not BufferKind.SHARED)
+    kinds = [(kind_of_buffer(bucket, shared), bucket) for bucket in buckets]
+    large = [
+        shared if kind is BufferKind.SHARED else bucket.numel for kind, bucket in kinds if kind is not BufferKind.SMALL
+    ]
+    side_by_side = len({bucket.key for kind, bucket in kinds if kind is not BufferKind.SMALL})
+    small = sum(bucket.numel for kind, bucket in kinds if kind is BufferKind.SMALL)
+    return sum(sorted(large, reverse=True)[: max(limit, side_by_side)]) + small

@@ -5,8 +5,10 @@ import weakref
 import torch
 
 from ..device import allocate, pin, unpin
+from .downlink import downlink
 from .host_cores import HostCores
 from .tier import Tier
+from .uplink import uplink
 
 _HOST = torch.device("cpu")
 
@@ -28,6 +30,8 @@ class HostTier(Tier):
     def __init__(self, device: torch.device, cores: HostCores):
         self.device = device
         self.cores = cores
+        self.uplink = uplink(device)
+        self.downlink = downlink(device)
         self._pinned: list[torch.Tensor] = []
         # The callback keeps the mappings alive until they have been unpinned: pages may not go back before.
         weakref.finalize(self, _unpin_all, self._pinned, device)

@@ -5,7 +5,9 @@ from abc import ABC, abstractmethod
 import torch
 
 from ..device import allocate
+from .downlink import Downlink
 from .host_cores import HostCores
+from .uplink import Uplink
 
 
 class Tier(ABC):
@@ -16,6 +18,8 @@ class Tier(ABC):
         scratch_name: of the memory in which `scratch` is.
         device: of the parameters.
         cores: of the host, that steps in this memory run on.
+        uplink: how masters here become parameters on the device.
+        downlink: how gradients come here from it.
     """
 
     name: str
@@ -23,6 +27,8 @@ class Tier(ABC):
     scratch_name: str
     device: torch.device
     cores: HostCores
+    uplink: Uplink
+    downlink: Downlink
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,6 +48,8 @@ class DeviceTier(Tier):
     def __init__(self, device: torch.device):
         self.device = device
         self.cores = HostCores(torch.get_num_threads())
+        self.uplink = Uplink()
+        self.downlink = Downlink()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return allocate(numel, dtype, self.device)

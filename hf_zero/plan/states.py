@@ -30,6 +30,8 @@ _RESIDUAL_BYTES = 2
 class BucketCost:
     """One bucket's layout with the bytes an element takes as parameter, travelling gradient and master.
 
+    `reduced_bytes`: in the dtype in which the sum over the ranks arrives. `gradient_bytes`: in that in which it waits for a step.
+
     `state_values`: values of optimizer state an element, each as wide as the master; None for an optimizer whose state is not
     known beforehand. `sharded` parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state.
     `apart`: masters and reduced gradients are in other memory. `keeps_master`: the master is there between steps, too.
@@ -39,6 +41,8 @@ class BucketCost:
     layout: BucketLayout
     param_bytes: int
     reduce_bytes: int
+    reduced_bytes: int
+    gradient_bytes: int
     master_bytes: int
     has_master: bool
     keeps_master: bool
@@ -175,7 +179,6 @@ def plan_states(
         whole[cost.layout.shards == 1] += cost.layout.numel
     pooled = config.stage >= 2 and (whole[False] > 0 or any(cost.apart for cost in costs))
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
-    buffers = pool_numel([cost.layout for cost in costs], config.grad_buffers)
     known = all(cost.state_values is not None for cost in costs)
     return StatePlan(
         parameters=sum(cost.parameter_bytes for cost in costs),
@@ -183,7 +186,7 @@ def plan_states(
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
         gradients=gradients,
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
-        gradient_buffers=buffers * max(cost.reduce_bytes for cost in costs) if pooled else 0,
+        gradient_buffers=_buffer_bytes(costs, config.grad_buffers) if pooled else 0,
         optimizer=sum(_state_bytes(cost, config) for cost in costs) if known else None,
         beside=beside,
         in_files=in_files,
@@ -196,10 +199,17 @@ def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int:
     return cost.state_values * cost.layout.shard_numel * cost.master_bytes
 
 
+def _buffer_bytes(costs: Sequence[BucketCost], limit: int) -> int:
+    """Of whole gradients on their way, and of sums that do not land where they stay."""
+    whole = pool_numel([cost.layout for cost in costs], limit) * max(cost.reduce_bytes for cost in costs)
+    beside = [cost.layout.shard_numel * cost.reduced_bytes for cost in costs if cost.apart]
+    return whole + sum(sorted(beside, reverse=True)[:limit])
+
+
 def _gradient_bytes(cost: BucketCost, pooled: bool) -> int:
-    shard = cost.layout.shard_numel * cost.master_bytes
+    shard = cost.layout.shard_numel * cost.gradient_bytes
     if pooled:
         return shard
-    # Reduced in place where the dtypes are equal, into a shard beside the whole gradient where they are not.
-    in_place = cost.reduce_bytes == cost.master_bytes and not cost.apart
+    # Reduced in place where it can stay so, and else copied into a shard beside the whole gradient.
+    in_place = cost.reduce_bytes == cost.reduced_bytes == cost.gradient_bytes and not cost.apart
     return cost.layout.numel * cost.reduce_bytes + (0 if in_place else shard)

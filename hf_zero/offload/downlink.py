@@ -1,0 +1,89 @@
+"""The way of reduced gradients into the memory that they are stepped from."""
+
+from threading import Lock
+
+import torch
+
+from ..device import Arrival, side_queue
+
+_LEAST_WIDENED_NUMEL = 4096
+"""Below it, values are widened by way of a copy."""
+
+
+class Downlink:
+    """Into memory that is the gradients' own, or which the host copies to at once."""
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        """Copies the 1-D `source` as it is behind what its device's queue has so far. It may be dropped at once.
+
+        Args:
+            target: (source.numel(),) of the same or a wider dtype. Read by nobody before the arrival.
+        """
+        target.copy_(source)
+        return Arrival()
+
+
+class _StreamDownlink(Downlink):
+    """From an accelerator into pinned host memory, on a stream of its own: backward's kernels do not wait for the bus.
+
+    What is wider there travels as it is here: torch would widen it first, and send twice the bytes.
+    """
+
+    def __init__(self, device: torch.device):
+        self._module = torch.get_device_module(device)
+        self._device = device
+        self._queue = side_queue(device)
+
+    def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
+        landing = target if target.dtype == source.dtype else landing_in(target, source.dtype)
+        with self._queue.aside():
+            landing.copy_(source, non_blocking=True)
+            # The allocator must not hand the memory out again before the copy has read it.
+            source.record_stream(self._module.current_stream(self._device))
+        landed = self._queue.mark()
+        return landed if landing is target else _Widened(landed, target, source.dtype)
+
+
+class _Widened(Arrival):
+    """The arrival of values in the last bytes of the memory that is to hold them in a wider dtype.
+
+    Who waits widens them, in its own thread; the first to wait does it for all.
+    """
+
+    def __init__(self, landed: Arrival, target: torch.Tensor, dtype: torch.dtype):
+        self._landed = landed
+        # By `data`: what looks at versions of the target shall see no edit.
+        self._target: torch.Tensor | None = target.data
+        self._dtype = dtype
+        self._lock = Lock()
+
+    def wait(self) -> None:
+        self._landed.wait()
+        with self._lock:
+            if self._target is not None:
+                widen_in_place(self._target, self._dtype)
+                self._target = None
+
+
+def landing_in(target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The last bytes of the 1-D `target`, as many elements of a `dtype` that is no wider."""
+    nbytes = target.numel() * dtype.itemsize
+    return target.view(torch.uint8)[target.nbytes - nbytes :].view(dtype)
+
+
+def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
+    """Replaces what `landing_in(target, dtype)` holds by the same numbers in all of `target`."""
+    narrow, start, stop = landing_in(target, dtype), 0, target.numel()
+    while start < stop:
+        # As far as what is written ends before what has not been read begins.
+        part = (stop - start) * (target.itemsize - dtype.itemsize) // target.itemsize
+        if part < _LEAST_WIDENED_NUMEL:
+            target[start:].copy_(narrow[start:].clone())
+            return
+        target[start : start + part].copy_(narrow[start : start + part])
+        start += part
+
+
+def downlink(device: torch.device) -> Downlink:
+    """The way from `device` into host memory."""
+    return Downlink() if device.type == "cpu" else _StreamDownlink(device)
