@@ -242,6 +242,11 @@ class _Event(Mark):
         self._event.synchronize()
 
 
+def queue_end(device: torch.device) -> Mark:
+    """The end of what an accelerator's current queue has been asked so far."""
+    return _Event(torch.get_device_module(device).current_stream(device), device)
+
+
 class _StreamQueue(SideQueue):
     """A stream of its own, of usual priority: copies over the bus take none of the multiprocessors that priorities are about."""
 
@@ -415,8 +420,7 @@ class HostValue:
             return
         self._copy = torch.empty(scalar.shape, dtype=scalar.dtype, pin_memory=True)
         self._copy.copy_(scalar, non_blocking=True)
-        stream = torch.get_device_module(scalar.device).current_stream(scalar.device)
-        self._there = _Event(stream, scalar.device)
+        self._there = queue_end(scalar.device)
 
     def value(self) -> float:
         self._there.wait()

@@ -2,6 +2,8 @@
 
 import torch
 
+from ..device import Mark, queue_end
+
 _PART_BYTES = 16 * 2**20
 """Of a pinned buffer, of which there are two. A power of two, which torch's pinned memory does not round up."""
 
@@ -28,9 +30,9 @@ class RoundedUplink(Uplink):
     """
 
     def __init__(self, device: torch.device):
-        self._module = torch.get_device_module(device)
+        self._device = device
         self._buffers: list[torch.Tensor] = []
-        self._sent: list[torch.Event | None] = [None, None]
+        self._sent: list[Mark | None] = [None, None]
         self._turn = 0
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -48,12 +50,11 @@ class RoundedUplink(Uplink):
         turn, self._turn = self._turn, 1 - self._turn
         sent = self._sent[turn]
         if sent is not None:
-            sent.synchronize()
+            sent.wait()
         rounded = self._buffers[turn][: target.nbytes].view(target.dtype)
         rounded.copy_(source)
         target.copy_(rounded, non_blocking=True)
-        self._sent[turn] = self._module.Event()
-        self._sent[turn].record()
+        self._sent[turn] = queue_end(self._device)
 
 
 def uplink(device: torch.device) -> Uplink:
