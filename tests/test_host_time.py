@@ -2,7 +2,6 @@
 
 import os
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from ranks import run_ranks
 from torch import nn
 
 from hf_zero.comm.control import Control
+from hf_zero.comm.gloo_threads import receiving_threads
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.flat_views import FlatViews
 from hf_zero.engine.sharded_parameter import ShardedValues
@@ -92,15 +92,10 @@ def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agre
 
 def policies_of_receiving_threads(rank: int, world_size: int) -> list[int]:
     """How the system schedules the threads in which gloo receives, those of the script's own group first."""
-
-    def threads() -> list[int]:
-        found = [each for each in Path("/proc/self/task").iterdir() if "gloo_tcp_loop" in (each / "comm").read_text()]
-        return sorted(int(each.name) for each in found)
-
-    scripts = threads()
+    scripts = receiving_threads()
     model = nn.Linear(4, 4)
     ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {"stage": 2})
-    ours = [thread for thread in threads() if thread not in scripts]
+    ours = receiving_threads() - scripts
     return [os.sched_getscheduler(thread) for thread in (*scripts, *ours)]
 
 

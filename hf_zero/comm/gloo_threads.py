@@ -23,15 +23,28 @@ def in_batch() -> Iterator[None]:
     if not (hasattr(os, "SCHED_BATCH") and _THREADS.is_dir()):
         yield
         return
-    before = _receiving()
+    before = receiving_threads()
     yield
-    for thread in _receiving() - before:
+    for thread in receiving_threads() - before:
         try:
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
         except PermissionError:
             # A sandbox may forbid it. Training is the same, and slower where all cores are busy.
             return
+        except ProcessLookupError:
+            # Its group has gone meanwhile.
+            continue
 
 
-def _receiving() -> set[int]:
-    return {int(each.name) for each in _THREADS.iterdir() if (each / "comm").read_text().strip() == _NAME}
+def receiving_threads() -> set[int]:
+    """The threads of this process in which gloo receives, by the numbers that the system has for them."""
+    found = set()
+    for each in _THREADS.iterdir():
+        try:
+            name = (each / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            # A thread that has ended since they were listed.
+            continue
+        if name == _NAME:
+            found.add(int(each.name))
+    return found
