@@ -56,7 +56,7 @@ std::deque<Launch> history;
 std::vector<std::string> crossings;
 
 void look_for_crossings(const Launch& launch) {
-  std::lock_guard guard(lock);
+  Locked guard;
   for (auto& other : history) {
     if (other.communicator == launch.communicator) continue;
     bool is_before = false, is_behind = false;
@@ -129,6 +129,7 @@ class Collective final : public Hold {
   }
 
   bool has_ended() {
+    WithoutPython waiting;
     std::lock_guard guard(mutex_);
     return has_ended_;
   }
@@ -153,7 +154,7 @@ class Collective final : public Hold {
 
  private:
   void publish() {
-    std::lock_guard guard(lock);
+    Locked guard;
     Opened opened;
     int64_t offset = 0, start = 0;
     for (auto& input : inputs_) {
@@ -423,7 +424,7 @@ class Communicator final : public c10d::Backend {
 
 void define_communicator(pybind11::module& module) {
   module.def("crossings", [] {
-    std::lock_guard guard(lock);
+    Locked guard;
     return crossings;
   });
   module.def("communicator", [](c10::intrusive_ptr<c10d::Backend> gloo, std::vector<int64_t> ranks, std::string name, int64_t timeout_ms) -> c10::intrusive_ptr<c10d::Backend> {

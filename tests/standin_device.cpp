@@ -42,7 +42,7 @@ int64_t deferred = 0;
 std::vector<std::string> hazards;
 
 void note_hazard(const std::string& what) {
-  std::lock_guard guard(lock);
+  Locked guard;
   hazards.push_back(what);
 }
 
@@ -57,7 +57,7 @@ int only_device = -1;
 c10::DeviceIndex index_of(c10::Device device) { return device.has_index() ? device.index() : current_device; }
 
 void touch(c10::DeviceIndex device) {
-  std::lock_guard guard(lock);
+  Locked guard;
   TORCH_CHECK(only_device < 0 || device == only_device, "a context would be made on device ", int(device),
               ", and this process is to keep to device ", only_device);
   contexts.insert(device);
@@ -81,7 +81,7 @@ std::map<char*, Block>::iterator block_of(const void* address) {
 
 void release(void* address) {
   if (!address) return;
-  std::lock_guard guard(lock);
+  Locked guard;
   auto block = blocks.find((char*)address);
   if (block->second.pending == 0) return unmap(block);
   // torch's allocators would hand it out again: only record_stream keeps it for a stream that is not its own.
@@ -94,7 +94,7 @@ struct Memory final : c10::Allocator {
     const c10::Device device(kType, current_device);
     if (nbytes == 0) return {nullptr, nullptr, &release, device};
     touch(current_device);
-    std::lock_guard guard(lock);
+    Locked guard;
     const size_t page = sysconf(_SC_PAGESIZE), mapped = (nbytes + page - 1) / page * page;
     TORCH_CHECK_WITH(OutOfMemoryError, held + mapped <= kCapacity, "out of memory on the stand-in device");
     auto address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -116,17 +116,17 @@ c10::Allocator* memory() {
 }
 
 c10::DeviceIndex device_of(const void* address) {
-  std::lock_guard guard(lock);
+  Locked guard;
   return block_of(address)->second.device;
 }
 
 void record_stream(const at::Tensor& tensor) {
-  std::lock_guard guard(lock);
+  Locked guard;
   if (tensor.storage().nbytes()) block_of(tensor.storage().data())->second.is_recorded = true;
 }
 
 Opened::~Opened() {
-  std::lock_guard guard(lock);
+  Locked guard;
   for (char* address : addresses_) {
     auto block = blocks.find(address);
     if (--block->second.open == 0) mprotect(address, block->second.nbytes, PROT_NONE);
@@ -138,7 +138,7 @@ void Opened::add(const at::Tensor& tensor) {
 }
 
 void Opened::add(const void* address) {
-  std::lock_guard guard(lock);
+  Locked guard;
   auto block = block_of(address);
   if (block->second.open++ == 0) mprotect(block->first, block->second.nbytes, PROT_READ | PROT_WRITE);
   addresses_.push_back(block->first);
@@ -186,12 +186,12 @@ std::vector<std::weak_ptr<Hold>> all_holds;
 StreamKey current_stream(c10::DeviceIndex device) { return {device, current_streams[device]}; }
 
 Stream& stream_at(StreamKey key) {
-  std::lock_guard guard(lock);
+  Locked guard;
   return streams[key];
 }
 
 void make(Copy copy) {
-  std::lock_guard guard(lock);
+  Locked guard;
   Opened opened;
   for (char* address : copy.addresses) opened.add(address);
   {
@@ -202,7 +202,7 @@ void make(Copy copy) {
 }
 
 void unmap_freed() {
-  std::lock_guard guard(lock);
+  Locked guard;
   for (auto block = blocks.begin(); block != blocks.end();) {
     auto next = std::next(block);
     if (block->second.pending == 0 && block->second.open == 0) {
@@ -221,28 +221,28 @@ void advance(StreamKey key, int64_t up_to) {
   while (true) {
     Entry entry;
     {
-      std::lock_guard guard(lock);
+      Locked guard;
       if (stream.done >= up_to) break;
       entry = std::move(stream.entries.front());
       stream.entries.pop_front();
     }
     if (entry.hold) entry.hold->settle();
     if (entry.copy) make(std::move(*entry.copy));
-    std::lock_guard guard(lock);
+    Locked guard;
     ++stream.done;
   }
   unmap_freed();
 }
 
 int64_t queued_on(StreamKey key) {
-  std::lock_guard guard(lock);
+  Locked guard;
   return streams[key].queued;
 }
 
 void advance(StreamKey key) { advance(key, queued_on(key)); }
 
 void push(StreamKey key, Entry entry) {
-  std::lock_guard guard(lock);
+  Locked guard;
   auto& stream = streams[key];
   if (entry.hold && key.second == 0) stream.holds.push_back(entry.hold);
   stream.entries.push_back(std::move(entry));
@@ -254,7 +254,7 @@ void hold_up_current_stream(c10::DeviceIndex device, const std::shared_ptr<Hold>
 }
 
 void note_hold(const std::shared_ptr<Hold>& hold) {
-  std::lock_guard guard(lock);
+  Locked guard;
   all_holds.push_back(hold);
 }
 
@@ -263,7 +263,7 @@ void settle(StreamKey key) {
   if (key.second != 0) return advance(key);
   Holds holds;
   {
-    std::lock_guard guard(lock);
+    Locked guard;
     holds.swap(streams[key].holds);
   }
   for (auto& hold : holds) hold->settle();
@@ -276,7 +276,7 @@ bool defer(const at::Tensor& source, const at::Tensor& target, StreamKey key) {
   const bool to_host = target.device().is_cpu(), at_once = key.second == 0;
   if (target.numel() == 0 || (to_host ? blocks_the_host(target) : at_once)) return false;
   if (at_once) settle(key);
-  std::lock_guard guard(lock);
+  Locked guard;
   Opened opened;
   opened.add(source);
   opened.add(target);
@@ -312,7 +312,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override { return stream({index_of(device), 0}); }
   c10::Stream getNewStream(c10::Device device, int) const override {
     touch(index_of(device));
-    std::lock_guard guard(lock);
+    Locked guard;
     static c10::StreamId last = 0;
     return stream({index_of(device), ++last});
   }
@@ -323,7 +323,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void record(void** event, const c10::Stream& at, const c10::DeviceIndex, const c10::EventFlag) const override {
     touch(at.device_index());
-    std::lock_guard guard(lock);
+    Locked guard;
     if (!*event) *event = new Event();
     *(Event*)*event = {key_of(at), queued_on(key_of(at)), streams[key_of(at)].holds};
   }
@@ -336,14 +336,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       for (auto& hold : holds) push(key_of(by), {std::nullopt, hold});
   }
   bool queryEvent(void* event) const override {
-    std::lock_guard guard(lock);
+    Locked guard;
     return !event || streams[((Event*)event)->stream].done >= ((Event*)event)->reached_after;
   }
   void synchronizeEvent(void* event) const override {
     if (event) advance(((Event*)event)->stream, ((Event*)event)->reached_after);
   }
   bool queryStream(const c10::Stream& of) const override {
-    std::lock_guard guard(lock);
+    Locked guard;
     return streams[key_of(of)].done >= streams[key_of(of)].queued;
   }
   void synchronizeStream(const c10::Stream& of) const override { advance(key_of(of)); }
@@ -352,7 +352,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::vector<StreamKey> keys;
     std::vector<std::weak_ptr<Hold>> holds;
     {
-      std::lock_guard guard(lock);
+      Locked guard;
       for (auto& [key, stream] : streams)
         if (key.first == device) keys.push_back(key);
       holds.swap(all_holds);

@@ -17,9 +17,35 @@ constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::DeviceIndex kDevices = 4;
 constexpr size_t kCapacity = size_t(4) << 30;
 
-// ---- what is counted ----
+// ---- locks ----
+
+// Lets go of Python's lock, if this thread has it: who waits may wait for a thread that copies or drops a tensor, which needs it.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    if (PyGILState_Check()) released_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> released_;
+};
 
 extern std::recursive_mutex lock;
+
+// Holds the lock of all that is kept here, and waits for it without Python's.
+class Locked {
+ public:
+  Locked() {
+    if (lock.try_lock()) return;
+    WithoutPython waiting;
+    lock.lock();
+  }
+  ~Locked() { lock.unlock(); }
+  Locked(const Locked&) = delete;
+};
+
+// ---- what is counted ----
+
 extern size_t held, peak;
 extern int64_t deferred;
 extern std::vector<std::string> hazards; // what would go wrong on a GPU, now and then
@@ -67,17 +93,6 @@ at::Tensor on_host(const at::Tensor& tensor);
 // ---- streams ----
 
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
-
-// Lets go of Python's lock, if this thread has it: who waits may wait for a thread that drops a tensor.
-class WithoutPython {
- public:
-  WithoutPython() {
-    if (PyGILState_Check()) released_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> released_;
-};
 
 // What a stream may be held up by.
 struct Hold {

@@ -21,12 +21,12 @@ struct Pinned final : c10::Allocator {
     return all;
   }
   static void release(void* address) {
-    std::lock_guard guard(lock);
+    Locked guard;
     addresses().erase(address);
     free(address);
   }
   c10::DataPtr allocate(size_t nbytes) override {
-    std::lock_guard guard(lock);
+    Locked guard;
     auto address = malloc(std::max<size_t>(nbytes, 1));
     addresses().insert(address);
     return {address, address, &release, c10::Device(at::kCPU)};
@@ -165,7 +165,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   bool isPinnedPtr(const void* address) const override {
-    std::lock_guard guard(lock);
+    Locked guard;
     return Pinned::addresses().count(const_cast<void*>(address));
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }

@@ -8,6 +8,7 @@ picklable. The first rank that fails takes the others down, and its traceback is
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -123,7 +124,7 @@ def _rank_main(
         with joined_process_group(rank, world_size, store_folder, time_limit_s):
             return target(rank, world_size, **keyword_arguments)
 
-    _tell(joined, writing_end)
+    _tell(joined, time_limit_s, writing_end)
 
 
 def _lone_main(
@@ -135,15 +136,18 @@ def _lone_main(
     keyword_arguments: dict[str, Any],
     writing_end: Connection,
 ) -> None:
-    _tell(lambda: target(**keyword_arguments), writing_end)
+    _tell(lambda: target(**keyword_arguments), time_limit_s, writing_end)
 
 
-def _tell(call: Callable[[], Any], writing_end: Connection) -> None:
+def _tell(call: Callable[[], Any], time_limit_s: float, writing_end: Connection) -> None:
     """Sends what the call returns, or how it failed."""
+    # Where every thread was, on stderr: the end of a rank that is out of time tells nothing.
+    faulthandler.dump_traceback_later(0.95 * time_limit_s)
     try:
         outcome = call()
     except Exception:
         outcome = _Failure(time.monotonic(), traceback.format_exc())
+    faulthandler.cancel_dump_traceback_later()
     writing_end.send(outcome)
     if isinstance(outcome, _Failure):
         raise SystemExit(1)
