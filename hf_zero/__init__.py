@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "ConfigError": "config",
-    "GradScaler": "engine.loss_scale",
+    "GradScaler": "engine.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
     "engine_of": "integrations.engine_of",
@@ -19,9 +19,9 @@ _HOME_OF = {
     "ZeroPlugin": "integrations.accelerate",
     "ZeroCallback": "integrations.callback",
     "ZeroTrainingArguments": "integrations.arguments",
-    "gathered": "integrations.whole",
-    "init": "integrations.init",
-    "unsharded": "integrations.whole",
+    "gathered": "integrations.gathered",
+    "init": "integrations.checkpoints.init",
+    "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
 
@@ -45,13 +45,13 @@ __all__ = [
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
     from .engine.engine import ZeroEngine
-    from .engine.loss_scale import GradScaler
+    from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
     from .integrations.arguments import ZeroTrainingArguments, with_zero
     from .integrations.callback import ZeroCallback
+    from .integrations.checkpoints.init import init
     from .integrations.engine_of import engine_of
-    from .integrations.init import init
-    from .integrations.whole import gathered, unsharded
+    from .integrations.gathered import gathered, unsharded
 
 
 def __getattr__(name: str):
@@ -65,4 +65,4 @@ def __dir__():
 
 
 if os.environ.get("HF_ZERO_CONFIG"):
-    import_module(".integrations.first_step", __name__).watch_for_the_variable()
+    import_module(".integrations.accelerator.first_step", __name__).watch_for_the_variable()

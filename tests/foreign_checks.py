@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from hf_zero.checkpoint.foreign.find import is_foreign, open_foreign
-from hf_zero.checkpoint.manifest import CheckpointError
+from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 
 KINDS = ("exp_avg", "exp_avg_sq")

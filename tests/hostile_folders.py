@@ -11,10 +11,10 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.files import FileRecord
-from hf_zero.integrations import push as pushing
+from hf_zero.checkpoint.format.files import FileRecord
 from hf_zero.integrations.cli import app
-from hf_zero.integrations.hub import HubError
+from hf_zero.integrations.hub import push as pushing
+from hf_zero.integrations.hub.hub import HubError
 
 MANIFEST = "zero/manifest.json"
 

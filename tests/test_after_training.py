@@ -14,8 +14,8 @@ from training import VOCABULARY, bert, gpt2, gpt2_batch
 from transformers import TrainerCallback
 
 import hf_zero
+from hf_zero.engine.buckets.sharded_parameter import ShardedParametersError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.sharded_parameter import ShardedParametersError
 
 pytestmark = pytest.mark.timeout(120)
 

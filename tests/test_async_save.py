@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from trainer_job import as_launched, make_trainer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
-from hf_zero.checkpoint import pieces
-from hf_zero.checkpoint.manifest import CheckpointError, Manifest
-from hf_zero.checkpoint.pieces import LivePieces, Piece, lay_out
+from hf_zero.checkpoint.format import pieces
+from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest
+from hf_zero.checkpoint.format.pieces import LivePieces, Piece, lay_out
 from hf_zero.checkpoint.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)

@@ -15,19 +15,20 @@ from safetensors.torch import save_file
 from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
-from hf_zero.checkpoint import files, shares
-from hf_zero.checkpoint.commit import seal
-from hf_zero.checkpoint.disks import Disk
-from hf_zero.checkpoint.files import CHUNK_BYTES, FileRecord, chunks_in, share_of
-from hf_zero.checkpoint.headers import tensors_in
-from hf_zero.checkpoint.manifest import CheckpointError, Manifest, SavedRow
+from hf_zero.checkpoint import shares
+from hf_zero.checkpoint.folder.commit import seal
+from hf_zero.checkpoint.folder.disks import Disk
+from hf_zero.checkpoint.format import files
+from hf_zero.checkpoint.format.files import CHUNK_BYTES, FileRecord, chunks_in, share_of
+from hf_zero.checkpoint.format.headers import tensors_in
+from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest, SavedRow
+from hf_zero.checkpoint.format.settings import plain_settings, restore_settings
 from hf_zero.checkpoint.reader import CheckpointReader
-from hf_zero.checkpoint.settings import plain_settings, restore_settings
 from hf_zero.checkpoint.shares import own_chunks
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(120)

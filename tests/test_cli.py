@@ -32,8 +32,8 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_zero.integrations.card_facts import card_facts
 from hf_zero.integrations.cli import app
+from hf_zero.integrations.hub.card_facts import card_facts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -396,7 +396,7 @@ MEASURE = """
 import sys, threading
 from pathlib import Path
 import torch
-from hf_zero.integrations.weights import consolidate
+from hf_zero.integrations.checkpoints.weights import consolidate
 
 def anonymous_bytes():
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]

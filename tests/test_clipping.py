@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from test_kernel_steps import Small, small
 from torch import nn
 
-from hf_zero.engine.clipped_gradient import ClippedGradient
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.holder import StateHolder
-from hf_zero.engine.loss_scale import GradScaler
+from hf_zero.engine.gradients.clipped_gradient import ClippedGradient
+from hf_zero.engine.state.holder import StateHolder
+from hf_zero.engine.state.loss_scale import GradScaler
 
 WITH_ROWS = {
     "masters": {"stage": 2, "param_dtype": "bfloat16"},

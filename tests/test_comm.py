@@ -18,14 +18,14 @@ from ranks import RankFailedError, run_ranks
 from training import gpt2, gpt2_batch
 from wire import tcp_bytes
 
-from hf_zero.comm import own_groups
 from hf_zero.comm.collectives import CollectiveTransport
-from hf_zero.comm.groups import Groups
-from hf_zero.comm.lookout import Lookout
-from hf_zero.comm.meetings import Meetings
-from hf_zero.comm.own_groups import urgent_options
+from hf_zero.comm.control.lookout import Lookout
+from hf_zero.comm.control.meetings import Meetings
+from hf_zero.comm.control.processes import RankProcess
+from hf_zero.comm.groups import own_groups
+from hf_zero.comm.groups.groups import Groups
+from hf_zero.comm.groups.own_groups import urgent_options
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.processes import RankProcess
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -388,7 +388,7 @@ def loses_the_store(rank: int, world_size: int) -> None:
     if rank == 1:
         store = dist.TCPStore("127.0.0.1", ports[0], is_master=False)
     groups = Groups.create(stage=1, device_type="cpu", comm=CommConfig())
-    with mock.patch("hf_zero.comm.store_thread._get_default_store", lambda: store):
+    with mock.patch("hf_zero.comm.control.store_thread._get_default_store", lambda: store):
         lookout = Lookout(rank, world_size, "test")
     meetings = Meetings(groups.world, lookout, "test")
     meetings.meet("the first meeting", 20)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
-from hf_zero.engine.precision import check_cast_owner
+from hf_zero.engine.buckets.precision import check_cast_owner
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 

@@ -12,8 +12,8 @@ from ranks import run_ranks
 from test_early_steps import OPTIMIZERS, WIDTH, small_model
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.announce import announce
-from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,9 +15,9 @@ from test_offload import JOBS, assert_equal, in_pairs
 from torch import nn
 
 from hf_zero.config import OffloadConfig, ZeroConfig
-from hf_zero.engine import room
+from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.announce import announce
+from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned
 
 pytestmark = pytest.mark.timeout(180)
@@ -185,16 +185,16 @@ def test_second_sides_are_made_as_far_as_asked_and_reported(tmp_path, capsys):
 
 def test_a_disk_without_room_for_second_sides_is_refused_before_the_first_step(monkeypatch, tmp_path):
     needed = 3 * 4 * sum(p.numel() for p in built({}, OPTIMIZERS["adamw"])[0].parameters())
-    monkeypatch.setattr(room, "free_disk_bytes", lambda _: needed + ALIGNMENT)
+    monkeypatch.setattr(holders, "free_disk_bytes", lambda _: needed + ALIGNMENT)
     built(in_time(tmp_path), OPTIMIZERS["adamw"])
     with pytest.raises(OSError, match=rf"\({needed - ALIGNMENT} bytes\) too little"):
         built(early(tmp_path), OPTIMIZERS["adamw"])
 
 
 def test_beside_an_accelerator_half_of_the_free_disk_is_for_second_sides(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "free_disk_bytes", lambda path: 1000 if path == tmp_path else 0)
+    monkeypatch.setattr(holders, "free_disk_bytes", lambda path: 1000 if path == tmp_path else 0)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     config = ZeroConfig(offload=OffloadConfig(**in_time(tmp_path))).offload
-    needed = room.Elsewhere(host=0, disk=100)
-    assert room.speculate_bytes(config, torch.device("cuda"), needed) == (1000 // 2 - 100) // 2
-    assert room.speculate_bytes(config, torch.device("cpu"), needed) == 0
+    needed = holders.Elsewhere(host=0, disk=100)
+    assert holders.speculate_bytes(config, torch.device("cuda"), needed) == (1000 // 2 - 100) // 2
+    assert holders.speculate_bytes(config, torch.device("cpu"), needed) == 0

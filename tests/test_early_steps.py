@@ -15,10 +15,10 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.engine import shadow
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.trust import Trust
-from hf_zero.integrations.announce import announce
+from hf_zero.engine.holders import step_copies
+from hf_zero.engine.holders.trust import Trust
+from hf_zero.integrations.accelerator.announce import announce
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -192,8 +192,8 @@ def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage, grad_buffers=1)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
-    stock = shadow.Shadow.step
-    monkeypatch.setattr(shadow.Shadow, "step", lambda *args: (stock(*args), stepped.set())[0])
+    stock = step_copies.Shadow.step
+    monkeypatch.setattr(step_copies.Shadow, "step", lambda *args: (stock(*args), stepped.set())[0])
     model[0][0].weight.register_hook(lambda _: waited.append(stepped.wait(20)))
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(4, WIDTH)).square().sum().backward()
@@ -208,7 +208,7 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     def fail(*_):
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(shadow.Shadow, "step", fail)
+    monkeypatch.setattr(step_copies.Shadow, "step", fail)
     before = {(row.kind, row.name): row.tensor.clone() for row in engine.state_rows()}
     model(torch.ones(4, WIDTH)).square().sum().backward()
     with pytest.raises(MemoryError, match="no room for copies"):
@@ -223,8 +223,8 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     own = torch.get_num_threads()
     seen = set()
-    stock = shadow.Shadow.step
-    monkeypatch.setattr(shadow.Shadow, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
+    stock = step_copies.Shadow.step
+    monkeypatch.setattr(step_copies.Shadow, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
     model, optimizer, _ = built({**EARLY, "threads": own + 2}, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)

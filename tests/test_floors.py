@@ -1,9 +1,9 @@
-"""The house's floors: a file imports its own room or floors below, and nothing goes round in circles."""
+"""Who may import whom: floors point down, rooms go in no circles, and each room is small enough to look through."""
 
 import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
@@ -13,15 +13,42 @@ FLOOR = {
     "device": 0,
     "read_ahead": 0,
     "kernels": 1,
+    "checkpoint": 1,
+    "plan": 1,
     "comm": 2,
     "offload": 3,
     "engine": 4,
-    "checkpoint": 5,
-    "plan": 6,
-    "diagnose": 7,
-    "integrations": 8,
+    "integrations": 5,
 }
-HUGGING_FACE_ROOMS = {"diagnose", "integrations"}
+
+# Pairs that a floor alone would not keep apart.
+STRANGERS = {
+    ("kernels", "checkpoint"),
+    ("kernels", "plan"),
+    ("checkpoint", "plan"),
+    ("checkpoint", "kernels"),
+    ("plan", "checkpoint"),
+}
+STRANGERS |= {
+    (ground, other) for ground in FLOOR for other in FLOOR if ground != other and FLOOR[ground] == FLOOR[other] == 0
+}
+STRANGERS |= {
+    ("comm", "checkpoint"),
+    ("comm", "plan"),
+    ("offload", "checkpoint"),
+    ("offload", "plan"),
+    ("engine", "checkpoint"),
+}
+
+# Libraries, and the only folders that may import them.
+LIBRARIES = {
+    "transformers": {"integrations"},
+    "accelerate": {"integrations"},
+    "datasets": {"integrations"},
+    "triton": {"kernels"},
+}
+
+FILES_A_ROOM = 16  # kernels, one a file, excepted
 
 
 def module_name(path: Path) -> str:
@@ -29,66 +56,89 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(path: Path) -> Iterator[str]:
     """Absolute names of what a file imports, at any depth of its code; `from .a import b` gives both a and a.b."""
     package = module_name(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
-    names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
-            names.add(source)
-            names.update(f"{source}.{alias.name}" for alias in node.names)
-    return names
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-GRAPH = {module_name(path): imports_of(path) for path in FILES}
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+IMPORTS = {module: set(imports_of(path)) for module, path in FILES.items()}
+
+# Of files to files. A package's own __init__ only names its rooms, lazily.
+EDGES = [
+    (module, name)
+    for module, names in IMPORTS.items()
+    for name in sorted(names)
+    if name in FILES and "hf_zero" not in (module, name) and name != module
+]
 
 
-def room(module: str) -> str | None:
+def folder(module: str) -> str | None:
+    """`engine` of hf_zero.engine.units.schedule."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and parts[0] == "hf_zero" else None
 
 
-@pytest.mark.parametrize("module", sorted(m for m in GRAPH if room(m)))
-def test_imports_point_down(module):
-    assert room(module) in FLOOR, f"{module} is in no room of the house"
-    for imported in GRAPH[module]:
-        if imported in GRAPH and room(imported):
-            assert FLOOR[room(imported)] <= FLOOR[room(module)], f"{module} imports {imported}, a floor above it"
-    if FLOOR[room(module)] == 0:
-        others = {room(name) for name in GRAPH[module] if name in GRAPH and room(name)} - {room(module)}
-        assert not others, f"{module} is on the ground floor and imports {others}"
+def room(module: str) -> str:
+    """`engine.units` of hf_zero.engine.units.schedule. A file that lies beside rooms is a room of its own."""
+    parts = module.split(".")
+    return ".".join(parts[1:3] if len(parts) > 3 or FILES[module].name == "__init__.py" else parts[1:])
 
 
-@pytest.mark.parametrize("module", sorted(GRAPH))
-def test_hugging_face_is_known_upstairs_only(module):
-    known = {name.split(".")[0] for name in GRAPH[module]}
-    if room(module) not in HUGGING_FACE_ROOMS:
-        assert not known & {"transformers", "accelerate", "datasets"}, f"{module} knows Hugging Face libraries"
-    if room(module) == "layout":
-        assert "torch" not in known
-    if room(module) not in {None, "kernels"}:
-        assert "triton" not in known
-
-
-def test_no_circles():
-    edges = {module: {name for name in names if name in GRAPH and name != module} for module, names in GRAPH.items()}
+def circle_of(arrows: dict[str, set[str]]) -> list[str]:
+    """One circle of a directed graph, or nothing."""
     done: set[str] = set()
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join((*path[path.index(module) :], module))
-        if module not in done:
-            for imported in edges[module]:
-                # A package's own __init__ only names its rooms, lazily.
-                if imported != "hf_zero":
-                    visit(imported, (*path, module))
-            done.add(module)
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(arrows[node]):
+            if circle := visit(other, [*path, node]):
+                return circle
+        done.add(node)
+        return []
 
-    for module in edges:
-        if module != "hf_zero":
-            visit(module, ())
+    return next((circle for node in sorted(arrows) if (circle := visit(node, []))), [])
+
+
+def test_imports_point_down():
+    wrong = [f"{module} is on no floor" for module in FILES if module != "hf_zero" and folder(module) not in FLOOR]
+    for module, imported in EDGES:
+        ours, theirs = folder(module), folder(imported)
+        if FLOOR[theirs] > FLOOR[ours] or (ours, theirs) in STRANGERS:
+            wrong.append(f"{module} imports {imported}")
+    for module, names in IMPORTS.items():
+        libraries = {name.split(".")[0] for name in names}
+        wrong += [
+            f"{module} imports {name}"
+            for name in libraries & set(LIBRARIES)
+            if folder(module) not in {None, *LIBRARIES[name]}
+        ]
+        wrong += [f"{module} imports torch" for name in libraries & {"torch"} if folder(module) == "layout"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_goes_in_circles():
+    between_files, between_rooms = defaultdict(set), defaultdict(set)
+    for module, imported in EDGES:
+        between_files[module].add(imported)
+        if room(module) != room(imported):
+            between_rooms[room(module)].add(room(imported))
+    for arrows in (between_files, between_rooms):
+        assert not circle_of(arrows), " -> ".join(circle_of(arrows))
+
+
+def test_rooms_can_be_looked_through():
+    sizes = Counter(str(path.parent.relative_to(PACKAGE)) for path in FILES.values() if path.name != "__init__.py")
+    assert not {name: size for name, size in sizes.items() if size > FILES_A_ROOM and name != "kernels"}

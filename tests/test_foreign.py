@@ -19,7 +19,7 @@ from hf_zero import gathered
 from hf_zero.checkpoint.foreign.find import open_foreign
 from hf_zero.checkpoint.foreign.pickles import load_deepspeed_file
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.foreign import load_foreign, load_foreign_weights
+from hf_zero.integrations.checkpoints.foreign import load_foreign, load_foreign_weights
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint.foreign import dcp_folder
 from hf_zero.checkpoint.foreign.find import open_foreign
-from hf_zero.checkpoint.manifest import CheckpointError
+from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations.cli import app
 from hf_zero.layout.intervals import Interval

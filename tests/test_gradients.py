@@ -9,10 +9,10 @@ from ranks import run_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
+from hf_zero.engine.buckets.sharded_gradient import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.nonfinite import NonFiniteGradientError
-from hf_zero.engine.reference import engine_attached_to
-from hf_zero.engine.sharded_gradient import ShardedGradientError
+from hf_zero.engine.engine_reference import engine_attached_to
+from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
 
 pytestmark = pytest.mark.timeout(120)
 

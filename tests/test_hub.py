@@ -24,11 +24,11 @@ from training import bert
 from transformers import AutoModelForSequenceClassification
 
 from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations import hub as hub_module
-from hf_zero.integrations import trainer_push
-from hf_zero.integrations.card import TEMPLATE
-from hf_zero.integrations.hub import Destination, HubError, push_folder
-from hf_zero.integrations.weights import weight_faults
+from hf_zero.integrations.checkpoints.weights import weight_faults
+from hf_zero.integrations.hub import hub as hub_module
+from hf_zero.integrations.hub.card import TEMPLATE
+from hf_zero.integrations.hub.hub import Destination, HubError, push_folder
+from hf_zero.integrations.trainer import hub_push
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -442,7 +442,7 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(trained(1)[0], tmp_path / "bare"))
-    monkeypatch.setattr("hf_zero.integrations.card.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_zero.integrations.hub.card.find_spec", lambda name: None)
     assert hf_zero("card", folder).exit_code == 0
     card = (folder / "README.md").read_text()
     assert "matplotlib was not installed" in card and "loss.png" not in card and not (folder / "loss.png").exists()
@@ -464,7 +464,7 @@ def test_an_installed_package_has_the_template(tmp_path):
     assert done.returncode == 0, done.stderr
     [wheel] = (tmp_path / "wheels").iterdir()
     with zipfile.ZipFile(wheel) as packed:
-        assert packed.read("hf_zero/integrations/card_template.md") == TEMPLATE.read_bytes()
+        assert packed.read("hf_zero/integrations/hub/card_template.md") == TEMPLATE.read_bytes()
 
 
 # ---- Trainer ----
@@ -486,7 +486,7 @@ def trains_and_pushes(rank: int, world_size: int, url: str, door: str, output_di
     logging.getLogger("hf_zero").addHandler(handler)
     final = overrides.pop("final_push", False)
     if overrides.pop("full_disk", False):
-        trainer_push.stage_checkpoint = no_room
+        hub_push.stage_checkpoint = no_room
     trainer = make_trainer(door, "bert", output_dir, **SAVING, push_to_hub=True, hub_token=TOKEN, **overrides)
     trainer.train()
     error = None

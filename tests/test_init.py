@@ -23,8 +23,8 @@ from transformers import (
 )
 
 import hf_zero
+from hf_zero.engine.buckets.mapped_parameters import is_loaded
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.loaded import is_loaded
 
 pytestmark = pytest.mark.timeout(120)
 

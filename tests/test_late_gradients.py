@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.announce import state_plan
+from hf_zero.integrations.accelerator.announce import state_plan
 
 pytestmark = pytest.mark.timeout(180)
 

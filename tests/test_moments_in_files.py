@@ -11,9 +11,9 @@ from test_moments import IN_8_BITS, gpt, prepared, refuse_difference, whole_stat
 from torch import nn
 from training import adamw_in_two_groups, steps
 
-from hf_zero.engine import room
+from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpointing import load_engine
+from hf_zero.integrations.checkpoints.checkpointing import load_engine
 from hf_zero.layout.blocks import blocks, has_blocks, is_in_blocks
 from hf_zero.offload.files import aligned
 
@@ -100,7 +100,7 @@ def test_files_hold_and_move_two_bytes_an_element(tmp_path):
 
 def test_the_forecast_of_the_disk_is_a_quarter_too(monkeypatch, tmp_path):
     numel = sum(p.numel() for p in gpt().parameters())
-    monkeypatch.setattr(room, "free_disk_bytes", lambda _: int(2.2 * numel))
+    monkeypatch.setattr(holders, "free_disk_bytes", lambda _: int(2.2 * numel))
     prepared(on(files(tmp_path)))
     with pytest.raises(OSError, match="too little"):
         prepared(on(files(tmp_path), moments="32bit"))

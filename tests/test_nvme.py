@@ -18,9 +18,9 @@ from torch import nn
 from training import VOCABULARY, fused_adamw, gpt2
 
 from hf_zero.config import ConfigError
-from hf_zero.engine import room
+from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.announce import announce
+from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.offload import files
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
 from hf_zero.offload.host_cores import HostCores
@@ -301,7 +301,7 @@ def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
 
 
 def test_too_small_a_disk_is_refused_before_the_first_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "free_disk_bytes", lambda _: 1000)
+    monkeypatch.setattr(holders, "free_disk_bytes", lambda _: 1000)
     with pytest.raises(OSError, match=r"needs .* GiB below .* \(\d+ bytes\) too little"):
         built(nvme(tmp_path))
 

@@ -14,8 +14,8 @@ from torch import nn
 from training import Job, Outcome, Unruly, adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch, train
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.state_kinds import state_kinds
-from hf_zero.integrations.announce import announce, state_plan
+from hf_zero.engine.state.state_kinds import state_kinds
+from hf_zero.integrations.accelerator.announce import announce, state_plan
 from hf_zero.offload import budget
 from hf_zero.offload.budget import available_host_bytes, host_memory_fault
 from hf_zero.offload.host import HostTier

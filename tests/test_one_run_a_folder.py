@@ -16,10 +16,10 @@ from ranks import run_alone, run_ranks
 from trainer_job import as_launched, make_trainer
 from transformers import TrainerCallback
 
-from hf_zero.checkpoint import run_lock
-from hf_zero.checkpoint.disks import Disk, disk_asked
-from hf_zero.checkpoint.manifest import CheckpointError
-from hf_zero.checkpoint.run_lock import LOCK_NAME, held_alone
+from hf_zero.checkpoint.folder import run_lock
+from hf_zero.checkpoint.folder.disks import Disk, disk_asked
+from hf_zero.checkpoint.folder.run_lock import LOCK_NAME, held_alone
+from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.offload.run_folder import RunFolder
 
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.timeout(180)
 HOLD = """
 import sys, time
 from pathlib import Path
-from hf_zero.checkpoint.disks import Disk
-from hf_zero.checkpoint.run_lock import held_alone
+from hf_zero.checkpoint.folder.disks import Disk
+from hf_zero.checkpoint.folder.run_lock import held_alone
 with held_alone(Path(sys.argv[1]), disk=Disk.shared(), exchange=lambda value: [value]):
     print("held", flush=True)
     time.sleep(100)

@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from training import gpt2, gpt2_batch
 from wire import tcp_bytes
 
-from hf_zero.comm import device_peers, neighbours
 from hf_zero.comm.choose import choose_peer_memory
-from hf_zero.comm.groups import Groups, RankGroup
-from hf_zero.comm.host_peers import HostPeers
+from hf_zero.comm.groups.groups import Groups, RankGroup
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.local import LocalTransport
+from hf_zero.comm.peers import device_peers, neighbours
+from hf_zero.comm.peers.host_peers import HostPeers
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
@@ -353,7 +353,7 @@ def test_gpus_whose_process_group_is_gloos_have_no_peer_memory(wanted, monkeypat
 
 
 def test_torch_has_what_gathers_out_of_gpus_memory_ask_of_it():
-    """A private module: where one of these has moved, `hf_zero/comm/device_peers.py` has to follow."""
+    """A private module: where one of these has moved, `hf_zero/comm/peers/device_peers.py` has to follow."""
     assert list(signature(symmetric_memory.empty).parameters) == ["size", "dtype", "device"]
     assert list(signature(symmetric_memory.rendezvous).parameters) == ["tensor", "group"]
     for method, arguments in (

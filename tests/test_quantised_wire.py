@@ -15,15 +15,15 @@ from torch import nn
 from training import Job, adamw_in_two_groups, gpt2, gpt2_batch, train
 
 from hf_zero.comm.collectives import CollectiveTransport
-from hf_zero.comm.groups import Groups
+from hf_zero.comm.groups.groups import Groups
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.quantised import QuantisedAllGather, QuantisedReduceScatter
 from hf_zero.comm.transport import Label
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.nonfinite import NonFiniteGradientError
-from hf_zero.integrations.announce import state_plan
-from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
+from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int4 import INT4

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_zero.checkpoint.manifest import CheckpointError
-from hf_zero.checkpoint.mapped import mapped_tensors
+from hf_zero.checkpoint.format.manifest import CheckpointError
+from hf_zero.checkpoint.format.mapped import mapped_tensors
 from hf_zero.read_ahead import ask_for
 
 NUMEL = 8 << 20

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.announce import state_plan
+from hf_zero.integrations.accelerator.announce import state_plan
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,7 +12,7 @@ from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
 from hf_zero import ZeroPlugin
-from hf_zero.checkpoint.manifest import CheckpointError
+from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations import accelerate as door
 

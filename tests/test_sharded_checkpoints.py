@@ -13,11 +13,11 @@ from trainer_job import as_launched, history, make_trainer
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from typer.testing import CliRunner
 
-from hf_zero.checkpoint.disks import Disk, disk_with, find_disk
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.folder.disks import Disk, disk_with, find_disk
+from hf_zero.checkpoint.format.manifest import Manifest
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations.cli import app
-from hf_zero.integrations.resuming import exchange_between_ranks
+from hf_zero.integrations.trainer.resuming import exchange_between_ranks
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -28,7 +28,7 @@ from training import VOCABULARY, Answer, gpt2
 import hf_zero
 from hf_zero.comm.transport import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.module_guards import ShardedParametersError
+from hf_zero.engine.units.module_guards import ShardedParametersError
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -350,7 +350,7 @@ def looks_without_room(rank: int, world_size: int) -> None:
         each.step()
     with pytest.MonkeyPatch.context() as patch:
         # Rank 1 alone has no room: both ranks are told.
-        patch.setattr("hf_zero.engine.whole.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
+        patch.setattr("hf_zero.engine.units.gathered.free_bytes", lambda device: 1000 if rank == 1 else 10**12)
         for look in (hf_zero.gathered, hf_zero.unsharded):
             with pytest.raises(MemoryError, match=r"whole parameters would take .* MiB on each rank"), look(run.model):
                 pass

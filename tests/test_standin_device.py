@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import fused_adamw, gpt2, gpt2_batch
 
-from hf_zero.checkpoint.background import Background
+from hf_zero.checkpoint.folder.background import Background
 from hf_zero.device import HostValue, alias, with_index
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.loss_scale import GradScaler
-from hf_zero.engine.step_thread import StepThread
-from hf_zero.integrations.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.engine.holders.step_thread import StepThread
+from hf_zero.engine.state.loss_scale import GradScaler
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
 from hf_zero.kernels.lazy import Kernel
 from hf_zero.offload.host import HostTier
 from hf_zero.offload.host_cores import HostCores

@@ -26,8 +26,8 @@ from hf_zero import (
     ZeroTrainingArguments,
     engine_of,
 )
-from hf_zero.engine.reference import engine_attached_to
-from hf_zero.integrations.first_step import watch_for_the_variable
+from hf_zero.engine.engine_reference import engine_attached_to
+from hf_zero.integrations.accelerator.first_step import watch_for_the_variable
 
 pytestmark = pytest.mark.timeout(180)
 

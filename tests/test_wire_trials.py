@@ -14,7 +14,7 @@ from test_quantised_wire import go_on, resume, save, setting, start
 from torch import nn
 
 from hf_zero.comm.choose import choose_transport
-from hf_zero.comm.groups import Groups
+from hf_zero.comm.groups.groups import Groups
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.trial import Trial, slowest_medians

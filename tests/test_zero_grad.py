@@ -9,8 +9,8 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_zero.engine.buckets.sharded_gradient import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.sharded_gradient import ShardedGradientError
 
 pytestmark = pytest.mark.timeout(180)
 

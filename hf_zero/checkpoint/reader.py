@@ -10,10 +10,10 @@ import torch
 from ..layout.intervals import Interval
 from ..layout.reshard import pieces_for
 from ..read_ahead import ask_for
-from .links import refuse_links
-from .manifest import CheckpointError, Manifest, SavedRow
-from .mapped import mapped_tensors
-from .pieces import dtype_named
+from .format.links import refuse_links
+from .format.manifest import CheckpointError, Manifest, SavedRow
+from .format.mapped import mapped_tensors
+from .format.pieces import dtype_named
 
 
 class CheckpointReader:

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from .files import CHUNK_BYTES, Chunk, chunks_in
-from .headers import tensors_in
-from .manifest import WEIGHTS, Manifest, SavedRow
+from .format.files import CHUNK_BYTES, Chunk, chunks_in
+from .format.headers import tensors_in
+from .format.manifest import WEIGHTS, Manifest, SavedRow
 
 
 @dataclass(frozen=True, kw_only=True)

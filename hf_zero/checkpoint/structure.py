@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
 from ..layout.intervals import Interval, doubly_covered, uncovered
-from .errors import CheckpointError
-from .files import files_below
-from .headers import TensorSpan, is_whole_safetensors, spans_in
-from .json_files import read_mapping
-from .manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
-from .text import shown
+from .format.errors import CheckpointError
+from .format.files import files_below
+from .format.headers import TensorSpan, is_whole_safetensors, spans_in
+from .format.json_files import read_mapping
+from .format.manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
+from .format.text import shown
 
 STATE_NAME = "trainer_state.json"
 

@@ -5,17 +5,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .disks import Disk
-from .errors import CheckpointError
-from .files import faults_of, files_below
+from .folder.disks import Disk
+from .folder.together import Exchange
 from .foreign.find import is_foreign, open_foreign
-from .headers import is_whole_safetensors
-from .json_files import read_mapping
-from .links import link_faults
-from .manifest import Manifest
+from .format.errors import CheckpointError
+from .format.files import faults_of, files_below
+from .format.headers import is_whole_safetensors
+from .format.json_files import read_mapping
+from .format.links import link_faults
+from .format.manifest import Manifest
 from .shares import own_chunks
 from .structure import STATE_NAME, structure_faults
-from .together import Exchange
 
 _NUMBERED = re.compile(r"^checkpoint-(\d+)$")
 

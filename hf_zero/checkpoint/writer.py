@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..layout.intervals import Interval
-from .manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
-from .pieces import DTYPE_NAMES, LivePieces, Piece, Values, lay_out, write_all
-from .together import Exchange, together
+from .folder.together import Exchange, together
+from .format.manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
+from .format.pieces import DTYPE_NAMES, LivePieces, Piece, Values, lay_out, write_all
 
 Row = tuple[str, str, Interval, Values]
 """Kind, name, interval of the parameter, and the 1-D tensor of those elements."""

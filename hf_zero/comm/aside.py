@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from .groups import Groups
+from .groups.groups import Groups
 from .transport import CommunicationError
 
 _GLANCE_S = 0.02

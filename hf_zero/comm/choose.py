@@ -7,12 +7,12 @@ import torch
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import clock
 from .collectives import CollectiveTransport
-from .groups import Groups
-from .host_peers import HostPeers
+from .control.lookout import watch_over
+from .groups.groups import Groups
 from .ledger import Ledger
 from .local import LocalTransport
-from .lookout import watch_over
-from .peer_memory import PeerMemory
+from .peers.host_peers import HostPeers
+from .peers.peer_memory import PeerMemory
 from .point_to_point import PointToPointTransport
 from .transport import Transport
 
@@ -80,7 +80,7 @@ def _peer_memory(groups: Groups, transport: Transport, device: torch.device, tim
         raise RuntimeError("the process group of the GPUs is gloo's, as for several ranks on one GPU; NCCL's is needed")
     if device.type == "cuda":
         # It rests on a private module of torch, which no other run should depend on.
-        from .device_peers import DevicePeers
+        from .peers.device_peers import DevicePeers
 
         return DevicePeers(groups, transport, device, timeout_s)
     raise RuntimeError(f"there is no such memory on {device.type} devices")

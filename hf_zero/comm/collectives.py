@@ -6,12 +6,12 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from .control import control_of
-from .gather_order import GatherOrder
-from .groups import Groups, RankGroup
+from .control.control import control_of
+from .control.gather_order import GatherOrder
+from .control.lookout import watch_over
+from .control.meetings import Meetings
+from .groups.groups import Groups, RankGroup
 from .ledger import Ledger
-from .lookout import watch_over
-from .meetings import Meetings
 from .names import all_gather_flat, reduce_scatter_flat
 from .profiling import hidden_from_profiler, shown
 from .transport import Handle, Label, Transport

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..device import Moment, clock
-from .watch import Watch
+from .control.watch import Watch
 
 
 @dataclass(kw_only=True)

@@ -2,7 +2,7 @@
 
 import torch
 
-from .groups import RankGroup
+from .groups.groups import RankGroup
 from .transport import Handle, Label, Transport
 
 

@@ -10,10 +10,10 @@ import torch
 
 from ..kernels.reduce import sum_in_rank_order
 from .collectives import CollectiveTransport
-from .groups import Groups, RankGroup
+from .control.transfers import Transfers, finish_abandoned
+from .groups.groups import Groups, RankGroup
 from .ledger import Ledger
 from .profiling import shown
-from .transfers import Transfers, finish_abandoned
 from .transport import Handle, Label
 
 _REDUCE_TAG, _GATHER_TAG, _EXCHANGE_TAG = 0x5A450000, 0x5A460000, 0x5A470000

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels.quantise import BlockFormat, dequantise, dequantise_sum, quantise
-from .groups import RankGroup
+from .groups.groups import RankGroup
 from .transport import Handle, Label, Transport
 
 _SCALES_CHANNEL = 0x8000

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import torch
 
-from .failures import CommunicationError as CommunicationError
-from .groups import RankGroup
+from .control.failures import CommunicationError as CommunicationError
+from .control.watch import Watch
+from .groups.groups import RankGroup
 from .ledger import Ledger
 from .profiling import shown
-from .watch import Watch
 
 
 @dataclass(frozen=True, kw_only=True)

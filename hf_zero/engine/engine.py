@@ -8,43 +8,44 @@ import torch
 from torch import nn
 
 from ..comm.choose import choose_step_transport, choose_transport
-from ..comm.groups import Groups
+from ..comm.groups.groups import Groups
 from ..comm.transport import Label
 from ..config import ZeroConfig
 from ..device import Arrival, with_index
 from ..layout.intervals import Interval
 from ..offload.choose import choose_activations, choose_tiers
-from .agreement import describe, refuse_disagreement
-from .auto_settings import settle_auto
-from .buckets import Bucket, rows_with_gradient
-from .buffers import ModelBuffers, broadcast_buffers, start_buffers
-from .build import build_parts, check_parameters, owners
-from .choose_store import choose_store
-from .clip import clamp_values
-from .dtypes import DtypeReport, report_dtypes
-from .exact_weights import ExactWeights
-from .gradient_norm import choose_norm
-from .gradient_store import GradientStore, Landing
-from .gradients import Gradients
-from .homes import Homes
+from .buckets.bucket import Bucket, rows_with_gradient
+from .buckets.memory import GatheredMemory, WholeMemory
+from .buckets.rows import StateRow
+from .build.agreement import describe, refuse_disagreement
+from .build.auto_settings import settle_auto
+from .build.bucketing import build_parts, check_parameters, owners
+from .build.holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
+from .dtype_report import DtypeReport, report_dtypes
+from .engine_reference import attach, detach
+from .gradients.backward_pass import Gradients
+from .gradients.choose_store import choose_store
+from .gradients.clip import clamp_values
+from .gradients.nonfinite import NonFiniteCheck
+from .gradients.norm import choose_norm
+from .gradients.store import GradientStore, Landing
 from .hooks import WeakHook
-from .look import Look, slot_of
-from .memory import GatheredMemory, WholeMemory
 from .memory_report import Places, report_memory
-from .nonfinite import NonFiniteCheck
-from .optimizer import ShardedOptimizer, identity_of
-from .outer import choose_outer
-from .parameters import ParameterGather, caches_parameters, is_compiled
-from .reference import attach, detach
-from .reports import CommReport, MemoryReport
-from .resize import on_host, resize_whole
-from .room import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
-from .row_writes import RowWrites
-from .sharded_model import ShardedModel
-from .state_rows import StateRow, fill_rows, state_rows, state_scalars
-from .weights import OwnWeights, load_weights, own_weights
-from .whole import parameters_in
-from .wire import choose_wire
+from .report_tables import CommReport, MemoryReport
+from .state.full_tensors import Look, slot_of
+from .state.optimizer import ShardedOptimizer, identity_of
+from .state.resize import on_host, resize_whole
+from .state.row_writes import RowWrites
+from .state.state_rows import fill_rows, state_rows, state_scalars
+from .travel.buffers import ModelBuffers, broadcast_buffers, start_buffers
+from .travel.in_flight import ParameterGather, caches_parameters, is_compiled
+from .travel.outer import choose_outer
+from .travel.wire import choose_wire
+from .units.exact_weights import ExactWeights
+from .units.gathered import parameters_in
+from .units.parameter_places import Homes
+from .units.sharded_model import ShardedModel
+from .units.weights import OwnWeights, load_weights, own_weights
 
 
 class ZeroEngine:

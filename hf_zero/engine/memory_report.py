@@ -11,13 +11,13 @@ from ..offload.activations import Activations
 from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
-from .buckets import Bucket
-from .holder import StateHolder
-from .optimizer import ShardedOptimizer
-from .outer import OuterSteps
-from .reports import MemoryReport, MemoryRow, TrafficReport
-from .sharded_model import ShardedModel
-from .state_rows import state_of
+from .buckets.bucket import Bucket
+from .report_tables import MemoryReport, MemoryRow, TrafficReport
+from .state.holder import StateHolder
+from .state.optimizer import ShardedOptimizer
+from .state.state_rows import state_of
+from .travel.outer import OuterSteps
+from .units.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)

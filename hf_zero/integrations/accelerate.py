@@ -22,27 +22,27 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint.foreign.find import is_foreign
-from ..comm.groups import order_launches
+from ..comm.groups.groups import order_launches
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import cut, shown
+from ..engine.buckets.precision import check_cast_owner
+from ..engine.build.other_engines import refuse_other_engines
 from ..engine.engine import ZeroEngine
-from ..engine.optimizer import engine_stepped_by
-from ..engine.other_engines import refuse_other_engines
-from ..engine.parameters import is_compiled
-from ..engine.precision import check_cast_owner
-from ..engine.reference import engine_attached_to
-from .accelerate_states import folder_to_fill, numbered_states
-from .announce import announce
-from .batch import rows_of_a_step
-from .checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
-from .environment import check_environment, refuse_engines_of_the_launch
-from .first_step import CONFIG_VARIABLE, StepWatch
-from .ignored_plugin import watch_for_steps_without
-from .last_words import LastWords
-from .leaving import end_cleanly
-from .loss_scale import seat_scaler, unscale
-from .no_sync import add_no_sync
-from .resumed import say_resumed
+from ..engine.engine_reference import engine_attached_to
+from ..engine.state.optimizer import engine_stepped_by
+from ..engine.travel.in_flight import is_compiled
+from .accelerator.announce import announce
+from .accelerator.batch import rows_of_a_step
+from .accelerator.environment import check_environment, refuse_engines_of_the_launch
+from .accelerator.first_step import CONFIG_VARIABLE, StepWatch
+from .accelerator.ignored_plugin import watch_for_steps_without
+from .accelerator.last_words import LastWords
+from .accelerator.leaving import end_cleanly
+from .accelerator.no_sync import add_no_sync
+from .accelerator.scaler import seat_scaler, unscale
+from .accelerator.states import folder_to_fill, numbered_states
+from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .trainer.resumed import say_resumed
 
 
 class ZeroPlugin(ParallelismConfig):
@@ -109,7 +109,7 @@ class ZeroPlugin(ParallelismConfig):
         self._install(accelerator)
         if "transformers.trainer" in sys.modules:
             # Here, not above: a plain loop does without transformers, which takes seconds to import.
-            from .trainer import install_in_trainer, trainer_under_construction
+            from .trainer.trainer import install_in_trainer, trainer_under_construction
 
             trainer = trainer_under_construction()
             if trainer is not None:

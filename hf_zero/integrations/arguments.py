@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import cut
 from .accelerate import ZeroPlugin
-from .environment import refuse_engines_of_the_launch
+from .accelerator.environment import refuse_engines_of_the_launch
 
 
 @dataclass(repr=False)

@@ -6,7 +6,7 @@ from ..config import ConfigError, ZeroConfig
 from ..config.zero import differences
 from .accelerate import ZeroAcceleratorMixin, ZeroPlugin
 from .frames import find_in_callers
-from .trainer import ZeroTrainerMixin, install_in_trainer
+from .trainer.trainer import ZeroTrainerMixin, install_in_trainer
 
 
 class ZeroCallback(TrainerCallback):

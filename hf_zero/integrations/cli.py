@@ -16,21 +16,21 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint.json_files import read_mapping
-from ..checkpoint.links import refuse_links
-from ..checkpoint.manifest import CheckpointError, Manifest
+from ..checkpoint.format.json_files import read_mapping
+from ..checkpoint.format.links import refuse_links
+from ..checkpoint.format.manifest import CheckpointError, Manifest
+from ..checkpoint.format.text import shown
 from ..checkpoint.structure import STATE_NAME
-from ..checkpoint.text import shown
 from ..config import ConfigError, parse_bytes
-from ..engine.reports import mib
-from .card import CARD_NAME, write_card
-from .card_facts import card_facts, carry_run, log_history
-from .checkpointing import ZERO_FOLDER
-from .foreign import convert as convert_foreign
-from .hub import Destination, HubError
-from .push import push_model
-from .weights import consolidate as consolidate_weights
-from .weights import folder_faults, is_checkpoint_of_ours, saved_tensors
+from ..engine.report_tables import mib
+from .checkpoints.checkpointing import ZERO_FOLDER
+from .checkpoints.foreign import convert as convert_foreign
+from .checkpoints.weights import consolidate as consolidate_weights
+from .checkpoints.weights import folder_faults, is_checkpoint_of_ours, saved_tensors
+from .hub.card import CARD_NAME, write_card
+from .hub.card_facts import card_facts, carry_run, log_history
+from .hub.hub import Destination, HubError
+from .hub.push import push_model
 
 app = typer.Typer(help="Checkpoints of hf_zero.", no_args_is_help=True, add_completion=False)
 _console = Console()

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.transport import Label
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.announce import state_plan
+from hf_zero.integrations.accelerator.announce import state_plan
 
 RANKS_A_NODE = 8
 _STORE_METHODS = ("put", "put_late", "hold", "start", "start_again", "finish", "finish_all", "end_pass")

@@ -88,7 +88,7 @@ def saves_of_ours(
     """Seconds of a save at once; of one behind training, how long that stands still, and of the save with a step meanwhile."""
     import dataclasses
 
-    from hf_zero.integrations.trainer_checkpoints import CheckpointSaver
+    from hf_zero.integrations.trainer.checkpoints import CheckpointSaver
 
     trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
     trainer.train()
@@ -170,7 +170,7 @@ def merges(rank: int, world_size: int, *, source: str, out: str, way: str) -> di
     """Seconds, and bytes by which this process grew at most, of one way to a model folder from the ranks' parts."""
     from accelerate.utils import merge_fsdp_weights
 
-    from hf_zero.integrations.weights import consolidate
+    from hf_zero.integrations.checkpoints.weights import consolidate
 
     ways = {
         "hf-zero consolidate": lambda: consolidate(Path(source), Path(out)),
@@ -201,8 +201,8 @@ def resumes(
 ) -> dict[str, float]:
     """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
     if not is_shared:
-        from hf_zero.checkpoint.disks import Disk
-        from hf_zero.integrations import resuming
+        from hf_zero.checkpoint.folder.disks import Disk
+        from hf_zero.integrations.trainer import resuming
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
         folder = f"{folder}-of-rank-{rank}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...layout.intervals import Interval
-from ..manifest import CheckpointError
+from ..format.manifest import CheckpointError
 from .dcp_folder import DcpFolder
 from .states import MASTER, ForeignCheckpoint, ForeignGroup
 

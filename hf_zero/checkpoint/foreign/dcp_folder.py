@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...layout.intervals import Interval
-from ..files import is_inside
-from ..manifest import CheckpointError
+from ..format.files import is_inside
+from ..format.manifest import CheckpointError
 from .pickles import Record, load_dcp_metadata, load_stream
 
 _VERSIONS = (None, "1.0.0")

@@ -13,7 +13,7 @@ import torch
 
 from ...layout.intervals import Interval
 from ...layout.reshard import pieces_for
-from ..manifest import CheckpointError
+from ..format.manifest import CheckpointError
 from .deepspeed_files import DeepSpeedFiles, open_files
 from .pickles import load_deepspeed_file
 from .states import MASTER, ForeignCheckpoint, ForeignGroup

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import is_inside
-from ..json_files import read_text
-from ..manifest import CheckpointError
+from ..format.files import is_inside
+from ..format.json_files import read_text
+from ..format.manifest import CheckpointError
 from .pickles import load_deepspeed_file
 
 _OPTIMIZER_FILE = re.compile(r"^(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt$")

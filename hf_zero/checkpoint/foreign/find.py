@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..links import refuse_links
-from ..manifest import CheckpointError
+from ..format.links import refuse_links
+from ..format.manifest import CheckpointError
 from .dcp import MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint
 from .deepspeed_files import step_folder_of

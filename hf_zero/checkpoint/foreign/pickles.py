@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..manifest import CheckpointError
+from ..format.manifest import CheckpointError
 
 
 class Unread:

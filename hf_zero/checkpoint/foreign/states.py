@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...layout.intervals import Interval
-from ..manifest import CheckpointError
+from ..format.manifest import CheckpointError
 
 MASTER = "master"
 """The kind of the trained values themselves, in the precision that the optimizer kept them in."""

@@ -1,0 +1,84 @@
+"""One run at a time writes into a folder of checkpoints: a lock that the system drops when the process ends."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..format.errors import CheckpointError
+from .commit import clear_marks
+from .disks import Disk
+from .together import Exchange, together
+
+LOCK_NAME = ".hf_zero.lock"
+
+PATIENCE_S = 5.0
+"""For a run that is about to end, such as the one that a launcher has just killed to start this."""
+
+_GLANCE_S = 0.2
+
+
+@contextmanager
+def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None]:
+    """Keeps other runs from writing checkpoints to `folder` meanwhile. Collective.
+
+    The lock is one of the process that leads the disk (POSIX, so that no child has it and network file systems share it): a
+    run that is killed leaves the file and no lock.
+
+    Raises:
+        CheckpointError: on every rank, when another run has it.
+    """
+    held: list[int] = []
+
+    def take() -> None:
+        if disk.leads:
+            held.append(_taken(folder / LOCK_NAME))
+            clear_marks(folder)
+
+    then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
+    try:
+        together(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
+        yield
+    finally:
+        for lock in held:
+            # By its name, while it is held: who waits for it then finds that it is gone, and makes another.
+            # On a disk that refuses it stays, and is no lock.
+            with suppress(OSError):
+                (folder / LOCK_NAME).unlink()
+            os.close(lock)
+
+
+def _taken(path: Path) -> int:
+    """A handle of the file, locked."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            holder = os.pread(lock, 500, 0).decode(errors="replace")
+            os.close(lock)
+            if time.monotonic() > deadline_s:
+                raise CheckpointError(f"another run writes there now ({_in_words(holder)})") from error
+            time.sleep(_GLANCE_S)
+            continue
+        except BaseException:
+            os.close(lock)
+            raise
+        if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+            return lock
+        # Its last holder has taken the file away meanwhile.
+        os.close(lock)
+
+
+def _in_words(holder: str) -> str:
+    try:
+        known = json.loads(holder)
+        return f"process {known['pid']} on {known['host']}"
+    except (ValueError, KeyError, TypeError):
+        return "a process that does not say its number"

@@ -1,0 +1,1 @@
+"""The files of a checkpoint: manifest, safetensors headers and data, read without trusting them."""

@@ -1,0 +1,1 @@
+"""Small messages between the ranks, waits with a time limit, and errors that name the rank that is late."""

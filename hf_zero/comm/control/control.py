@@ -1,0 +1,139 @@
+"""Small values between the ranks, from host to host, in messages that say what they are for.
+
+[Note: a rank that comes alone]
+Where ranks call different collectives of gloo, each takes the other's message for its own, and one of another size ends the
+process in gloo's thread. Here a message carries the purpose and the number of its exchange, so that ranks that have come to
+different ones know it at once, and both say so.
+"""
+
+import pickle
+import struct
+
+import torch
+import torch.distributed as dist
+
+from ..groups.groups import Groups
+from ..profiling import hidden_from_profiler
+from .failures import CommunicationError
+from .gather_order import GatherOrder
+from .transfers import Transfers
+from .watch import Watch
+from .whereabouts import script_line
+
+_MESSAGE_BYTES = 1024
+_HEAD = struct.Struct("<QQQH")
+_LONGEST_PURPOSE = 200
+_TAG, _TAG_OF_THE_REST = 0x5A480000, 0x5A490000
+
+
+class Control:
+    """Exchanges between all ranks of some groups.
+
+    Each rank sends to each other one: a message, and the rest of what does not fit.
+
+    Args:
+        watch: is told of each wait.
+        order: of this rank's gathers, compared with each message; None where nothing is gathered, or messages have tags.
+    """
+
+    def __init__(self, groups: Groups, watch: Watch, order: GatherOrder | None):
+        self._group = groups.control
+        self._timeout_s = groups.timeout_s
+        self._watch = watch
+        self._ranks = groups.world.ranks
+        self._place = groups.world.place
+        self._peers = groups.world.peers
+        self._count = 0
+        self._order = order or GatherOrder(())
+
+    def exchange(self, value: object, purpose: str) -> list[object]:
+        """Every rank's picklable value, in rank order.
+
+        Raises:
+            CommunicationError: a rank does not come in time, has ended, or came for another purpose.
+        """
+        with self._watch.inside(purpose):
+            everyone = self._swap(pickle.dumps(value), purpose)
+        return [value if place == self._place else pickle.loads(data) for place, data in enumerate(everyone)]
+
+    def swap(self, values: torch.Tensor, purpose: object) -> torch.Tensor:
+        """Every rank's small tensor in host memory, one beside the other in rank order. Errors: as of `exchange`."""
+        with self._watch.inside(purpose):
+            everyone = self._swap(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), str(purpose))
+        return torch.stack([torch.frombuffer(data, dtype=values.dtype) for data in everyone]).view(-1, *values.shape)
+
+    def _swap(self, data: bytes, purpose: str) -> list[bytearray]:
+        self._count += 1
+        name = purpose.encode()[:_LONGEST_PURPOSE]
+        head = _HEAD.pack(len(data), self._count, self._order.checksum, len(name)) + name
+        room = _MESSAGE_BYTES - len(head)
+        message = bytearray(_MESSAGE_BYTES)
+        message[: len(head) + min(room, len(data))] = head + data[:room]
+        sends = self._send(message, _TAG)
+        if len(data) > room:
+            sends += self._send(bytearray(data[room:]), _TAG_OF_THE_REST)
+        sent = Transfers(sends, self._timeout_s)
+        found = {place: bytearray(_MESSAGE_BYTES) for place in self._peers}
+        Transfers(self._receive(found, _TAG), self._timeout_s).wait()
+        sizes = {place: self._open(place, theirs, name) for place, theirs in found.items()}
+        rests = {place: bytearray(nbytes - room) for place, nbytes in sizes.items() if nbytes > room}
+        if rests:
+            Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
+        sent.wait()
+        everyone = {
+            place: theirs[len(head) : len(head) + sizes[place]] + rests.get(place, b"")
+            for place, theirs in found.items()
+        }
+        everyone[self._place] = bytearray(data)
+        return [everyone[place] for place in range(len(self._ranks))]
+
+    def _open(self, place: int, message: bytearray, name: bytes) -> int:
+        """How many bytes of data a message begins, if it came for the same purpose."""
+        nbytes, count, order, length = _HEAD.unpack_from(message)
+        theirs = message[_HEAD.size : _HEAD.size + length]
+        if theirs != name or count != self._count:
+            raise CommunicationError(
+                f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the "
+                f"{name.decode(errors='replace')} ({script_line()[0]}), and rank {self._ranks[place]} to the "
+                f"{theirs.decode(errors='replace')}. Each is collective: call it on every rank, in the same order, outside of "
+                "`if is_main_process`."
+            )
+        if order != self._order.checksum and self._ranks[place] in self._order.ranks:
+            raise CommunicationError(
+                f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
+                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. At stage 3 all "
+                "ranks have to run the same layers in the same order. Choose branches by what all ranks know, or use stage 2."
+            )
+        return nbytes
+
+    # The group is of these ranks, in their order, so that a place is a rank of the group.
+
+    def _send(self, data: bytearray, tag: int) -> list[tuple[int, dist.Work]]:
+        values = [torch.frombuffer(data, dtype=torch.uint8)]
+        with hidden_from_profiler():
+            return [(self._ranks[place], self._group.send(values, place, tag)) for place in self._peers]
+
+    def _receive(self, into: dict[int, bytearray], tag: int) -> list[tuple[int, dist.Work]]:
+        with hidden_from_profiler():
+            return [
+                (self._ranks[place], self._group.recv([torch.frombuffer(data, dtype=torch.uint8)], place, tag))
+                for place, data in into.items()
+            ]
+
+
+class PretendedControl:
+    """Of torch's fake backend, which sends nothing: every other rank says what this one says."""
+
+    def __init__(self, groups: Groups):
+        self._size = groups.world.size
+
+    def exchange(self, value: object, purpose: str) -> list[object]:
+        return [value] * self._size
+
+    def swap(self, values: torch.Tensor, purpose: object) -> torch.Tensor:
+        return values.expand(self._size, *values.shape)
+
+
+def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | PretendedControl:
+    """What the ranks of these groups agree by."""
+    return PretendedControl(groups) if groups.backend == "fake" else Control(groups, watch, order)

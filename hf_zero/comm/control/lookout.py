@@ -1,0 +1,291 @@
+"""Looks out for ranks that are late: every rank can be asked where it is, and answers beside training.
+
+[Note: who is asked]
+A rank that has waited long, or whose wait has failed, asks a question by the store, and a thread of each other rank answers
+it with its `Whereabouts`. So nothing is written while all goes well, and a rank that does not answer has told enough: its
+process is stopped, or its host cannot be reached. What the connections themselves say is less. gloo closes all connections of a
+group in which one wait has failed, so that most ranks see the end of a rank that is as innocent as they are.
+"""
+
+import json
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from ..groups.groups import Groups
+from .control import control_of
+from .failures import CommunicationError, PeerFailure
+from .processes import RankProcesses
+from .store_thread import StoreSilentError, StoreThread
+from .verdict import Absence, Verdict
+from .watch import Wait, Watch
+from .whereabouts import Whereabouts, script_line
+
+_BEAT_S = 0.5
+_ANSWER_S = 2.5
+"""How long an answer is waited for: a rank looks for questions in every `_BEAT_S`."""
+_STORE_S = 1.0
+"""What a store may take beyond that, for a few calls."""
+_GLANCE_S = 0.05
+_LOOK_S = 1.0
+_LISTED = 8
+_WORDS_S = 60.0
+"""So long, what a rank has left is taken for where it is."""
+_GIVEN_UP_S = 15.0
+"""So long after a wait has failed, a rank is still said to have given up there."""
+_NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
+"""After so long a wait, it is said who is waited for."""
+
+T = TypeVar("T")
+
+
+class Lookout(Watch):
+    """The watch of one of several ranks.
+
+    Args:
+        rank, world_size: of the default group.
+        name: the same on all ranks, and of this object alone.
+    """
+
+    def __init__(self, rank: int, world_size: int, name: str):
+        super().__init__()
+        self._rank = rank
+        self._others = [other for other in range(world_size) if other != rank]
+        self._name = name
+        self._answered = 0
+        self._noticed: tuple[Wait | None, int] = (None, 0)
+        self._processes: RankProcesses | None = None
+        reference = weakref.ref(self)
+        self._thread = StoreThread(lambda store: _beat(reference, store), _BEAT_S)
+        self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
+        # Before Python ends, too: a thread that comes back from a call to torch behind that takes the process down.
+        weakref.finalize(self, self._thread.close, _STORE_S)
+
+    # ---- what fails ----
+
+    def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
+        late = error.rank if isinstance(error, PeerFailure) else None
+        try:
+            verdict = self._thread.ask(lambda store: self._judge(store, wait, late), 2 * _ANSWER_S + _STORE_S)
+        except (StoreSilentError, RuntimeError) as silence:
+            verdict = Verdict(rank=self._rank, wait=wait, late=late, line=wait.line, silence=str(silence))
+        return CommunicationError(str(verdict), verdict.culprits)
+
+    def _judge(self, store: dist.Store, wait: Wait, late: int | None) -> Verdict:
+        absences = self._survey(store, enough=late)
+        verdict = Verdict(rank=self._rank, wait=wait, late=late, line=wait.line, absences=absences)
+        self.keep_words(store, verdict.finding, verdict.culprits)
+        return verdict
+
+    def losses(self) -> str | None:
+        def look(store: dist.Store) -> str | None:
+            found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
+            over = [str(absence) for absence in found.values() if absence.is_over or absence.words is not None]
+            return "; ".join(over[:_LISTED]) or None
+
+        try:
+            return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
+        except (StoreSilentError, RuntimeError) as silence:
+            return str(silence)
+
+    def say_last(self, words: str) -> None:
+        try:
+            self._thread.ask(lambda store: self.keep_words(store, words, [self._rank]), _STORE_S)
+        except (StoreSilentError, RuntimeError):
+            # Nobody is there to read them.
+            return
+
+    def keep_words(self, store: dist.Store, words: str, culprits: Sequence[int]) -> None:
+        """Leaves why this rank gives up, for others who ask when it answers no more."""
+        left = {"words": words, "culprits": list(culprits), "where": asdict(self._whereabouts()), "at": time.time()}
+        self._in(store).set(f"last words {self._rank}", json.dumps(left))
+
+    # ---- what has not come ----
+
+    def with_store(self, call: Callable[[dist.Store], T], within_s: float) -> T:
+        """What a call with the ranks' store returns. Errors: as of `StoreThread.ask`."""
+        return self._thread.ask(call, within_s)
+
+    def gone(self, store: dist.Store, ranks: Sequence[int]) -> list[int]:
+        """Those that have ended or left."""
+        processes = self._seen_by(store)
+        return [rank for rank in ranks if processes.has_gone(rank)]
+
+    def lines(self, wait: Wait, enough: int | None = None) -> str:
+        """Where each rank is, in a line each. `enough`: as of `_survey`."""
+
+        def look(store: dist.Store) -> str:
+            found = self._survey(store, enough)
+            return Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=found).in_lines
+
+        return self._thread.ask(look, 2 * _ANSWER_S + _STORE_S)
+
+    def look_for(self, missing: Sequence[int], wait: Wait) -> str | None:
+        """Where each rank is, if one of the missing waits for this one in another collective; None while they may yet come."""
+
+        def proof(store: dist.Store) -> str | None:
+            found = self._survey(store)
+            if not any(found[rank].waits_for(self.begun) for rank in missing):
+                return None
+            return Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=found).in_lines
+
+        return self._thread.ask(proof, 2 * _ANSWER_S + _STORE_S)
+
+    # ---- the end ----
+
+    def leave(self, patience_s: float) -> list[int]:
+        """Waits for the others to come to their end, unless one waits for what this rank will not do any more."""
+        deadline_s = time.monotonic() + patience_s
+        try:
+            self._thread.ask(lambda store: self._seen_by(store).say_that_this_one_leaves(), _STORE_S)
+            look_s, seen = time.monotonic(), set()
+            while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
+                if time.monotonic() >= deadline_s:
+                    return at_work
+                if time.monotonic() >= look_s:
+                    misses, waiting = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
+                    # In a collective of the script's own, which ends soon where all have been in it, it has to be seen twice.
+                    if misses or waiting & seen:
+                        return at_work
+                    look_s, seen = time.monotonic() + _LOOK_S, waiting
+                time.sleep(_GLANCE_S)
+        except (StoreSilentError, dist.DistNetworkError):
+            # The store is kept for as long as anyone works: whoever keeps it has left.
+            return []
+        finally:
+            self._thread.close(_STORE_S)
+        return []
+
+    def _at_work(self, store: dist.Store) -> list[int]:
+        gone = self.gone(store, self._others)
+        return [rank for rank in self._others if rank not in gone]
+
+    def _missed_by(self, store: dist.Store) -> tuple[bool, set[tuple]]:
+        """Whether a rank waits in a collective that this one has not begun; and those in one of the script's own."""
+        found = self._survey(store)
+        waiting = {(rank, each.where.torch_call, each.where.line) for rank, each in found.items() if each.is_in_torch}
+        return any(each.waits_for(self.begun) for each in found.values()), waiting
+
+    # ---- questions and answers, all in the thread of the store ----
+
+    def answer(self, store: dist.Store) -> None:
+        """Says where this rank is if that has been asked since the last time."""
+        mine, asked = self._in(store), self._answered
+        while mine.check([f"question {asked + 1}"]):
+            asked += 1
+        if asked > self._answered:
+            self._answered = asked
+            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._whereabouts())]))
+
+    def notice(self, store: dist.Store) -> None:
+        """Says who is waited for, on the first of the ranks that wait, once a wait has taken long."""
+        wait = self.longest
+        if wait is None or wait.failure is not None:
+            return
+        told = self._noticed[1] if self._noticed[0] is wait else 0
+        if told == len(_NOTICES_S) or wait.seconds < _NOTICES_S[told]:
+            return
+        self._noticed = (wait, told + 1)
+        absences = self._survey(store)
+        if any(rank < self._rank and absence.is_waiting for rank, absence in absences.items()):
+            return
+        verdict = Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=absences)
+        print(f"hf_zero: waiting.\n{verdict.in_lines}", file=sys.stderr, flush=True)
+
+    def _survey(self, store: dist.Store, enough: int | None = None) -> dict[int, Absence]:
+        """What is known of the others.
+
+        Args:
+            enough: a rank whose end explains all: others need not be waited for.
+        """
+        mine = self._in(store)
+        number = mine.add("questions", 1)
+        mine.set(f"question {number}", "")
+        found: dict[int, Absence] = {}
+        deadline_s = time.monotonic() + _ANSWER_S
+        while True:
+            in_time = time.monotonic() < deadline_s and not self._thread.is_closing
+            for rank in self._others:
+                if rank not in found and (absence := self._look_at(store, rank, number, ask_again=in_time)):
+                    found[rank] = absence
+            has_reason = enough in found and found[enough].is_over
+            if len(found) == len(self._others) or has_reason:
+                return found
+            self.answer(store)
+            time.sleep(_GLANCE_S)
+
+    def _look_at(self, store: dist.Store, rank: int, number: int, *, ask_again: bool) -> Absence | None:
+        """None while it may yet answer."""
+        mine, processes = self._in(store), self._seen_by(store)
+        has_ended, has_left = processes.has_ended(rank), processes.has_left(rank)
+        has_words = mine.check([f"last words {rank}"])
+        words = json.loads(mine.get(f"last words {rank}")) if has_words else {}
+        culprits, where = tuple(words.get("culprits", ())), None
+        if mine.check([f"answer {rank}"]):
+            answered, where = json.loads(mine.get(f"answer {rank}"))
+            where = Whereabouts(**where) if answered >= number else None
+        if where is None and not (has_ended or has_left or rank in culprits) and ask_again:
+            return None
+        if where is None and words and time.time() - words["at"] < _WORDS_S:
+            # It has given up, and answers no more.
+            where = Whereabouts(**words["where"])
+        process = processes.known(rank)
+        return Absence(
+            rank=rank,
+            process=process,
+            has_ended=has_ended,
+            has_left=has_left,
+            is_stopped=process is not None and process.is_stopped(),
+            words=words.get("words"),
+            culprits=culprits,
+            where=where,
+        )
+
+    def _whereabouts(self) -> Whereabouts:
+        wait, (line, torch_call) = self.longest, script_line()
+        if wait is None and torch_call is None and self.given_up is not None:
+            # Its error may be on its way through the script, or be shown just now.
+            is_recent = time.monotonic() - self.given_up.since_s - self.given_up.seconds < _GIVEN_UP_S
+            wait = self.given_up if is_recent else None
+        if wait is not None and wait.failure is not None:
+            line = wait.line
+        return Whereabouts(
+            waits_in=None if wait is None else str(wait.what),
+            kind=None if wait is None else getattr(wait.what, "kind", None),
+            seconds=0.0 if wait is None else wait.seconds,
+            failure=None if wait is None else wait.failure,
+            torch_call=torch_call,
+            line=line,
+            begun=dict(self.begun),
+        )
+
+    def _in(self, store: dist.Store) -> dist.Store:
+        return dist.PrefixStore(f"hf_zero/lookout/{self._name}", store)
+
+    def _seen_by(self, store: dist.Store) -> RankProcesses:
+        if self._processes is None:
+            self._processes = RankProcesses(store)
+        return self._processes
+
+
+def _beat(reference: "weakref.ref[Lookout]", store: dist.Store) -> bool:
+    lookout = reference()
+    if lookout is None:
+        return False
+    lookout.answer(store)
+    lookout.notice(store)
+    return True
+
+
+def watch_over(groups: Groups) -> Watch:
+    """The watch of an engine's ranks. Collective."""
+    if groups.backend == "fake":
+        return Watch()
+    name = control_of(groups, Watch()).exchange(uuid.uuid4().hex, "exchange of a name")[0]
+    return Lookout(dist.get_rank(), dist.get_world_size(), name)

@@ -1,0 +1,1 @@
+"""Which ranks belong together, and the process groups made for them."""

@@ -1,0 +1,264 @@
+"""Which ranks share one copy of the state, which hold the same part of it, and which of them are on one node.
+
+[Note: two communicators]
+A communicator of NCCL takes its collectives one after the other, in one order on all ranks. At stage 3 a layer's gather would so
+wait for the gradients of the layers before it, and forward and backward wait for the gather, where nothing waits for the
+gradients until backward ends; also, gathers follow the order of forward and backward and reductions the order of buckets. Below
+stage 3 a broadcast of buffers before a forward would wait for all gathers behind the step. So on an accelerator the parameters'
+all-gathers have a communicator of their own, with a stream of high priority: a collective that has its data, and finds all
+multiprocessors taken by backward's kernels, goes before the kernels that have not begun. gloo's messages have no such order:
+there a second group has gained nothing, and all go through one.
+
+Two communicators may hang where one would not: a rank runs the first's collective and has no room for the second's, and its
+peer the other way round. NCCL 2.26 and later keep to the order in which the host has asked, where NCCL_LAUNCH_ORDER_IMPLICIT is
+1, and that order is the same on all ranks; `order_launches` asks for it. `comm.communicators: 1` does without the second.
+"""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+
+import torch.distributed as dist
+
+from ...config import AUTO, CommConfig, ConfigError
+from .own_groups import own_group
+
+
+def order_launches() -> None:
+    """Has NCCL keep to the host's order over communicators, unless the environment says otherwise; see [Note: two communicators].
+
+    NCCL reads this once, with the first communicator of the process.
+    """
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGroup:
+    """Ranks that take part in the same collectives.
+
+    Attributes:
+        ranks: in the order of their parts.
+        place: of this rank among them.
+        handle: their process group; None where they have none: a group of one rank never talks.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def peers(self) -> list[int]:
+        """Places of the others."""
+        return [place for place in range(self.size) if place != self.place]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The ranks of one engine.
+
+    The shard group holds one copy of the sharded state between its ranks; the replicate group holds the ranks that own
+    the same shard. Stage 0 is a shard group of one rank in a replicate group of all; stages 1 to 3 are a shard group of all,
+    unless `comm.shard_group_size` makes several, of neighbouring ranks. With `comm.sync_every` the shard groups step by
+    themselves most of the time: each replicate group is this rank alone then, and `outer` has those that it was made of.
+
+    Attributes:
+        world_size, rank: of all ranks that train the model.
+        timeout_s: how long a rank is waited for.
+        backend: name of the data backend; "local" for one rank without a process group.
+        world: all ranks, in order.
+        shard, replicate: this rank's groups.
+        gather: the shard group for the parameter all-gathers; with a communicator of its own where that pays, see [Note: two
+            communicators].
+        control: gloo group of the host's small agreements, so that agreeing does not stop a device's queue. Where all goes
+            through gloo, it is the group of the world too.
+        nodes: the node of each rank.
+        node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
+        outer: the ranks that hold the same shard of models that only outer steps bring together; None where there are none.
+        shard_control: as `control`, for the shard group.
+    """
+
+    world_size: int
+    rank: int
+    backend: str
+    world: RankGroup
+    shard: RankGroup
+    replicate: RankGroup
+    gather: RankGroup
+    control: dist.ProcessGroup | None = None
+    nodes: tuple[int, ...] = (0,)
+    node: RankGroup | None = None
+    outer: RankGroup | None = None
+    shard_control: dist.ProcessGroup | None = None
+    timeout_s: float = 1800.0
+
+    @classmethod
+    def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
+        """The groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
+
+        Needs no process group at world size 1. See own_groups.py for why none of them is the default group.
+
+        Raises:
+            ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            alone = RankGroup(ranks=(0,), place=0)
+            return cls(world_size=1, rank=0, backend="local", world=alone, shard=alone, replicate=alone, gather=alone)
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        timeout = timedelta(seconds=comm.timeout_s)
+        backend = _backend_for(device_type)
+        has_queue = backend not in ("gloo", "fake")
+        # An accelerator's groups take host tensors too, where the default group does.
+        kind = "gloo" if backend == "gloo" else None
+        everyone = [range(world_size)]
+        control = None if backend == "fake" else own_group(everyone[0], timeout, "gloo")
+        nodes = _nodes(comm, world_size, control)
+        size = _shard_size(stage, comm, nodes)
+        shards = [range(start, start + size) for start in range(0, world_size, size)]
+        world = _make(everyone, rank, timeout, kind)
+        shard = gather = _make(shards, rank, timeout, kind)
+        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout, kind)
+        if has_queue and stage > 0 and comm.communicators > 1:
+            order_launches()
+            gather = _make(shards, rank, timeout, backend, is_urgent=True)
+        outer, shard_control = None, control
+        if comm.sync_every > 1:
+            outer, replicate = replicate, RankGroup(ranks=(rank,), place=0)
+            shard_control = _make(shards, rank, timeout, "gloo").handle if has_queue else shard.handle
+        node = None
+        if comm.secondary_shard == "node":
+            node = _make(_within_nodes(shards, nodes), rank, timeout, backend, is_urgent=True)
+        return cls(
+            world_size=world_size,
+            rank=rank,
+            backend=backend,
+            world=world,
+            shard=shard,
+            replicate=replicate,
+            gather=gather,
+            control=control,
+            nodes=nodes,
+            node=node,
+            outer=outer,
+            shard_control=shard_control,
+            timeout_s=comm.timeout_s,
+        )
+
+    def of_a_step(self) -> "Groups":
+        """The ranks that take each step together, as if there were no others."""
+        if self.outer is None:
+            return self
+        return replace(
+            self,
+            world_size=self.shard.size,
+            rank=self.shard.place,
+            backend=self.backend if self.shard.size > 1 else "local",
+            world=self.shard,
+            control=self.shard_control,
+            outer=None,
+        )
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard.size
+
+    @property
+    def shard_rank(self) -> int:
+        return self.shard.place
+
+    def peers_elsewhere(self, group: RankGroup) -> int:
+        """How many of a group's other ranks are on other nodes."""
+        here = self.nodes[group.ranks[group.place]]
+        return sum(self.nodes[rank] != here for rank in group.ranks)
+
+
+def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
+    if stage == 0:
+        return 1
+    world_size, size, least = len(nodes), comm.shard_group_size, 2
+    if size == AUTO:
+        size = world_size
+        if comm.sync_every > 1:
+            # Links inside a node are fast; where there is one node only, no two ranks are nearer than others.
+            size = nodes.count(nodes[0]) if len(set(nodes)) > 1 else 1
+    most = world_size
+    if comm.sync_every > 1:
+        least, most = 1, world_size - 1
+    fitting = [n for n in range(least, most + 1) if world_size % n == 0]
+    if size not in fitting:
+        wrong = f"does not divide the {world_size} ranks of this run"
+        if world_size % size == 0:
+            wrong = f"makes one group of the {world_size} ranks of this run, and `comm.sync_every` is of several"
+        raise ConfigError(
+            f"hf_zero config: `comm.shard_group_size` is {size}, which {wrong}; allowed: {', '.join(map(str, fitting))}, auto."
+        )
+    return size
+
+
+def _within_nodes(shards: Sequence[range], nodes: Sequence[int]) -> list[list[int]]:
+    """The ranks of each shard group on each of its nodes.
+
+    Raises:
+        ConfigError: there is one node or one rank on each, or there are more ranks on one node than on another.
+    """
+    found = [
+        [rank for rank in shard if nodes[rank] == node]
+        for shard in shards
+        for node in dict.fromkeys(nodes[rank] for rank in shard)
+    ]
+    sizes = {len(ranks) for ranks in found}
+    if len(sizes) > 1 or 1 in sizes or len(found) == len(shards):
+        raise ConfigError(
+            "hf_zero config: `comm.secondary_shard: node` needs shard groups that span nodes of two or more ranks each, as many "
+            f"on each; here the nodes of a shard group hold {', '.join(str(len(ranks)) for ranks in found)}. Say which ranks are "
+            "on one node with `comm.node_size`, or leave it at none."
+        )
+    return found
+
+
+def _make(
+    groups: Sequence[Sequence[int]],
+    rank: int,
+    timeout: timedelta,
+    backend: str | None,
+    *,
+    is_urgent: bool = False,
+) -> RankGroup:
+    """This rank's of some groups that together hold all ranks. Every rank makes every group.
+
+    Args:
+        backend: None for that of the default group.
+        is_urgent: on an accelerator, its collectives go before kernels that wait for room.
+    """
+    own = None
+    for members in groups:
+        ranks = tuple(members)
+        handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
+        if rank in ranks:
+            own = RankGroup(ranks=ranks, place=ranks.index(rank), handle=handle)
+    return own
+
+
+def _nodes(comm: CommConfig, world_size: int, control: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The node of each rank: by the config, else by what the launcher says of each, else by their hosts' names."""
+    if comm.node_size != AUTO:
+        return tuple(each // comm.node_size for each in range(world_size))
+    if dist.get_backend() == "fake":
+        return tuple(each // int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) for each in range(world_size))
+    names: list[str] = [""] * world_size
+    dist.all_gather_object(names, os.environ.get("GROUP_RANK") or socket.gethostname(), group=control)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
+
+
+def _backend_for(device_type: str) -> str:
+    # A group made with "cpu:gloo,cuda:nccl" has a backend a device type; one made with "gloo" has that for all.
+    config = dist.get_backend_config()
+    pairs = dict(part.split(":") for part in str(config).split(",") if ":" in part)
+    return pairs.get(device_type, dist.get_backend())

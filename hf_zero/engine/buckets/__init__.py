@@ -1,0 +1,1 @@
+"""Flat buffers of parameters, where they lie in memory, and what stands in for parameters and gradients that are sharded."""

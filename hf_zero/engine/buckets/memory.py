@@ -1,0 +1,322 @@
+"""Where a bucket's parameters lie: whole, or as a shard to which the rest is gathered for a while."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from ...device import Reservation, alias, allocate, reserve, reserve_apart
+from ...layout.intervals import Interval
+from ...layout.slots import BucketLayout
+from ...offload.parameter_shards import Region
+from ...offload.uplink import Uplink
+from ...read_ahead import ask_for
+from .padding import clear_padding
+from .sharded_parameter import are_hidden, hide_values, look_only, show_values
+
+_DTYPE = attrgetter("dtype")
+
+
+class ParameterMemory(ABC):
+    """The flat buffer of one bucket's parameters.
+
+    Attributes:
+        flat: (numel,) of the param dtype.
+        is_readable: whether parameters are whole now.
+    """
+
+    flat: torch.Tensor
+    is_readable: bool
+
+    @property
+    @abstractmethod
+    def own(self) -> torch.Tensor:
+        """This rank's shard, (shard_numel,); a part of `flat` unless it has memory of its own."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """This rank's shard on the training device, as an all-gather sends it."""
+        return self.own
+
+    @property
+    def writable_own(self) -> torch.Tensor | None:
+        """The shard, where a step may write new values into it directly; None where `write_own` has more to do."""
+        return self.own
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the shard is the copy that the optimizer updates, although a master is kept apart from `flat`."""
+        return False
+
+    @property
+    @abstractmethod
+    def lasting_bytes(self) -> int:
+        """Bytes held all the time."""
+
+    @abstractmethod
+    def clear_padding(self, layout: BucketLayout) -> None:
+        """Zeroes what belongs to no parameter, as far as it lasts."""
+
+    @abstractmethod
+    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Called when all parameters are in: gives back what does not last."""
+
+    @abstractmethod
+    def rest(self, master: Region | None) -> None:
+        """Called when the bucket is built. `master`: where in a file its master lies, in the parameters' own digits."""
+
+    def read_own(self) -> torch.Tensor:
+        """The shard's values in memory, wherever they are kept."""
+        return self.own
+
+    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
+        """Replaces the shard's values, which the host does not wait for; `uplink` leads here from where they are."""
+        uplink.start_copy(self.own, values)
+
+    def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces elements of the shard."""
+        self.own_part(interval).copy_(values)
+
+    def exchange_own(self, values: torch.Tensor) -> None:
+        """Has the shard in another tensor from now on, where it lies by itself in host memory."""
+        raise AssertionError("hf_zero: a shard that is a part of its bucket cannot be exchanged; please report this")
+
+    def own_part(self, interval: Interval) -> torch.Tensor:
+        """Elements of the shard, live, without taking memory for them."""
+        return self.own[interval.start : interval.stop]
+
+    @abstractmethod
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        """Gives a parameter at `place` the data that it has now."""
+
+    @abstractmethod
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        """Whether a parameter's data is what `hang` gave it."""
+
+    @abstractmethod
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        """Whether that is so of all of them, which have elements; False where that is not known at a glance."""
+
+
+def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    # Of a tensor without elements, the address says nothing.
+    is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
+    return is_there and parameter.dtype == place.dtype
+
+
+def _lie_at(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
+    # Each step asks this of every parameter: in loops of C.
+    addresses = list(map(torch.Tensor.data_ptr, parameters))
+    dtypes = set(map(_DTYPE, parameters))
+    return addresses == list(map(torch.Tensor.data_ptr, places)) and dtypes == set(map(_DTYPE, places))
+
+
+class WholeMemory(ParameterMemory):
+    """All parameters, all the time (stages 0 to 2)."""
+
+    is_readable = True
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
+        self.flat = self._allocate(layout.numel, dtype, device)
+        self._own = self.flat[shard.start : shard.stop]
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return allocate(numel, dtype, device)
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.flat.nbytes
+
+    def clear_padding(self, layout: BucketLayout) -> None:
+        clear_padding(self.flat, layout)
+
+    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        ask_for(parameter)
+        place.copy_(parameter)
+
+    def settle(self) -> None:
+        """All of it lasts."""
+
+    def rest(self, master: Region | None) -> None:
+        """It stays on the device."""
+
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        parameter.data = alias(place)
+
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        return _lies_at(parameter, place)
+
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        return _lie_at(parameters, places)
+
+
+class GatheredMemory(ParameterMemory):
+    """Parameters that are whole from `gather` to `drop` (stage 3). The shard lasts; where it does, the subclasses know.
+
+    A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
+    finds one NaN of stride 0: that shows in the loss, and cannot crash the process as freed memory would.
+
+    Args:
+        reservation: of `flat`.
+        shard: this rank's interval of it.
+
+    Attributes:
+        read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
+    """
+
+    def __init__(self, reservation: Reservation, shard: Interval):
+        self._shard = shard
+        self._reservation = reservation
+        self.flat = reservation.flat
+        self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
+        self.is_readable = False
+        self.read_as: torch.dtype | None = None
+        self._absences: list[torch.Tensor] | None = None
+
+    @property
+    @abstractmethod
+    def passing_bytes(self) -> int:
+        """Bytes that `gather` takes and `drop` gives back."""
+
+    @abstractmethod
+    def gather(self) -> AbstractContextManager[None]:
+        """Gives `flat` memory, to be filled from each rank's `source` by an all-gather that is started inside."""
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Called before that all-gather is finished."""
+
+    @abstractmethod
+    def start_fetch(self) -> None:
+        """Begins to bring the shard to where `gather` takes it from."""
+
+    @abstractmethod
+    def forget_fetch(self) -> None:
+        """Gives up what was fetched and not gathered, and waits for copies from the shard: it is about to be written."""
+
+    @abstractmethod
+    def snapshot(self) -> torch.Tensor | None:
+        """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
+
+    @abstractmethod
+    def keep_edits(self) -> None:
+        """Takes this rank's part of an edited `flat` into the shard."""
+
+    def drop(self) -> None:
+        """Gives back everything but the shard."""
+        self.is_readable = False
+        self._reservation.release()
+        # `p.data.zero_()` on an absent parameter would have made it read as 0.
+        self._absent.fill_(float("nan"))
+
+    def was_written(self) -> bool:
+        """Whether something was written into absent parameters. Told on the host only: elsewhere it would stop the queue."""
+        return self._absent.device.type == "cpu" and not self.is_readable and not math.isnan(self._absent.item())
+
+    def clear_padding(self, layout: BucketLayout) -> None:
+        clear_padding(self.own, layout, self._shard)
+
+    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        common = interval.intersect(self._shard)
+        if common is not None:
+            source = common.shift(-interval.start)
+            values = parameter.reshape(-1)[source.start : source.stop]
+            ask_for(values)
+            self.write_own_part(common.shift(-self._shard.start), values)
+
+    def settle(self) -> None:
+        self._reservation.release()
+
+    def hang_all(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+        """`hang` for all of the bucket's, in its order. Each layer comes here four times a step."""
+        if self.read_as is not None:
+            for parameter, place in zip(parameters, places):
+                self.hang(parameter, place)
+            return
+        if self._absences is None:
+            self._absences = [self._absent.expand(place.shape) for place in places]
+        change = show_values if self.is_readable else hide_values
+        with look_only():
+            for parameter, values in zip(parameters, places if self.is_readable else self._absences):
+                parameter.data = values
+                change(parameter)
+
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        show_values(parameter)
+        values = place if self.is_readable else self._absent
+        values = values if self.read_as is None else values.to(self.read_as)
+        parameter.data = values.expand(place.shape)
+        if not self.is_readable:
+            hide_values(parameter)
+
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
+        return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, place))
+
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        return all(map(are_hidden, parameters)) or (self.is_readable and _lie_at(parameters, places))
+
+
+class ShardMemory(GatheredMemory):
+    """The shard is on the training device, within `flat` where its memory can come and go in parts."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
+        super().__init__(self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop)), shard)
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, kept)
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._reservation.own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.own.nbytes
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
+
+    def gather(self) -> AbstractContextManager[None]:
+        self._reservation.restore()
+        self.is_readable = True
+        return nullcontext()
+
+    def arrive(self) -> None:
+        """The transport has waited."""
+
+    def start_fetch(self) -> None:
+        """It is there."""
+
+    def forget_fetch(self) -> None:
+        """Nothing was fetched."""
+
+    def snapshot(self) -> torch.Tensor | None:
+        return self.own.clone() if self._reservation.in_place else None
+
+    def keep_edits(self) -> None:
+        if not self._reservation.in_place:
+            self.own.copy_(self.flat[self._shard.start : self._shard.stop])
+
+    def rest(self, master: Region | None) -> None:
+        """It stays on the device."""
+
+
+class ApartShardMemory(ShardMemory):
+    """A shard beside the buffer that parameters are gathered in: it stays exact where what is gathered is quantised."""
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve_apart(numel, dtype, device, kept)

@@ -1,0 +1,118 @@
+"""A bucket's parameters whose shard lives in another tier than the training device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...device import SideQueue, reserve, side_queue
+from ...layout.intervals import Interval
+from ...layout.slots import BucketLayout
+from ...offload.parameter_shards import OffloadedParameters, ParameterShard, ParameterTier, Region
+from ...offload.uplink import Uplink
+from .memory import ApartShardMemory, GatheredMemory, ShardMemory
+
+MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval], GatheredMemory]
+"""(layout, param dtype, training device, this rank's interval) → the memory of a sharded bucket."""
+
+
+class OffloadedMemory(GatheredMemory):
+    """The shard is in another tier, and is copied into its place in `flat` for each gather.
+
+    Args:
+        values: the shard.
+        queue: beside which it is copied.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, device: torch.device, shard: Interval, values: ParameterShard, queue: SideQueue
+    ):
+        super().__init__(reserve(layout.numel, values.values.dtype, device, slice(0, 0)), shard)
+        self._values = values
+        self._queue = queue
+        self._copied = queue.mark()
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._values.values
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self.flat[self._shard.start : self._shard.stop]
+
+    @property
+    def writable_own(self) -> torch.Tensor | None:
+        return None
+
+    @property
+    def is_master(self) -> bool:
+        return self._values.is_master
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.own.nbytes
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes
+
+    @contextmanager
+    def gather(self) -> Iterator[None]:
+        values = self._values.fetched()
+        self._reservation.restore()
+        self.is_readable = True
+        with self._queue.aside():
+            self.source.copy_(values, non_blocking=True)
+            yield
+        self._copied = self._queue.mark()
+
+    def arrive(self) -> None:
+        self._copied.hold_up_device()
+
+    def start_fetch(self) -> None:
+        self._values.start_fetch()
+
+    def forget_fetch(self) -> None:
+        self._values.forget()
+        self._copied.wait()
+
+    def snapshot(self) -> torch.Tensor | None:
+        return None
+
+    def keep_edits(self) -> None:
+        self._values.write(self.source)
+
+    def rest(self, master: Region | None) -> None:
+        self._values.rest(master)
+
+    def read_own(self) -> torch.Tensor:
+        return self._values.fetched()
+
+    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
+        self._values.write(values)
+
+    def exchange_own(self, values: torch.Tensor) -> None:
+        self._values.values = values
+
+    def own_part(self, interval: Interval) -> torch.Tensor:
+        return self._values.part(interval)
+
+    def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
+        self._values.write_part(interval, values)
+
+
+def memory_in(tier: ParameterTier, device: torch.device, *, rounded: bool) -> MakeMemory:
+    """What makes memory for buckets whose shards are to live in `tier`.
+
+    Args:
+        rounded: what is gathered has other values than the shards.
+    """
+    if not isinstance(tier, OffloadedParameters):
+        return ApartShardMemory if rounded else ShardMemory
+    queue = side_queue(device)
+
+    def make(layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval) -> GatheredMemory:
+        values = tier.shard(f"bucket {layout.index}", layout.shard_numel, dtype)
+        return OffloadedMemory(layout, device, shard, values, queue)
+
+    return make

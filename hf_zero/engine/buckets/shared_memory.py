@@ -1,0 +1,68 @@
+"""Buckets whose parameters, or shards of them, lie in memory that the other ranks can read."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ...comm.peers.peer_memory import PeerMemory
+from ...device import Reservation, reserve
+from ...layout.intervals import Interval
+from ...layout.slots import BucketLayout
+from .memory import ParameterMemory, ShardMemory, WholeMemory
+
+
+class SharedWholeMemory(WholeMemory):
+    """All parameters, all the time; peers read this rank's shard of them.
+
+    Attributes:
+        shared: the memory, and the other ranks' shards of theirs.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, peers: PeerMemory
+    ):
+        self.shared = peers.share(layout.numel, dtype, [layout.shard(place) for place in range(peers.group.size)])
+        super().__init__(layout, dtype, device, shard)
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.shared.own
+
+
+class SharedShardMemory(ShardMemory):
+    """A shard that peers read, beside the buffer that all of them are gathered in.
+
+    Attributes:
+        shared: the shard, and the other ranks'.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, peers: PeerMemory
+    ):
+        super().__init__(layout, dtype, device, shard)
+        whole = Interval(0, layout.shard_numel)
+        self.shared = peers.share(layout.shard_numel, dtype, [whole] * peers.group.size)
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, slice(0, 0))
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.shared.own
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes
+
+    def snapshot(self) -> torch.Tensor | None:
+        return None
+
+    def keep_edits(self) -> None:
+        self.own.copy_(self.flat[self._shard.start : self._shard.stop])
+
+
+def memory_of(
+    peers: PeerMemory, *, sharded: bool
+) -> Callable[[BucketLayout, torch.dtype, torch.device, Interval], ParameterMemory]:
+    """What makes memory for buckets whose parameters are `sharded`, or whole on each rank."""
+    return partial(SharedShardMemory if sharded else SharedWholeMemory, peers=peers)

@@ -1,0 +1,1 @@
+"""From a model, its optimizers and the settings to the parts of an engine."""

@@ -1,0 +1,57 @@
+"""All ranks must train the same model with the same settings; said at the start, by name, not by a hang later."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ...comm.transport import Transport
+from ...config import ZeroConfig
+from ..buckets.mapped_parameters import wanted_dtype
+
+FILES_ATTRIBUTE = "_hf_zero_files"
+"""Of a model whose weights still lie in files: what these are, in words."""
+
+
+def describe(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+) -> dict[str, str]:
+    """Everything on which the ranks must agree: subject → value, in words."""
+    facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
+    facts["files of the weights"] = model.__dict__.get(FILES_ATTRIBUTE, "none")
+    named_parameters = list(model.named_parameters())
+    for name, p in named_parameters:
+        held = "trained" if p.requires_grad else "frozen"
+        facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {wanted_dtype(p)}, {held}"
+    facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
+        :16
+    ]
+    for index, optimizer in enumerate(optimizers):
+        sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+        facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
+    return facts
+
+
+def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
+    """Collective. Raises `ValueError` on every rank, naming the first difference to rank 0."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    digests = transport.exchange(digest)
+    if len(set(digests)) == 1:
+        return
+    everyone = transport.exchange(facts)
+    reference = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for subject in [*reference, *(s for s in theirs if s not in reference)]:
+            here, there = reference.get(subject, "absent"), theirs.get(subject, "absent")
+            if here != there:
+                raise ValueError(
+                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank 0, {there} on rank {rank}. "
+                    "Build model, optimizer and config the same way on every rank (the same seed, config and data vocabulary)."
+                )
+    raise ValueError(
+        "hf_zero: the ranks list the same facts in different orders; build the model the same way on each."
+    )

@@ -1,0 +1,292 @@
+"""From a model and its optimizers to buckets: what may be trained, who owns what, how large the buckets are."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from ...comm.groups.groups import Groups
+from ...comm.transport import Transport
+from ...config import ConfigError, ZeroConfig
+from ...kernels.checks import FLOAT_DTYPES
+from ...layout.blocks import IN_BLOCKS
+from ...layout.slots import ParameterSpec, plan_buckets
+from ...offload.parameter_shards import ParameterTier
+from ...offload.placement import Placement
+from ...offload.tier import Tier
+from ..buckets.bucket_sizes import choose_sizes
+from ..buckets.bucket import Bucket
+from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
+from ..buckets.memory import WholeMemory
+from ..buckets.offloaded_memory import memory_in
+from .other_engines import refuse_other_engines
+from ..buckets.precision import resolve_precision, untrained_precision
+from ..state.elementwise import keeps_intact
+from ..buckets.shared_memory import memory_of
+from ..units.unit_modules import find_unit_modules, own_parameters
+from ..travel.wire import Wire
+
+
+def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
+    """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
+    refuse_other_engines(model)
+    on_meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if on_meta:
+        raise ValueError(
+            f"hf_zero: {len(on_meta)} parameters are on the meta device and have no values (first: {on_meta[0]!r}). Load "
+            "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
+        )
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not trained and config.stage < 3:
+        raise ValueError(
+            "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard."
+        )
+    strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
+    if strange:
+        raise ValueError(f"hf_zero: {strange[0][0]!r} is trained in {strange[0][1]}; only floating-point dtypes are.")
+    if config.comm.quantises:
+        other = [
+            (name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in FLOAT_DTYPES
+        ]
+        if other:
+            raise ConfigError(
+                f"hf_zero config: `comm.weights` and `comm.gradients` quantise float32 and 16-bit parameters, and "
+                f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
+            )
+    packed = [(name, p) for name, p in model.named_parameters() if not p.dtype.is_floating_point]
+    if config.stage == 3 and packed:
+        name, p = packed[0]
+        raise ValueError(
+            f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it and belong to whole "
+            "blocks, so it cannot be sharded by element (stage 3). Train a QLoRA model with stage 2 or below, where the "
+            "quantised base stays whole on each rank, or load the base without quantisation."
+        )
+
+
+def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
+    """(optimizer index, group index) of each trained parameter; (-1, -1) for one that no optimizer has.
+
+    Raises:
+        ValueError: an optimizer has parameters that are not the model's, or two have the same.
+    """
+    of_model = set(model.parameters())
+    owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad}
+    for index, optimizer in enumerate(optimizers):
+        for group_index, group in enumerate(optimizer.param_groups):
+            foreign = [p for p in group["params"] if p not in of_model]
+            if foreign:
+                raise ValueError(
+                    f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters that are "
+                    f"not in the model (first: shape {tuple(foreign[0].shape)}). Build the optimizer from this model's "
+                    "parameters, after any step that replaces them (resize_token_embeddings, get_peft_model, .to(dtype))."
+                )
+            for p in group["params"]:
+                if p in owner and owner[p] != (-1, -1):
+                    raise ValueError("hf_zero: two optimizers hold the same parameter; give each parameter to one.")
+                if p in owner:
+                    owner[p] = (index, group_index)
+    return owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Parameters that share no bucket with those of other parts.
+
+    Attributes:
+        name: of the unit at stage 3.
+        parameters: (name, parameter) in registration order.
+        sharded: a rank keeps its shard of them only.
+    """
+
+    name: str
+    parameters: Sequence[tuple[str, nn.Parameter]]
+    sharded: bool
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it is a unit of stage 3 that comes and goes as a whole."""
+        return self.sharded and self.name != ""
+
+
+def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups, device: torch.device) -> list[Part]:
+    """What goes into buckets, in the order in which gradients arrive.
+
+    Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
+    for each unit, frozen parameters too, the last layer first and the root last; then what `persist_below_numel` keeps whole.
+    On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
+    of all, does not wait for the embeddings'.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
+        return [Part(name="model", parameters=trained, sharded=False)]
+    units = find_unit_modules(model, config.unit_modules)
+    own = own_parameters(model, units)
+    least = config.persist_below_numel
+    layers = [name for name, _ in reversed(units)]
+    behind = [] if device.type == "cpu" else _behind_layers(model, own)
+    taken = {name for name, _ in behind}
+    before = [(name, parameter) for name, parameter in own[""] if name not in taken]
+    of_parts = [("", behind), *((name, own[name]) for name in layers), ("", before)]
+    parts = [
+        Part(name=name, parameters=[(n, p) for n, p in of_part if p.numel() >= least], sharded=True)
+        for name, of_part in of_parts
+    ]
+    kept = [(name, p) for name, p in trained if p.numel() < least]
+    parts.append(Part(name="kept whole", parameters=kept, sharded=False))
+    return [part for part in parts if part.parameters or part.name == ""]
+
+
+def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
+    """What of the root's is registered behind all layers."""
+    place = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    last = max((place[name] for unit, held in own.items() if unit for name, _ in held), default=len(place))
+    return [(name, parameter) for name, parameter in own[""] if place[name] > last]
+
+
+def build_parts(
+    model: nn.Module,
+    owner: dict[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    groups: Groups,
+    wire: Wire,
+    transport: Transport,
+    *,
+    device: torch.device,
+    tier: Tier,
+    parameter_tier: ParameterTier,
+    settle: Callable[[Bucket], None],
+) -> dict[str, list[Bucket]]:
+    """Moves a model into flat buckets; part name → its buckets, as they are numbered and reduced. Collective.
+
+    Parameters that are in none are on the device afterwards too, with rank 0's values.
+
+    Args:
+        owner: (optimizer, group) of each trained parameter.
+        tier, parameter_tier: where state, and where shards of parameters, live.
+        settle: called with each bucket when it is built.
+    """
+    built: dict[str, list[Bucket]] = {}
+    start_alike = partial(take_rank_0s, device=device, transport=transport)
+    intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
+    sizes, count = choose_sizes(model, config, groups, device), 0
+    trained_numel = sum(parameter.numel() for parameter in owner)
+    placement = Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel)
+    for part in parts_of(model, config, groups, device):
+        buckets = build_buckets(
+            part,
+            owner,
+            intact,
+            config,
+            groups,
+            wire,
+            bucket_numel=sizes.layer_numel if part.is_layer else sizes.numel,
+            first_index=count,
+            device=device,
+            placement=placement,
+            parameter_tier=parameter_tier,
+            prepare=start_alike,
+            settle=settle,
+        )
+        count += len(buckets)
+        if buckets:
+            built.setdefault(part.name, []).extend(buckets)
+    taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
+    for parameter in model.parameters():
+        if parameter not in taken:
+            start_alike(parameter)
+            take_from_file(parameter, device)
+    return built
+
+
+def build_buckets(
+    part: Part,
+    owner: dict[nn.Parameter, tuple[int, int]],
+    intact: Sequence[bool],
+    config: ZeroConfig,
+    groups: Groups,
+    wire: Wire,
+    *,
+    bucket_numel: int,
+    first_index: int,
+    device: torch.device,
+    placement: Placement,
+    parameter_tier: ParameterTier,
+    prepare: Callable[[nn.Parameter], None],
+    settle: Callable[[Bucket], None],
+) -> list[Bucket]:
+    """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
+
+    Args:
+        intact: of each optimizer, whether its parameters must not be cut.
+        bucket_numel: elements a bucket should not pass.
+        wire: how parameters and gradients travel.
+        placement: of state in tiers.
+        parameter_tier: where shards of parameters live.
+        prepare: called with each parameter before its values are taken.
+        settle: called with each bucket when it is built.
+    """
+    parameter_of = dict(part.parameters)
+    buckets = []
+    make_memory = WholeMemory
+    if wire.peers is not None:
+        make_memory = memory_of(wire.peers, sharded=part.sharded)
+    elif part.sharded:
+        make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
+    layouts = plan_buckets(
+        _specs(part, owner, intact),
+        bucket_numel=bucket_numel,
+        shards=groups.shard_size,
+        first_index=first_index,
+        align=wire.align.and_also(IN_BLOCKS) if config.quantises_moments else wire.align,
+    )
+    for layout in layouts:
+        parameters = [parameter_of[slot.name] for slot in layout.slots]
+        for parameter in parameters:
+            prepare(parameter)
+        trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
+        numel = sum(p.numel() for p in parameters)
+        tier = placement.next_tier(numel) if trained else placement.device_tier
+        apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
+        weights = None if part.sharded else wire.weight_format
+        precision = (
+            resolve_precision(config, dtype, apart=apart, weights=weights, adds_in_master=wire.reduction.adds_in_wider)
+            if trained
+            else untrained_precision(dtype)
+        )
+        buckets.append(
+            Bucket(
+                layout,
+                parameters,
+                precision,
+                make_memory(layout, precision.param, device, layout.shard(groups.shard_rank)),
+                shard_rank=groups.shard_rank,
+                whole=keeps_rows_whole(config, groups, parameter_of.values(), placement),
+                tier=tier,
+            )
+        )
+        settle(buckets[-1])
+    return buckets
+
+
+def _specs(part: Part, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool]) -> list[ParameterSpec]:
+    """What the layout has to know of a part's parameters: those of one key may share a bucket."""
+    specs = []
+    for name, parameter in part.parameters:
+        place = owner.get(parameter, (-1, -1))
+        key = (parameter.requires_grad, wanted_dtype(parameter), *place)
+        specs.append(
+            ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=place[0] >= 0 and intact[place[0]])
+        )
+    return specs
+
+
+def keeps_rows_whole(
+    config: ZeroConfig, groups: Groups, parameters: Iterable[nn.Parameter], placement: Placement
+) -> bool:
+    """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""
+    if groups.shard_size > 1 or config.offload.moves_params or placement.tier.is_apart:
+        return False
+    return not any(resolve_precision(config, dtype).has_master for dtype in {wanted_dtype(p) for p in parameters})

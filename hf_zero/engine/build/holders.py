@@ -1,0 +1,206 @@
+"""The tier's side of building an engine: whether it has room, who holds state in it, and ranks that fail together."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from ...comm.groups.groups import Groups
+from ...comm.transport import Transport
+from ...config import AUTO, ConfigError, OffloadConfig, ZeroConfig
+from ...device import free_bytes
+from ...kernels.choose import uses_kernels
+from ...offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
+from ...offload.files import free_disk_bytes
+from ...offload.nvme import HostBesideFiles, NvmeTier
+from ...offload.parameter_shards import ParameterTier
+from ...offload.tier import Tier
+from ..state.bucket_steps import OwnStep
+from ..holders.delayed_holder import Delayed
+from ..holders.early_file_holder import InFilesEarly
+from ..holders.early_holder import SteppedEarly
+from ..holders.eight_bit_holder import InEightBits, RoundedInEightBits
+from ..holders.file_holder import InFiles, MastersInFiles
+from ..state.holder import InMemory, StateHolder
+from ..kernel_steps.kernel_holder import InEightBitsByKernels, SteppedByKernels
+from ..kernel_steps.kernel_step import kernel_or_own_step
+from ..buckets.mapped_parameters import is_loaded, wanted_dtype
+from ..gradients.nonfinite import NonFiniteCheck
+from ..travel.outer import anchor_numel
+from ..state.packed_moments import PackedMoments
+from ..buckets.precision import resolve_precision
+from ..state.state_kinds import tier_bytes_needed
+from ..holders.stochastic_holder import RoundedStochastically
+
+_Made = TypeVar("_Made")
+
+_ROOM_TO_KEEP_WHOLE = 4
+"""`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """Bytes that a rank keeps off the training device."""
+
+    host: int
+    disk: int
+
+
+def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
+    """What `make` returns, if it succeeds on every rank; else the first rank's `ConfigError`, on every rank."""
+    made, fault = None, None
+    try:
+        made = make()
+    except ConfigError as error:
+        fault = str(error)
+    faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
+    if faults:
+        raise ConfigError(faults[0])
+    return made
+
+
+def choose_holder(
+    config: ZeroConfig,
+    tier: Tier,
+    optimizers: Sequence[torch.optim.Optimizer],
+    transport: Transport,
+    *,
+    nonfinite: NonFiniteCheck,
+    needed: Elsewhere,
+) -> StateHolder:
+    """Who holds optimizer state between steps in this tier, and has it stepped.
+
+    Args:
+        nonfinite: what looks at the gradients before a step.
+        needed: what `refuse_unless_it_fits` has found to be there.
+    """
+    offload, by_kernels = config.offload, uses_kernels(config.kernels, tier.device)
+    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
+    if isinstance(tier, NvmeTier):
+        packed = PackedMoments(optimizers if config.quantises_moments else ())
+        if isinstance(tier, HostBesideFiles):
+            return MastersInFiles(tier, optimizers, transport, packed)
+        if most_bytes:
+            return InFilesEarly(tier, optimizers, transport, packed, most_bytes=most_bytes)
+        return InFiles(tier, optimizers, transport, packed)
+    if config.quantises_moments and config.rounding == "stochastic":
+        return RoundedInEightBits(optimizers)
+    if config.quantises_moments:
+        return InEightBitsByKernels(optimizers, nonfinite) if by_kernels else InEightBits(optimizers)
+    if config.rounding == "stochastic":
+        return RoundedStochastically(
+            optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
+        )
+    if offload.delay:
+        return Delayed(optimizers, tier, warmup=offload.delay_warmup)
+    if most_bytes:
+        return SteppedEarly(optimizers, tier, most_bytes=most_bytes)
+    return SteppedByKernels(optimizers, nonfinite) if by_kernels else InMemory()
+
+
+def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
+    """What copies for early steps may take on this rank, whose backward runs on `device`: host memory, or disk beside files."""
+    if config.speculate_bytes != AUTO:
+        return config.speculate_bytes
+    if device.type == "cpu":
+        # On the host, a step during backward would take the cores that backward runs on.
+        return 0
+    in_files = config.optimizer == "nvme"
+    free, taken = (
+        (free_disk_bytes(Path(config.nvme_path)), needed.disk) if in_files else (available_host_bytes(), needed.host)
+    )
+    return max(0, free // ranks_on_this_host() - taken) // 2
+
+
+def bytes_elsewhere(
+    model: nn.Module,
+    config: ZeroConfig,
+    tier: Tier,
+    parameter_tier: ParameterTier,
+    owner: Mapping[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    groups: Groups,
+) -> Elsewhere:
+    """What `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
+    offload, host, disk = config.offload, 0, 0
+    if offload.moves_state:
+        on_disk = offload.optimizer == "nvme"
+        moved = tier_bytes_needed(
+            owner,
+            optimizers,
+            lambda p: resolve_precision(config, wanted_dtype(p), apart=parameter_tier.masters_apart(tier)),
+            groups.shard_size,
+            with_gradients=not on_disk,
+            in_blocks=config.quantises_moments,
+        )
+        # At least: whole buckets move. Anchors of outer steps lie beside masters.
+        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, groups)))
+        # There are no more copies than there is state.
+        asked = 0 if offload.speculate_bytes == AUTO else offload.speculate_bytes
+        copies = moved if offload.delay else min(asked, moved)
+        host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
+    if offload.moves_params:
+        # What lies in host memory already leaves its place there.
+        there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))
+        sizes = [p.numel() * _itemsize(config, p) for p in model.parameters()]
+        moved = max(0, sum(sizes) // groups.shard_size - there)
+        host, disk = (host, disk + moved) if offload.params == "nvme" else (host + moved, disk)
+        if offload.params == "nvme" and offload.moves_state:
+            # An fp32 parameter is its own master, in its file, which both counts above have.
+            equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
+            once = sum(p.numel() * _itemsize(config, p) for p in equal) // groups.shard_size
+            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
+    return Elsewhere(host=host, disk=disk)
+
+
+def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:
+    """Of what outer steps keep on a rank, if there are any."""
+    if groups.outer is None:
+        return 0
+    masters = sum(p.numel() * resolve_precision(config, wanted_dtype(p)).master.itemsize for p in trained)
+    return anchor_numel(masters // groups.shard_size, groups.outer, config.comm.outer)
+
+
+def _is_in_memory(parameter: nn.Parameter) -> bool:
+    return parameter.device.type == "cpu" and not is_loaded(parameter)
+
+
+def _itemsize(config: ZeroConfig, parameter: nn.Parameter) -> int:
+    dtype = wanted_dtype(parameter)
+    return (resolve_precision(config, dtype).param if parameter.requires_grad else dtype).itemsize
+
+
+def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Transport) -> None:
+    """Raises, on every rank alike, where the memory or the disk would not hold what `offload` moves there.
+
+    Collective where something is moved.
+
+    Raises:
+        MemoryError: host memory. OSError: the disk.
+    """
+    offload, ranks = config.offload, ranks_on_this_host()
+    if not (offload.moves_state or offload.moves_params):
+        return
+    wanted = {name: getattr(offload, name) for name in ("optimizer", "params")}
+    kinds = {
+        tier: " with ".join(f"offload.{n}: {t}" for n, t in wanted.items() if t == tier) for tier in ("cpu", "nvme")
+    }
+    path = offload.nvme_path
+    short_of_memory = kinds["cpu"] and host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
+    short_of_disk = kinds["nvme"] and disk_fault(needed.disk, free_disk_bytes(Path(path)), ranks, path, kinds["nvme"])
+    for kind, fault in ((MemoryError, short_of_memory), (OSError, short_of_disk)):
+        faults = [theirs for theirs in transport.exchange(fault or None) if theirs is not None]
+        if faults:
+            raise kind(faults[0])
+
+
+def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:
+    """Whether a layer is dropped after its forward; `auto` keeps what would take little of the free memory. Collective then."""
+    if config.reshard_after_forward != AUTO:
+        return config.reshard_after_forward
+    whole = sum(p.nbytes for p in model.parameters())
+    return whole * _ROOM_TO_KEEP_WHOLE > min(transport.exchange(free_bytes(device)))

@@ -1,0 +1,34 @@
+"""Models that DDP, FSDP, DeepSpeed or tensor parallelism have already, and that an engine cannot train as well."""
+
+from torch import nn
+
+from ...config import ConfigError
+
+_WRAPPERS = {
+    "DistributedDataParallel": "DDP averages its gradients",
+    "DataParallel": (
+        "DataParallel copies it to the GPUs of this one process, as Trainer does for `python train.py` where it sees several; "
+        "start a process for each GPU (torchrun, accelerate launch) or let it see one (CUDA_VISIBLE_DEVICES=0)"
+    ),
+    "FullyShardedDataParallel": "FSDP shards it",
+    "FSDPModule": "FSDP (`fully_shard`) shards it",
+    "DeepSpeedEngine": "DeepSpeed trains it",
+}
+
+
+def refuse_other_engines(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that another engine has wrapped or sharded, whole or in part."""
+    for name, module in model.named_modules():
+        kinds = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
+        if kinds:
+            what = repr(name) if name else "the model"
+            raise ConfigError(
+                f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one model. "
+                "Give hf_zero the plain model, which a wrapper has as `module`, before anything wraps it."
+            )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ == "DTensor":
+            raise ConfigError(
+                f"hf_zero: the parameter {name!r} is a DTensor, split already by FSDP or by a tensor-parallel plan (tp_plan). "
+                "Two engines cannot own one model. Load it without a plan, and leave fully_shard out."
+            )

@@ -1,0 +1,1 @@
+"""From the backward hook to the clipped gradient that the optimizer steps on."""

@@ -1,0 +1,228 @@
+"""One backward pass: every gradient into its bucket, every full bucket on its way, all of them home at the end."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ...comm.transport import Label, Transport
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.sharded_gradient import ShardedGradient
+from ..buckets.sharded_parameter import look_only
+from ..hooks import WeakHook
+from .backward_end import BackwardEnd
+from .store import GradientStore
+
+_USED = Label(kind="agreement on used parameters", subject="this pass")
+
+
+class Gradients:
+    """Takes gradients from autograd's hooks and drives the store.
+
+    Buckets are started in their fixed order on every rank, each as soon as it and all before it are full, so that ranks
+    whose gradients come in different orders still meet in the same collectives. Whatever did not fill up is started at the
+    end of backward, with zeros where nothing came. The ranks then agree on which parameters were used at all: one that no
+    rank used keeps its gradient as it was, None included, as under DDP.
+
+    Args:
+        after_pass: called at the end of each backward, when all gradients are home.
+
+    Attributes:
+        reducing: False while micro-batches only accumulate.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        store: GradientStore,
+        transport: Transport,
+        world_size: int,
+        after_pass: Callable[[], None],
+    ):
+        self._world_size = world_size
+        self._buckets = list(buckets)
+        # Not the layout's index: that counts buckets of frozen parameters, too.
+        self._place = {bucket: place for place, bucket in enumerate(self._buckets)}
+        self._store = store
+        self._transport = transport
+        self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._awaited: dict[Bucket, int] = {}
+        self._next = 0
+        self._held: set[ParameterSlot] = set()
+        self._late: set[Bucket] = set()
+        self._touched = False
+        # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
+        self._passed_over: set[Bucket] = set()
+        self._may_pass_over = True
+        store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
+        self.reducing = True
+        self._after_pass = after_pass
+        self.end = BackwardEnd(self._end_pass)
+        self._begin_pass()
+
+    def install(self) -> list[RemovableHandle]:
+        """Puts a hook on every parameter; the handles take them off again."""
+        return [slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, slot)) for slot in self._slots]
+
+    def refuse_unreduced(self) -> None:
+        """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
+        unreduced = [slot.name for slot in self._held if _is_unreduced(slot.parameter.grad)]
+        if unreduced:
+            raise RuntimeError(
+                f"hf_zero: {len(unreduced)} gradients (first: {unreduced[0]!r}) were accumulated under no_sync and never "
+                "reduced. Run the last backward before optimizer.step() outside no_sync (accelerator.accumulate does)."
+            )
+
+    def recover(self) -> None:
+        """Puts away what a backward left behind that an exception ended. Called outside any backward.
+
+        Raises:
+            RuntimeError: reductions were already under way, so the ranks may no longer agree.
+        """
+        if not self.end.armed and not self._touched:
+            return
+        self.end.abandon()
+        if self._next > 0 and self._world_size > 1:
+            raise RuntimeError(
+                "hf_zero: the last backward ended with an error after some of its gradients had been sent to the other "
+                "ranks, so the ranks no longer agree. End the run and resume it from a checkpoint."
+            )
+        self._store.finish_all()
+        self._store.discard_open()
+        self.drop()
+        self._begin_pass()
+
+    def drop(self) -> None:
+        """Forgets all gradients, reduced or not."""
+        for slot in self._slots:
+            slot.stand_in.pending = None
+        for bucket in self._buckets:
+            bucket.drop_gradients()
+        self._held.clear()
+
+    def _begin_pass(self) -> None:
+        self._awaited = {bucket: len(bucket.slots) for bucket in self._buckets}
+        self._next = 0
+        self._late.clear()
+        self._passed_over.clear()
+        self._touched = False
+        for slot in self._slots:
+            slot.used = slot.used_elsewhere = slot.continues = False
+
+    def take(self, slot: ParameterSlot) -> None:
+        """Called when autograd has accumulated a gradient in `slot.parameter.grad`, for each parameter in each backward."""
+        gradient, bucket = slot.parameter.grad, slot.bucket
+        if not self.end.armed:
+            self.end.arm()
+        if gradient.is_sparse:
+            raise RuntimeError(
+                f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "
+                "with sparse=False."
+            )
+        if not bucket.memory.is_readable:
+            raise RuntimeError(
+                f"hf_zero: the gradient of {slot.name!r} was computed while its layer's parameters were sharded, so it is wrong. "
+                "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
+                "dataclass, not in an object of another kind or through an attribute."
+            )
+        if not self.reducing:
+            self._store.hold(slot, gradient)
+            self._held.add(slot)
+            return
+        self._touched = slot.used = True
+        if isinstance(gradient, ShardedGradient):
+            gradient = gradient.take_pending()
+        if self._place[bucket] < self._next:
+            self._late.add(bucket)
+            self._may_pass_over &= bucket not in self._passed_over
+            self._store.put_late(slot, gradient)
+            return
+        if not slot.arrived:
+            self._awaited[bucket] -= 1
+        self._store.put(slot, gradient)
+        if not self._awaited[bucket]:
+            self._start_full(up_to=len(self._buckets))
+
+    def _start_passed_over(self, bucket: Bucket) -> bool:
+        """Starts the next bucket, not full, if gradients have gone past it to `bucket`; returns whether it did.
+
+        A parameter that is not used (a pooler) would else hold up all buckets, and their buffers, to the end of backward. Those
+        of one kind fill one after the other, so that one which is not full when another behind it has begun will not be. What
+        comes after all is late, and reduced once more; a model in which that happens is one whose gradients come in another
+        order than its buckets, and there nothing is passed over again.
+        """
+        place = self._place[bucket]
+        if not self._may_pass_over or self._next >= place:
+            return False
+        passed_over = self._buckets[self._next]
+        begun = [each for each in self._buckets if self._awaited[each] < len(each.slots)]
+        behind = [each for each in begun if self._next < self._place[each] <= place]
+        if (
+            not behind
+            or self._place[begun[-1]] > place
+            or all(each.layout.key != passed_over.layout.key for each in behind)
+        ):
+            return False
+        self._next += 1
+        self._passed_over.add(passed_over)
+        self._store.start(passed_over)
+        self._start_full(up_to=place)
+        return True
+
+    def _start_full(self, *, up_to: int) -> None:
+        while self._next < up_to and self._awaited[self._buckets[self._next]] == 0:
+            self._store.start(self._buckets[self._next])
+            self._next += 1
+
+    def _end_pass(self) -> None:
+        if self._touched:
+            self._finish_pass()
+        self._after_pass()
+
+    def _finish_pass(self) -> None:
+        rest, self._next = self._buckets[self._next :], len(self._buckets)
+        for bucket in rest:
+            self._store.start(bucket)
+        for bucket in self._agree():
+            self._store.start_again(bucket)
+        self._store.finish_all()
+        self._store.end_pass()
+        with look_only():
+            for slot in self._slots:
+                # Most have been settled as they were put.
+                if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.stand_in):
+                    self._store.settle(slot)
+        for row in (slot.row for slot in self._slots if not slot.used):
+            if row is not None and not row.slot.continues:
+                row.tensor.grad = None
+        self._held.clear()
+        self._begin_pass()
+
+    def _agree(self) -> list[Bucket]:
+        """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
+        used, late = [slot.used for slot in self._slots], [bucket in self._late for bucket in self._buckets]
+        local = torch.frombuffer(bytearray(used + late), dtype=torch.uint8)
+        agreed = self._transport.agree_max(local, _USED).tolist()
+        for slot, is_used in zip(self._slots, agreed):
+            if is_used and not slot.used:
+                slot.used = slot.used_elsewhere = True
+        return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
+
+
+def _hook_of(gradients: Gradients, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
+    """A hook on a parameter; the parameter does not keep `gradients`, and the engine with it."""
+    known = weakref.ref(gradients)
+
+    def on_gradient(_parameter: torch.Tensor) -> None:
+        gradients = known()
+        if gradients is not None:
+            gradients.take(slot)
+
+    return on_gradient
+
+
+def _is_unreduced(gradient: torch.Tensor | None) -> bool:
+    if isinstance(gradient, ShardedGradient):
+        return gradient.pending is not None
+    return gradient is not None

@@ -1,0 +1,36 @@
+"""Where a stage keeps gradients: an object chosen once when the engine is built."""
+
+from collections.abc import Sequence
+
+from ...comm.groups.groups import Groups
+from ...comm.transport import Transport
+from ...config import ZeroConfig
+from ..buckets.bucket import Bucket
+from ..travel.reductions import Reduction
+from .buffer_pool import BufferPool
+from .replicated_store import ReplicatedGradients
+from .sharded_store import PooledGradients, WholeGradients
+from .store import GradientStore, Landing
+
+
+def choose_store(
+    buckets: Sequence[Bucket],
+    config: ZeroConfig,
+    transport: Transport,
+    reduction: Reduction,
+    landing: Landing,
+    groups: Groups,
+) -> GradientStore:
+    """The store of a stage.
+
+    Args:
+        groups: of the ranks that take each step together.
+    """
+    world_size, replicated = groups.world_size, groups.shard_size == 1
+    if all(bucket.whole for bucket in buckets):
+        return ReplicatedGradients(transport, world_size, landing)
+    apart = any(bucket.tier.is_apart for bucket in buckets)
+    if config.stage < 2 or (replicated and not apart):
+        return WholeGradients(reduction, world_size, landing)
+    pool = BufferPool(buckets, config.grad_buffers, buckets[0].device)
+    return PooledGradients(reduction, world_size, landing, pool)

@@ -1,0 +1,109 @@
+"""Refusing to step with a NaN or infinite gradient, unless a loss scaler sees to it."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ...comm.transport import Label, Transport
+from ...config import ZeroConfig
+from ...device import HostValue
+from ..buckets.bucket import Bucket, Row
+from .norm import Measured
+
+_OVERFLOW = Label(kind="agreement on overflow", subject="the step")
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient has a NaN or infinite element; the parameters have not been touched."""
+
+
+class NonFiniteCheck:
+    """Looks at each step's gradient norm.
+
+    On the host the norm is at hand and the step is refused. On an accelerator reading it would stop the device's queue, so a
+    step's norm is read at the next step; the run still ends one step later with the same message. Until then `found_inf` holds
+    kernels back from writing. Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run
+    goes on.
+
+    Args:
+        config: with `check_nonfinite`.
+        replicated: every rank holds the whole gradient, so that all see the same.
+
+    Attributes:
+        found_inf: one float32 element on the training device, 1 where the gradients that were looked at last are not finite,
+            else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
+    """
+
+    def __init__(self, config: ZeroConfig, transport: Transport, *, replicated: bool):
+        self._transport = transport
+        self._wanted = config.check_nonfinite
+        self._replicated = replicated
+        self._last: HostValue | None = None
+        self._has_looked = False
+        self._unscaled: set[torch.optim.Optimizer] = set()
+        self.found_inf: torch.Tensor | None = None
+
+    def agree(self, optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> torch.Tensor:
+        """Whether a loss scaler found a NaN or infinite gradient of this optimizer on any rank. Collective.
+
+        Args:
+            found_inf: float32 scalar, above 0 where this rank has one.
+
+        Returns:
+            1.0 or 0.0 in a float32 scalar, the same on all ranks.
+        """
+        self._unscaled.add(optimizer)
+        self.found_inf = None
+        everyone = found_inf if self._replicated else self._transport.agree_sum(found_inf.reshape(1), _OVERFLOW)[0]
+        return (everyone > 0).float()
+
+    def is_due(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether nobody has looked at the gradients that the optimizer is about to step with."""
+        return self._wanted and not self._has_looked and optimizer not in self._unscaled
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called when the step is sure to come: the next one's gradients are others."""
+        self._has_looked = False
+        self._unscaled.discard(optimizer)
+
+    def look(self, measured: Measured, rows: Sequence[Row], *, at_all: bool) -> None:
+        """Collective where it raises, which it does on all ranks alike: the norm is the one over all of them.
+
+        Args:
+            at_all: these are all gradients.
+        """
+        self._has_looked = at_all
+        self.found_inf = None
+        if not self._wanted or self._unscaled:
+            return
+        self.found_inf = measured.found_inf
+        value = HostValue(measured.norm.detach())
+        last, self._last = (value, None) if measured.norm.device.type == "cpu" else (self._last, value)
+        if last is None or math.isfinite(last.value()):
+            return
+        names = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
+        everyone = sorted({name for theirs in self._transport.exchange(names[:5]) for name in theirs})
+        where = f"First parameters: {', '.join(everyone[:5])}. " if everyone else ""
+        raise NonFiniteGradientError(
+            f"hf_zero: the gradient norm is {last.value()}: a gradient is NaN or infinite, so this step is refused and the "
+            f"parameters stay as they were. {where}Usual reasons: a learning rate too high, a NaN in the data, log or "
+            "division of zero in the loss. To step all the same, set `check_nonfinite: false` in the hf_zero config."
+        )
+
+    def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Raises `RuntimeError` for a step by way of torch's own scaler, and over float16 parameters without any."""
+        if optimizer.__dict__.pop("found_inf", None) is not None:
+            # torch takes them away behind the step.
+            optimizer.__dict__.pop("grad_scale", None)
+            raise RuntimeError(
+                "hf_zero: this step comes from torch.amp.GradScaler, which looks at this rank's rows alone: an overflow would "
+                "skip the step on one rank and not on the others. Use hf_zero.GradScaler in its place; the calls are the same."
+            )
+        if optimizer in self._unscaled or not any(bucket.precision.param == torch.float16 for bucket in buckets):
+            return
+        raise RuntimeError(
+            "hf_zero: optimizer.step() over float16 parameters without loss scaling: most small gradients are 0 in float16. "
+            "Train through accelerate or Trainer, which scale the loss then (prepare model and optimizer in one call), or use "
+            "hf_zero.GradScaler as torch.amp.GradScaler; bfloat16 needs neither."
+        )

@@ -1,0 +1,152 @@
+"""The norm of sharded gradients, and what follows from it for a step."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...comm.transport import Label, Transport
+from ...config import ZeroConfig
+from ...kernels.checks import FLOAT_DTYPES
+from ...kernels.choose import uses_kernels
+from ...kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statistics, step_scalars, sums_of_squares
+from ..buckets.bucket import Bucket, Row
+from ..buckets.contiguous_rows import runs_of
+
+_NORM = Label(kind="agreement on the gradient norm", subject="the step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Scalars on the training device, which the host has not read: float32, or float64 where gradients are.
+
+    Attributes:
+        norm: over all ranks.
+        coefficient: min(1, max_norm / (norm + 1e-6)), torch's clip coefficient; None where nothing is to be scaled.
+        found_inf: 1 where a gradient or the norm is NaN or infinite, else 0; None where nobody has counted.
+    """
+
+    norm: torch.Tensor
+    coefficient: torch.Tensor | None
+    found_inf: torch.Tensor | None
+
+
+class GradientNorm(ABC):
+    """Who measures the gradients of a step. Collective."""
+
+    @abstractmethod
+    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+        """The norm of the whole gradient from every rank's rows, as torch.nn.utils.get_total_norm gives it under DDP.
+
+        Args:
+            rows: of which this rank takes the gradients; ones without a gradient count nothing.
+            norm_type: p of the p-norm; inf for the largest magnitude.
+            max_norm: above which gradients are to be scaled; inf only measures.
+        """
+
+
+class NormByTorch(GradientNorm):
+    """A few of torch's operations for all rows together, and a few for each long one.
+
+    Args:
+        replicated: every rank holds the whole gradient, so nothing is summed over ranks.
+        device: where the scalars go.
+        dtype: of the scalars.
+    """
+
+    def __init__(self, transport: Transport, *, replicated: bool, device: torch.device, dtype: torch.dtype):
+        self._transport = transport
+        self._replicated = replicated
+        self._device = device
+        self._dtype = dtype
+
+    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+        norm = self._norm([row.tensor.grad for row in rows if row.tensor.grad is not None], norm_type).to(self._dtype)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return Measured(norm=norm, coefficient=coefficient, found_inf=None)
+
+    def _norm(self, gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The sum over ranks travels as float64."""
+        device = self._device
+        if math.isinf(norm_type):
+            largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
+            mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
+            everyone = mine if self._replicated else max(self._transport.exchange(mine.item()))
+            return torch.as_tensor(everyone, dtype=torch.float64, device=device)
+        mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
+        everyone = mine if self._replicated else self._transport.agree_sum(mine.reshape(1), _NORM)[0]
+        return everyone.pow(1.0 / norm_type)
+
+
+class NormByKernels(GradientNorm):
+    """A launch for each run of rows and two for the rest; on an accelerator, all that the host does is to queue them.
+
+    For the 2-norm. Other norms are `otherwise`'s.
+    """
+
+    def __init__(self, otherwise: GradientNorm, transport: Transport, *, replicated: bool, device: torch.device):
+        self._otherwise = otherwise
+        self._transport = transport
+        self._replicated = replicated
+        self._device = device
+
+    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+        if norm_type != 2:
+            return self._otherwise.measure(rows, norm_type=norm_type, max_norm=max_norm)
+        flats = [run.gradient for run in runs_of(row for row in rows if row.tensor.grad is not None)]
+        mine = torch.zeros(2, dtype=torch.float64, device=self._device)
+        # Gradients in host memory are measured there.
+        for memory in {flat.device for flat in flats}:
+            mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self._device)
+        everyone = mine if self._replicated else self._transport.agree_sum(mine, _NORM)
+        scalars = step_scalars(everyone, max_norm)
+        return Measured(
+            norm=scalars[NORM],
+            coefficient=None if math.isinf(max_norm) else scalars[COEFFICIENT],
+            found_inf=scalars[FOUND_INF],
+        )
+
+
+def choose_norm(
+    config: ZeroConfig, buckets: Sequence[Bucket], transport: Transport, *, replicated: bool, device: torch.device
+) -> GradientNorm:
+    """By kernels where they run and take the dtypes of all gradients."""
+    dtypes = {bucket.precision.master for bucket in buckets}
+    digits = torch.float64 if torch.float64 in dtypes else torch.float32
+    by_torch = NormByTorch(transport, replicated=replicated, device=device, dtype=digits)
+    if uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES):
+        return NormByKernels(by_torch, transport, replicated=replicated, device=device)
+    return by_torch
+
+
+def _each_on(
+    device: torch.device, gradients: Sequence[torch.Tensor], measure: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+) -> torch.Tensor:
+    """What `measure` finds of each gradient, float64, in their order, on `device`.
+
+    Args:
+        measure: of gradients on one device, where the result is too: those in host memory are measured there.
+    """
+    memories = {gradient.device for gradient in gradients}
+    if len(memories) == 1:
+        return measure(gradients).to(device)
+    found = torch.zeros(len(gradients), dtype=torch.float64, device=device)
+    for memory in memories:
+        places = [place for place, gradient in enumerate(gradients) if gradient.device == memory]
+        found[places] = measure([gradients[place] for place in places]).to(device)
+    return found
+
+
+def _largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([gradient.abs().max().double() for gradient in gradients])
+
+
+def _sums_of_powers(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if norm_type == 2:
+        return sums_of_squares(gradients)
+    dtypes = (torch.promote_types(gradient.dtype, torch.float32) for gradient in gradients)
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype).double() for g, dtype in zip(gradients, dtypes)]
+    return torch.stack(norms).pow(norm_type)

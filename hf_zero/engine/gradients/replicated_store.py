@@ -1,0 +1,86 @@
+"""Gradients that every rank holds whole, as under DDP."""
+
+from collections.abc import Collection
+
+import torch
+
+from ...comm.transport import Handle, Transport
+from ...device import Arrival, allocate
+from ...offload.downlink import Downlink
+from ..buckets.bucket import Bucket, ParameterSlot, Row
+from .buffer_pool import OpenBuffer
+from .store import GradientStore, Landing, add_or_set, new_buffer
+
+
+class ReplicatedGradients(GradientStore):
+    """Every rank keeps and reduces whole gradients by all-reduce; `p.grad` is a view of the bucket, as under DDP.
+
+    A view that is still there in the next backward has been accumulated into by autograd, so it is divided and reduced
+    again: sum of (average / W) is the average.
+    """
+
+    def __init__(self, transport: Transport, world_size: int, landing: Landing):
+        super().__init__(world_size, landing)
+        self._transport = transport
+        self._homes: dict[Bucket, OpenBuffer] = {}
+        # Of the parameters' dtype, where gradients travel in another.
+        self._reduced: dict[Bucket, torch.Tensor] = {}
+        self._under_way: dict[Bucket, torch.Tensor] = {}
+
+    def held_bytes(self) -> dict[str, int]:
+        held = (*(home.flat for home in self._homes.values()), *self._reduced.values())
+        return {"gradients": sum(flat.nbytes for flat in held), "gradient buffers": 0}
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if gradient.dtype != slot.bucket.precision.reduce:
+            # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
+            return
+        flat, views = self._home(slot.bucket)
+        if gradient.data_ptr() != views[slot.number].data_ptr():
+            views[slot.number].copy_(gradient)
+            slot.parameter.grad = slot.view_of(flat)
+
+    def release(self, bucket: Bucket) -> None:
+        """`p.grad` lasts until the script zeroes it."""
+
+    def end_pass(self) -> None:
+        """All of it is in `p.grad`."""
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        super().put(slot, gradient)
+        slot.parameter.grad = None
+
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self.put(slot, gradient)
+
+    def settle(self, slot: ParameterSlot) -> None:
+        """`p.grad` is the reduced gradient already."""
+
+    def start(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not slot.arrived and slot.parameter.grad is not None:
+                slot.used = True
+                self.put(slot, slot.parameter.grad)
+        super().start(bucket)
+
+    def _home(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._homes:
+            self._homes[bucket] = new_buffer(bucket)
+        return self._homes[bucket]
+
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
+        is_late = bucket in self._started or bucket in self._again
+        return new_buffer(bucket) if is_late else self._home(bucket)
+
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        self._under_way[bucket] = flat
+        return self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
+
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        flat, precision = self._under_way.pop(bucket), bucket.precision
+        if precision.reduce == precision.master:
+            return add_or_set(bucket, flat, flat, Downlink(), going_on)
+        if bucket not in self._reduced:
+            self._reduced[bucket] = allocate(bucket.layout.numel, precision.master, bucket.device)
+        return add_or_set(bucket, flat, self._reduced[bucket], Downlink(), going_on)

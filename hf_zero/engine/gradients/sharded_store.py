@@ -1,0 +1,257 @@
+"""Gradients that are reduced into this rank's shard: whole buffers that last (stage 1), or a few that pass (stages 2, 3)."""
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Collection
+
+import torch
+
+from ...comm.transport import Handle
+from ...device import Arrival
+from ...offload.downlink import Downlink
+from ...offload.tier import DeviceTier
+from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.padding import clear_padding
+from ..buckets.sharded_gradient import GradientState, ShardedGradient
+from ..travel.reductions import Reduction
+from .buffer_pool import BufferPool, OpenBuffer
+from .clipped_gradient import widen
+from .store import GradientStore, Landing, add_or_set, new_buffer
+
+
+class ShardedStore(GradientStore):
+    """What stages 1 and 2 share: the reduced gradient lies in rows, and a stand-in in `p.grad`."""
+
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
+        super().__init__(world_size, landing)
+        self._reduction = reduction
+        self._shards: dict[Bucket, torch.Tensor] = {}
+        self._shard_bytes: dict[Bucket, int] = {}
+        self._targets: dict[Bucket, torch.Tensor] = {}
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        parameter, stand_in = slot.parameter, slot.stand_in
+        if not slot.arrived:
+            slot.continues = isinstance(parameter.grad, ShardedGradient)
+        super().put(slot, gradient)
+        # As `settle` does: each gradient of a step comes here.
+        stand_in.state, stand_in.pending = GradientState.HELD, None
+        if parameter.grad is not stand_in:
+            parameter.grad = stand_in
+
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self.finish(slot.bucket)
+        # The shard may still be on its way out of the buffer that is filled again.
+        self._await(slot.bucket)
+        self.put(slot, gradient)
+
+    def settle(self, slot: ParameterSlot) -> None:
+        # Where the script took the stand-in away (zero_grad), it meant whatever had been added to it, too.
+        slot.stand_in.become(GradientState.HELD)
+        if slot.parameter.grad is not slot.stand_in:
+            slot.parameter.grad = slot.stand_in
+
+    def start(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not slot.arrived:
+                gradient = slot.parameter.grad
+                slot.continues = isinstance(gradient, ShardedGradient)
+                if slot.continues:
+                    gradient.refuse_if_spent()
+                    gradient = gradient.take_pending()
+                if gradient is not None:
+                    slot.used = True
+                    self.put(slot, gradient)
+        super().start(bucket)
+
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        target = self._targets[bucket] = self._target(bucket, flat)
+        return self._reduction.start(bucket, flat, target)
+
+    def end_pass(self) -> None:
+        self._reduction.end_pass()
+
+    @abstractmethod
+    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """Where the reduced shard (shard_numel,) lands, of the dtype in which sums arrive."""
+
+    def _shard(self, bucket: Bucket) -> torch.Tensor:
+        """Where the gradient of this rank's rows waits for the step: (shard_numel,) of the dtype that is stepped with."""
+        if bucket not in self._shards:
+            self._keep_shard(bucket, bucket.tier.scratch(bucket.layout.shard_numel, bucket.gradient_dtype))
+        return self._shards[bucket]
+
+    def _keep_shard(self, bucket: Bucket, shard: torch.Tensor) -> None:
+        self._shards[bucket] = shard
+        self._shard_bytes[bucket] = max(shard.nbytes, self._shard_bytes.get(bucket, 0))
+
+    def _widen(self, bucket: Bucket) -> None:
+        """Moves what the bucket's rows have into a shard of the master dtype, in which sums are taken."""
+        held = [row for row in bucket.rows if row.tensor.grad is not None]
+        shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
+        for row in held:
+            widen(row)
+            row.tensor.grad = row.of(shard).copy_(row.tensor.grad)
+        self._keep_shard(bucket, shard)
+
+    def _leave(self, bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, going_on: Collection[Row]) -> Arrival:
+        """Leaves what has been reduced in the rows; the rest is as `add_or_set` says."""
+        if going_on and bucket.gradient_dtype != bucket.precision.master:
+            self._widen(bucket)
+            home = self._shard(bucket)
+        return add_or_set(bucket, reduced, home, self._downlink(bucket), going_on)
+
+    def _downlink(self, bucket: Bucket) -> Downlink:
+        return self._landing.downlink if bucket.tier.is_apart else Downlink()
+
+    def _scratch(self, bucket: Bucket) -> torch.Tensor:
+        """A shard on the training device, until its values have gone where they are wanted."""
+        return DeviceTier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
+
+    @staticmethod
+    def _own_part(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        return flat[bucket.own_interval.start : bucket.own_interval.stop]
+
+
+class WholeGradients(ShardedStore):
+    """Stage 1: a whole buffer a bucket up to the step, so that micro-batches accumulate in it without communication.
+
+    The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it. On an accelerator, whose
+    allocator hands out again what is freed, the buffer goes with the step.
+    """
+
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
+        super().__init__(reduction, world_size, landing)
+        self._homes: dict[Bucket, OpenBuffer] = {}
+        self._home_bytes: dict[Bucket, int] = {}
+
+    def held_bytes(self) -> dict[str, int]:
+        return {"gradients": sum(self._home_bytes.values()) + sum(self._shard_bytes.values()), "gradient buffers": 0}
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
+            return
+        flat, views = self._home(slot.bucket)
+        if gradient.data_ptr() != views[slot.number].data_ptr():
+            self._spill(slot.bucket)
+            views[slot.number].copy_(gradient)
+            slot.parameter.grad = slot.view_of(flat)
+
+    def release(self, bucket: Bucket) -> None:
+        if bucket.device.type != "cpu":
+            self._homes.pop(bucket, None)
+            self._shards.pop(bucket, None)
+            return
+        # On the host what comes again in each step lasts: making it anew costs a pass over it. What has gone to a tier may
+        # still be read there.
+        if bucket.tier.is_apart or self._stays_in_place(bucket):
+            self._shards.pop(bucket, None)
+
+    def _home(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._homes:
+            self._homes[bucket] = new_buffer(bucket)
+            self._home_bytes[bucket] = self._homes[bucket].flat.nbytes
+        return self._homes[bucket]
+
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        home = self._home(bucket)
+        self._spill(bucket)
+        return home
+
+    def _spill(self, bucket: Bucket) -> None:
+        """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
+        flat = self._home(bucket).flat
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        if any(row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end for row in bucket.rows):
+            self._widen(bucket)
+
+    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        if self._reduces_in_place(bucket):
+            return self._own_part(bucket, flat)
+        if bucket.tier.is_apart or any(row.tensor.grad is not None for row in bucket.rows):
+            return self._scratch(bucket)
+        return self._shard(bucket)
+
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        reduced = self._targets.pop(bucket)
+        home = reduced if self._stays_in_place(bucket) else self._shard(bucket)
+        return self._leave(bucket, reduced, home, going_on)
+
+    def _reduces_in_place(self, bucket: Bucket) -> bool:
+        return bucket.precision.reduce == bucket.precision.reduced
+
+    def _stays_in_place(self, bucket: Bucket) -> bool:
+        """Whether the reduced shard waits for the step where it was reduced."""
+        is_wanted_so = bucket.precision.reduced == bucket.gradient_dtype and not bucket.tier.is_apart
+        return self._reduces_in_place(bucket) and is_wanted_so
+
+
+class PooledGradients(ShardedStore):
+    """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
+
+    def __init__(self, reduction: Reduction, world_size: int, landing: Landing, pool: BufferPool):
+        super().__init__(reduction, world_size, landing)
+        self._pool = pool
+        self._lent: dict[Bucket, torch.Tensor] = {}
+        self._in_flight: deque[Bucket] = deque()
+        self._scratches: dict[Bucket, int] = {}
+        self._beside_bytes = self._most_beside_bytes = 0
+
+    def held_bytes(self) -> dict[str, int]:
+        return {
+            "gradients": sum(self._shard_bytes.values()),
+            "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
+        }
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """Autograd itself keeps adding to `p.grad` until the reducing pass."""
+
+    def release(self, bucket: Bucket) -> None:
+        # Activations grow from here to the next backward, which makes another shard as it needs it.
+        self._shards.pop(bucket, None)
+
+    def finish_all(self) -> None:
+        super().finish_all()
+        self._pool.rest()
+
+    def discard_open(self) -> None:
+        for bucket in self._open:
+            self._pool.give_back(bucket, self._lent.pop(bucket))
+        super().discard_open()
+
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        if self._pool.is_last_for(bucket) and not self._in_flight:
+            # It would take the last buffer, and one that is passed over wants a buffer, too.
+            self.start_passed_over(bucket)
+        while self._pool.exhausted_for(bucket) and (self._in_flight or self.start_passed_over(bucket)):
+            self.finish(self._in_flight[0])
+        self._lent[bucket] = self._pool.take(bucket)
+        return OpenBuffer.of(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
+
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        self._in_flight.append(bucket)
+        return super()._start_reduction(bucket, flat)
+
+    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        precision, is_held = bucket.precision, any(row.tensor.grad is not None for row in bucket.rows)
+        if bucket.tier.is_apart:
+            # Copied from there when the buffer has been passed on.
+            return self._scratch(bucket)
+        if precision.reduced == bucket.gradient_dtype and not is_held:
+            return self._shard(bucket)
+        return self._own_part(bucket, flat) if precision.reduced == precision.reduce else self._scratch(bucket)
+
+    def _scratch(self, bucket: Bucket) -> torch.Tensor:
+        scratch = super()._scratch(bucket)
+        self._scratches[bucket] = scratch.nbytes
+        self._beside_bytes += scratch.nbytes
+        self._most_beside_bytes = max(self._most_beside_bytes, self._beside_bytes)
+        return scratch
+
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        self._in_flight.remove(bucket)
+        reduced, home = self._targets.pop(bucket), self._shard(bucket)
+        arrival = self._leave(bucket, reduced, home, going_on)
+        self._beside_bytes -= self._scratches.pop(bucket, 0)
+        self._pool.give_back(bucket, self._lent.pop(bucket))
+        return arrival

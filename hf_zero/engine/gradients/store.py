@@ -1,0 +1,232 @@
+"""Where gradients lie between the backward hook and the optimizer: the difference between the stages.
+
+A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
+the bucket's rows. The three stores keep those buffers for different times; the pass above them (backward_pass.py) is one.
+ReplicatedGradients is in replicated_store.py, the two for sharded gradients are in sharded_store.py.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+import torch
+
+from ...comm.transport import Handle
+from ...device import Arrival, allocate
+from ...offload.downlink import Downlink
+from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.padding import clear_padding
+from .buffer_pool import OpenBuffer
+from .clipped_gradient import widen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Landing:
+    """What becomes of reduced gradients.
+
+    Attributes:
+        downlink: how they come into a tier's host memory.
+        landed: told of each bucket whose rows have theirs, or will have on the arrival.
+        most_under_way: reductions that may run before the oldest is waited for; None waits for all at the end of backward.
+    """
+
+    downlink: Downlink
+    landed: Callable[[Bucket, Arrival], None]
+    most_under_way: int | None
+
+
+class GradientStore(ABC):
+    """Takes whole local gradients, gives reduced shards.
+
+    Args:
+        world_size: gradients are divided by it as they are put, in DDP's order: divided, then summed.
+    """
+
+    def __init__(self, world_size: int, landing: Landing):
+        self._share = 1.0 / world_size
+        self._landing = landing
+        self._open: dict[Bucket, OpenBuffer] = {}
+        self._started: dict[Bucket, Handle] = {}
+        self._arrivals: dict[Bucket, Arrival] = {}
+        # Put when the bucket starts.
+        self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = {}
+        # Has a bucket started that stands before one which wants a buffer, and is passed over; False where there is none.
+        self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
+        # Whose reduction is the second in its pass.
+        self._again: set[Bucket] = set()
+
+    @abstractmethod
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of gradient memory by kind: "gradients" lasting from backward to step, "gradient buffers" in passing."""
+
+    @abstractmethod
+    def release(self, bucket: Bucket) -> None:
+        """Gives back what need not last from the step to the next backward."""
+
+    @abstractmethod
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """Keeps a whole gradient, unreduced, until a reducing pass (gradient accumulation without communication)."""
+
+    @abstractmethod
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        """A buffer to fill."""
+
+    @abstractmethod
+    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        """Starts the reduction of a filled buffer."""
+
+    @abstractmethod
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        """Leaves the reduced gradient in the rows, once the reduction has ended; it is there on the arrival.
+
+        Args:
+            going_on: rows whose gradient it adds to.
+        """
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already.
+
+        Small ones wait until the bucket starts: most parameters of a model are small, and are put by two calls together.
+        """
+        bucket = slot.bucket
+        if slot.is_small and not slot.arrived:
+            slot.arrived = True
+            self._small.setdefault(bucket, []).append((slot, gradient))
+            return
+        view = self._buffer(bucket).views[slot.number]
+        is_there = gradient.data_ptr() == view.data_ptr()
+        if slot.arrived:
+            self._put_small(bucket)
+            view.add_(gradient, alpha=self._share)
+        elif self._share == 1.0:
+            if not is_there:
+                view.copy_(gradient)
+        elif is_there:
+            view.mul_(self._share)
+        else:
+            torch.mul(gradient, self._share, out=view)
+        slot.arrived = True
+
+    @abstractmethod
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing).
+
+        `start_again` reduces it.
+        """
+
+    @abstractmethod
+    def settle(self, slot: ParameterSlot) -> None:
+        """Ends the pass for a slot whose gradient some rank contributed to."""
+
+    def start(self, bucket: Bucket) -> None:
+        """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
+        self._start(bucket)
+
+    def start_again(self, bucket: Bucket) -> None:
+        """Starts the reduction of what came late, on this rank or another; its result is added to that of the first."""
+        self.finish(bucket)
+        # The first result may still be on its way out of the buffer that is filled again.
+        self._await(bucket)
+        self._again.add(bucket)
+        self._start(bucket)
+
+    def _start(self, bucket: Bucket) -> None:
+        flat, views = self._buffer(bucket)
+        self._put_small(bucket)
+        for slot, view in zip(bucket.slots, views):
+            if not slot.arrived:
+                view.zero_()
+            slot.arrived = False
+        del self._open[bucket]
+        self._started[bucket] = self._start_reduction(bucket, flat)
+        most = self._landing.most_under_way
+        if most is not None and len(self._started) > most:
+            self.finish(next(iter(self._started)))
+
+    def finish(self, bucket: Bucket) -> None:
+        """Waits for the bucket's reduction, if one is under way, and leaves its result in the rows."""
+        handle = self._started.pop(bucket, None)
+        if handle is not None:
+            handle.finish()
+            self._await(bucket)
+            held = (row for row in bucket.rows if row.tensor.grad is not None)
+            going_on = {row for row in held if row.slot.continues or bucket in self._again}
+            self._again.discard(bucket)
+            self._arrivals[bucket] = self._deliver(bucket, going_on)
+            self._landing.landed(bucket, self._arrivals[bucket])
+
+    def finish_all(self) -> None:
+        """Returns when all gradients are in the rows."""
+        for bucket in list(self._started):
+            self.finish(bucket)
+        for bucket in list(self._arrivals):
+            self._await(bucket)
+
+    @abstractmethod
+    def end_pass(self) -> None:
+        """Called on every rank when all of a backward pass is home."""
+
+    def discard_open(self) -> None:
+        """Forgets buffers that a failed backward left half filled."""
+        for bucket in (*self._open, *self._small):
+            for slot in bucket.slots:
+                slot.arrived = False
+        self._open.clear()
+        self._small.clear()
+
+    def _put_small(self, bucket: Bucket) -> None:
+        small = self._small.pop(bucket, None)
+        if not small:
+            return
+        buffer = self._buffer(bucket)
+        gradients, views = [gradient for _, gradient in small], [buffer.views[slot.number] for slot, _ in small]
+        if any(gradient.dtype != buffer.flat.dtype for gradient in gradients):
+            # Divided in their own dtype, as `put` does.
+            gradients = torch._foreach_mul(gradients, self._share)
+            torch._foreach_copy_(views, gradients)
+            return
+        torch._foreach_copy_(views, gradients)
+        if self._share != 1.0:
+            torch._foreach_mul_(views, self._share)
+
+    def _await(self, bucket: Bucket) -> None:
+        arrival = self._arrivals.pop(bucket, None)
+        if arrival is not None:
+            arrival.wait()
+
+    def _buffer(self, bucket: Bucket) -> OpenBuffer:
+        found = self._open.get(bucket)
+        if found is None:
+            found = self._open[bucket] = self._open_buffer(bucket)
+        return found
+
+
+def new_buffer(bucket: Bucket) -> OpenBuffer:
+    """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
+    flat = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+    return OpenBuffer.of(bucket, clear_padding(flat, bucket.layout))
+
+
+def add_or_set(
+    bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, downlink: Downlink, going_on: Collection[Row]
+) -> Arrival:
+    """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
+
+    Sums are of the master dtype.
+
+    `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
+    the optimizer steps; it is there on the arrival.
+    """
+    arrival = Arrival()
+    for row in going_on:
+        widen(row)
+        row.tensor.grad.add_(row.of(reduced).to(row.tensor.grad.device))
+    if home is not reduced and not going_on:
+        arrival = downlink.start_copy(home, reduced)
+    for row, view in zip(bucket.rows, bucket.row_views_of(home)):
+        if row in going_on:
+            continue
+        if home is not reduced and going_on:
+            view.copy_(row.of(reduced))
+        row.tensor.grad = view
+    return arrival

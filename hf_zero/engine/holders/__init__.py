@@ -1,0 +1,1 @@
+"""Where optimizer state lies between steps, and when each bucket is stepped."""

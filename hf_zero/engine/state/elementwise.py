@@ -1,0 +1,126 @@
+"""How far an optimizer looks when it updates an element, and so whether it may be given parts of parameters."""
+
+from enum import Enum
+
+import torch
+from torch import nn
+
+from ...config import AUTO, ConfigError, ZeroConfig
+from .state_kinds import double_of, enter_training, own_step, settings_of
+
+
+class Reach(Enum):
+    """What the update of an element depends on.
+
+    ELEMENT: that element alone. PARAMETER: the parameter it is in (a norm, a row's mean, a matrix product). MODEL: other
+    parameters too. UNKNOWN: the optimizer could not be tried.
+    """
+
+    ELEMENT = "element"
+    PARAMETER = "parameter"
+    MODEL = "model"
+    UNKNOWN = "unknown"
+
+
+_OF_TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+"""Of torch.optim, and element-wise whatever their settings; `capturable` ones could not be tried on the host."""
+
+_NOT_STEPPED_SO = {
+    "lbfgs": "calls backward in the middle of its step",
+    "lomo": "steps inside backward",
+    "adalomo": "steps inside backward",
+    "sparseadam": "wants sparse gradients, which have no place in a flat bucket",
+}
+"""Lower-case class name → why no layout fits."""
+
+_SHAPE = (4, 6)
+_CUT = 10
+
+
+def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
+    """Whether parameters must not be cut for this optimizer, each being one rank's whole.
+
+    Args:
+        config: `split_parameters` of auto judges the optimizer, True and False are the user's word for one that cannot be
+            tried.
+        shards: ranks over which its parameters are dealt.
+
+    Raises:
+        ConfigError: `split_parameters: true` for an optimizer that looks further than an element.
+        ValueError: an optimizer that no layout suits.
+    """
+    name = type(optimizer).__name__
+    if name.lower() in _NOT_STEPPED_SO:
+        raise ValueError(
+            f"hf_zero: the optimizer {name} {_NOT_STEPPED_SO[name.lower()]}, so it cannot be stepped over shards. Use AdamW, "
+            "Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Lion, Muon, Adafactor, ..., or train without hf_zero."
+        )
+    reach = reach_of(optimizer)
+    if reach is Reach.MODEL and (shards > 1 or config.steps_by_bucket):
+        raise ValueError(
+            f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some of them are "
+            "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
+            "stochastic` and `moments: 8bit`, which step a bucket at a time; or use another optimizer."
+        )
+    split = config.split_parameters
+    if split is True and reach in (Reach.PARAMETER, Reach.MODEL):
+        raise ConfigError(
+            f"hf_zero config: `split_parameters: true`, and the optimizer {name} updates an element by what the rest of its "
+            "parameter is, so that parts of it would be trained otherwise than the whole. Leave `split_parameters` at auto."
+        )
+    return reach is not Reach.ELEMENT if split == AUTO else not split
+
+
+def reach_of(optimizer: torch.optim.Optimizer) -> Reach:
+    """How far the optimizer looks, seen by trial steps of copies of it that leave it alone.
+
+    Two matrices are stepped together, each alone, and cut into flat pieces; whatever gives the same values does not tell
+    those cases apart.
+    """
+    if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
+        return Reach.ELEMENT
+    generator = torch.Generator().manual_seed(0)
+    matrices, gradients = ([torch.randn(_SHAPE, generator=generator) for _ in range(2)] for _ in range(2))
+    # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
+    gradients[0].abs_().view(-1)[_CUT:].mul_(-3.0)
+    gradients[1].mul_(0.1)
+    try:
+        together = _stepped(optimizer, matrices, gradients)
+        alone = [*_stepped(optimizer, matrices[:1], gradients[:1]), *_stepped(optimizer, matrices[1:], gradients[1:])]
+    except Exception:
+        # A class that cannot step outside its own construction tells nothing about its arithmetic.
+        return Reach.UNKNOWN
+    if not _same(together, alone):
+        return Reach.MODEL
+    try:
+        pieces = _stepped(optimizer, _cut(matrices[0]), _cut(gradients[0]))
+    except Exception:
+        # Made for matrices.
+        return Reach.PARAMETER
+    return Reach.ELEMENT if _same(pieces, _cut(alone[0])) else Reach.PARAMETER
+
+
+def _cut(whole: torch.Tensor) -> list[torch.Tensor]:
+    flat = whole.reshape(-1)
+    return [flat[:_CUT], flat[_CUT:]]
+
+
+def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(some, others, strict=True))
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    # A learning rate of 0 (warm-up) would hide every difference.
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    settings = settings_of(group) | {"lr": 0.1, "params": parameters}
+    trial = double_of(optimizer, settings, {})
+    with torch.random.fork_rng(devices=[]):
+        enter_training(trial)
+        for _ in range(2):
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone()
+            own_step(trial)
+    return [parameter.detach() for parameter in parameters]

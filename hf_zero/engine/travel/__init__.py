@@ -1,0 +1,1 @@
+"""What travels between the ranks in a step: parameters, gradients, buffers."""

@@ -1,0 +1,72 @@
+"""How a bucket's parameters come together from the ranks' shards: an object chosen once when the engine is built."""
+
+from abc import ABC, abstractmethod
+
+from ...comm.groups.groups import Groups
+from ...comm.peers.peer_memory import PeerMemory
+from ...comm.quantised import QuantisedAllGather
+from ...comm.transport import Handle, Transport
+from ...kernels.quantise import BlockFormat
+from ..buckets.bucket import Bucket
+
+_KIND = "all-gather parameters"
+
+
+class Gather(ABC):
+    """Fills buckets' flat buffers from every rank's own part."""
+
+    @abstractmethod
+    def start(self, bucket: Bucket) -> Handle:
+        """Starts filling `bucket.flat`, which has memory, from the `source` of each rank's."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes kept from one gather for others."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Called when the parameters are about to change."""
+
+
+class _Forgetful(Gather):
+    """Nothing is kept."""
+
+    held_bytes = 0
+
+    def forget(self) -> None:
+        """There is nothing to forget."""
+
+
+class ExactGather(_Forgetful):
+    """Parameters as the ranks have them."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def start(self, bucket: Bucket) -> Handle:
+        return self._transport.start_all_gather(bucket.flat, bucket.memory.source, bucket.label(_KIND))
+
+
+class SharedGather(_Forgetful):
+    """Parameters as the ranks have them, copied out of each other's memory; all buckets are made of such."""
+
+    def __init__(self, peers: PeerMemory):
+        self._peers = peers
+
+    def start(self, bucket: Bucket) -> Handle:
+        return self._peers.start_all_gather(bucket.flat, bucket.memory.shared, bucket.label(_KIND))
+
+
+class QuantisedGather(_Forgetful):
+    """What blocks leave of the parameters, on every rank the same, this rank's own part too.
+
+    Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
+    """
+
+    def __init__(self, transport: Transport, groups: Groups, format: BlockFormat):
+        self._collective = QuantisedAllGather(transport, format)
+        self._groups = groups
+
+    def start(self, bucket: Bucket) -> Handle:
+        return self._collective.start(bucket.flat, bucket.memory.source, self._groups.gather, bucket.label(_KIND))

@@ -1,0 +1,199 @@
+"""Parameters on their way back: all-gathers behind the step, and reads that wait for them.
+
+A gather writes into the flat buffer while the script goes on, so a parameter read too early would be old on some ranks. While
+its bucket is in flight, each module that holds one of its parameters has a `_parameters` dict that finishes the gather at the
+first look. Forward, `parameters()`, `state_dict()`, `save_pretrained` and pickling all go through that dict; a list of
+parameters that a script took beforehand does not, and must call `engine.finish_parameters()`.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from ...comm.transport import Handle
+from ..buckets.bucket import Bucket
+from .gathers import Gather
+
+_FRAMES_TO_ZERO_GRAD = 8
+"""zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
+
+
+class InFlightParameters(dict):
+    """A module's parameters, some of which are being gathered. Any look at a value waits for what it needs.
+
+    Args:
+        parameters: the module's own dict, which takes this one's place again once all are there.
+        wait_for: finishes the gather of one name, or of all the module's with None.
+    """
+
+    def __init__(self, parameters: dict, wait_for: Callable[[str | None], None]):
+        super().__init__(parameters)
+        self.settled = parameters
+        self._wait_for = wait_for
+
+    def is_as(self, parameters: dict) -> bool:
+        """Takes over what another dict holds; False where it has lost a name."""
+        dict.update(self, parameters)
+        return len(self) == len(parameters)
+
+    def __getitem__(self, name: str):
+        self._wait_for(name)
+        return self.settled[name]
+
+    def get(self, name: str, default=None):
+        return self[name] if name in self.settled else default
+
+    def __iter__(self):
+        self._wait_for(None)
+        return iter(self.settled)
+
+    def items(self):
+        if not _only_gradients_are_read():
+            self._wait_for(None)
+        return self.settled.items()
+
+    def values(self):
+        self._wait_for(None)
+        return self.settled.values()
+
+    def keys(self):
+        self._wait_for(None)
+        return self.settled.keys()
+
+    def __setitem__(self, name: str, value) -> None:
+        self._wait_for(None)
+        self.settled[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self._wait_for(None)
+        del self.settled[name]
+
+    def pop(self, name: str, *default):
+        self._wait_for(None)
+        return self.settled.pop(name, *default)
+
+    def copy(self) -> dict:
+        self._wait_for(None)
+        return self.settled.copy()
+
+    def __reduce__(self):
+        self._wait_for(None)
+        return dict, (dict(self.settled),)
+
+    def __deepcopy__(self, memo: dict):
+        self._wait_for(None)
+        return copy.deepcopy(self.settled, memo)
+
+
+def _only_gradients_are_read() -> bool:
+    """Whether `Module.zero_grad` is looking. Trainer calls it right after the step; waiting there would end the overlap."""
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES_TO_ZERO_GRAD):
+        if frame is None:
+            return False
+        if frame.f_code is nn.Module.zero_grad.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Home:
+    """A module that holds parameters which are gathered behind a step.
+
+    Args:
+        held: the bucket of each, by name.
+        finish: waits for the gather of a bucket.
+    """
+
+    def __init__(self, module: nn.Module, held: dict[str, Bucket], finish: Callable[[Bucket], None]):
+        self.buckets = tuple(dict.fromkeys(held.values()))
+        self._module = module
+        self._held = held
+        self._finish = finish
+        self._guarded: InFlightParameters | None = None
+
+    def guard(self) -> None:
+        """Makes the module wait where its parameters are read."""
+        parameters = self._module._parameters
+        if isinstance(parameters, InFlightParameters):
+            return
+        guarded = self._guarded
+        if guarded is None or guarded.settled is not parameters or not guarded.is_as(parameters):
+            guarded = self._guarded = InFlightParameters(parameters, self._wait_for)
+        self._module.__dict__["_parameters"] = guarded
+
+    def settle(self) -> None:
+        """Leaves the module with its own dict."""
+        parameters = self._module._parameters
+        if isinstance(parameters, InFlightParameters):
+            self._module.__dict__["_parameters"] = parameters.settled
+
+    def _wait_for(self, name: str | None) -> None:
+        for bucket in self.buckets if name is None else (self._held[name],) if name in self._held else ():
+            self._finish(bucket)
+
+
+class ParameterGather:
+    """Starts the all-gathers of updated buckets, and finishes each at the first read of one of its parameters.
+
+    Args:
+        model: the module whose parameters lie in `buckets`.
+        buckets: in gradient order; gathered in the reverse, the order in which forward needs them.
+        gather: how.
+    """
+
+    def __init__(self, model: nn.Module, buckets: Iterable[Bucket], gather: Gather):
+        self._gather = gather
+        self._in_flight: dict[Bucket, Handle] = {}
+        bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+        self._homes: list[_Home] = []
+        self._homes_of: dict[Bucket, list[_Home]] = {bucket: [] for bucket in bucket_of.values()}
+        for module in model.modules():
+            held = {name: bucket_of[p] for name, p in module._parameters.items() if p in bucket_of}
+            if held:
+                home = _Home(module, held, self.finish)
+                self._homes.append(home)
+                for bucket in home.buckets:
+                    self._homes_of[bucket].append(home)
+
+    def start(self, buckets: Iterable[Bucket]) -> None:
+        """Starts gathering what the optimizer has just updated in these buckets."""
+        for bucket in buckets:
+            self.finish(bucket)
+            self._in_flight[bucket] = self._gather.start(bucket)
+
+    def guard(self) -> None:
+        """Makes every module that holds a parameter in flight wait for it when it is read."""
+        in_flight = self._in_flight.keys()
+        for home in self._homes if in_flight else ():
+            if not in_flight.isdisjoint(home.buckets):
+                home.guard()
+
+    def finish(self, bucket: Bucket) -> None:
+        """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
+        handle = self._in_flight.pop(bucket, None)
+        if handle is None:
+            return
+        handle.finish()
+        in_flight = self._in_flight.keys()
+        for home in self._homes_of[bucket]:
+            if in_flight.isdisjoint(home.buckets):
+                home.settle()
+
+    def finish_all(self) -> None:
+        for bucket in list(self._in_flight):
+            self.finish(bucket)
+
+
+def caches_parameters(model: nn.Module) -> bool:
+    """Whether some module keeps its parameters in a list of its own, past its `_parameters` (torch's RNNs do)."""
+    return any(isinstance(module, nn.RNNBase) for module in model.modules())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has been asked for somewhere in the module."""
+    compiled = torch._dynamo.eval_frame.OptimizedModule if hasattr(torch, "_dynamo") else ()
+    return any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in module.modules())

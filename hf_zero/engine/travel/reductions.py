@@ -1,0 +1,130 @@
+"""How a filled gradient buffer becomes this rank's part of the sum: an object chosen once when the engine is built."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from ...comm.steps import StepsInOrder
+from ...comm.transport import Handle, Transport
+from ..buckets.bucket import Bucket
+from ..buckets.rows import KindsOf, Read, StateRow
+
+
+class Reduction(ABC):
+    """Sums buckets over the ranks. Between passes it may keep state of its own, which goes into checkpoints.
+
+    Attributes:
+        adds_in_wider: as a transport's.
+    """
+
+    adds_in_wider: bool = False
+
+    @abstractmethod
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        """Starts the sum of `flat` (numel,) over the ranks; this rank's (shard_numel,) of it land in `out`.
+
+        `out` may be this rank's part of `flat`, whose contents are undefined afterwards.
+        """
+
+    @abstractmethod
+    def end_pass(self) -> None:
+        """Called on every rank when all reductions of a backward pass have ended."""
+
+    @property
+    @abstractmethod
+    def held_bytes(self) -> int:
+        """Bytes of lasting state."""
+
+    @property
+    @abstractmethod
+    def error(self) -> float | None:
+        """Relative error of a reduced gradient that was sampled lately; None where nothing is lost."""
+
+    @abstractmethod
+    def rows(self) -> Iterator[StateRow]:
+        """This rank's lasting state, copied."""
+
+    @abstractmethod
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        """Replaces lasting state by a checkpoint's; the arguments are `fill_rows`'s."""
+
+
+class _Lossless(Reduction):
+    """Nothing is lost, and nothing has to be kept."""
+
+    held_bytes = 0
+    error = None
+
+    def end_pass(self) -> None:
+        """There is nothing to measure."""
+
+    def rows(self) -> Iterator[StateRow]:
+        return iter(())
+
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        """What another run has not sent stays unsent: at most half a step of its blocks."""
+
+
+class ExactReduction(_Lossless):
+    """A reduce-scatter of the gradients as they are.
+
+    Args:
+        of: what is summed, for the ledger.
+    """
+
+    def __init__(self, transport: Transport, of: str = "gradients"):
+        self._transport = transport
+        self._kind = f"reduce-scatter {of}"
+        self.adds_in_wider = transport.adds_in_wider
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        return self._transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
+
+
+class ReplicatedReduction(_Lossless):
+    """An all-reduce, where every rank steps all parameters; `out` may be `flat` itself."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        label = bucket.label("all-reduce gradients")
+        handle = self._transport.start_all_reduce(flat, label)
+
+        def complete() -> None:
+            handle.finish()
+            if out.data_ptr() != flat.data_ptr():
+                out.copy_(flat)
+
+        return Handle(label, self._transport.ledger, complete)
+
+
+class HybridReduction(_Lossless):
+    """A sum inside the shard group, and then of each shard over its replicate group.
+
+    Hybrid sharding: Zhang et al. 2022, "MiCS", arXiv 2205.00119. Of a bucket with n elements in shard groups of S ranks, of
+    which there are R, 2(R-1)/R x n/S elements go between the groups.
+
+    Args:
+        within: the sum inside the shard group.
+        order: that all steps between ranks of a replicate group are started in.
+        of: what is summed, for the ledger.
+    """
+
+    def __init__(
+        self, transport: Transport, within: ExactReduction, order: StepsInOrder, of: str = "shards of gradients"
+    ):
+        self._transport = transport
+        self._within = within
+        self._order = order
+        self._kind = f"all-reduce {of}"
+        self.adds_in_wider = within.adds_in_wider
+
+    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        label = bucket.label(self._kind)
+        finish = self._order.begin(
+            lambda: self._within.start(bucket, flat, out),
+            lambda: self._transport.start_all_reduce(out, label),
+        )
+        return Handle(label, self._transport.ledger, finish)

@@ -1,0 +1,98 @@
+"""What ranks have not sent of their gradients: kept between steps, saved, and handed on to however many ranks resume.
+
+[Note: residuals]
+A residual is what its rank has been given to send and has not sent, in units of the averaged gradient. Only the sum of all
+residuals ever reaches a parameter, so a run on other ranks, or on other groups of them, has to go on with the same sum: each
+saved residual is added to one of the new run's. Two things are let go: what had been left of a parameter that no rank uses in a
+pass, and, under a loss scale that changes, the difference once.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from ...device import allocate
+from ...layout.intervals import Interval
+from ..buckets.bucket import Bucket
+from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
+
+BETWEEN = f"{RESIDUAL}between."
+"""Begins the kind of what has not been sent between shard groups; the number of the shard group follows, whose ranks have a
+part each."""
+
+OF_SUMS = f"{RESIDUAL}sums"
+"""The kind of what has not been sent of the sums over all ranks, of which each rank has a part."""
+
+
+class Residuals:
+    """Those of one collective on this rank, one a bucket.
+
+    Args:
+        kind: of their rows in a checkpoint.
+        interval_of: what of a bucket this rank sends.
+        takes: of a saved kind, whether they are added to by it.
+    """
+
+    def __init__(self, kind: str, interval_of: Callable[[Bucket], Interval], takes: Callable[[str], bool]):
+        self._kind = kind
+        self._interval_of = interval_of
+        self._takes = takes
+        self._of: dict[Bucket, torch.Tensor] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(residual.nbytes for residual in self._of.values())
+
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket's, 1-D bfloat16, zeros at first."""
+        if bucket not in self._of:
+            self._of[bucket] = allocate(self._interval_of(bucket).numel, torch.bfloat16, bucket.device).zero_()
+        return self._of[bucket]
+
+    def rows(self) -> Iterator[StateRow]:
+        """All of them, copied: the next backward writes into them, before the step up to which a save may take its time."""
+        for bucket, residual in self._of.items():
+            for name, in_parameter, in_residual in self._cuts(bucket):
+                yield StateRow(
+                    kind=self._kind,
+                    name=name,
+                    interval=in_parameter,
+                    own_shape=None,
+                    tensor=residual[in_residual].to("cpu", copy=True),
+                )
+
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        """Replaces them by those of a checkpoint that they are to take; the arguments are `fill_rows`'s."""
+        self._of.clear()
+        for bucket in buckets:
+            for name, in_parameter, in_residual in self._cuts(bucket):
+                for kind in filter(self._takes, kinds_of(name)):
+                    place = self.of(bucket)[in_residual]
+                    place.add_(read(kind, name, in_parameter).to(place.device))
+
+    def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
+        """Name, interval of the parameter and slice of the residual, for each parameter that it has some of."""
+        interval = self._interval_of(bucket)
+        for slot in bucket.slots:
+            common = slot.interval.intersect(interval)
+            if common is not None:
+                here = common.shift(-interval.start)
+                yield slot.name, common.shift(-slot.interval.start), slice(here.start, here.stop)
+
+
+class NoResiduals(Residuals):
+    """What quantising loses is let go."""
+
+    held_bytes = 0
+
+    def __init__(self):
+        """There is nothing to know."""
+
+    def of(self, bucket: Bucket) -> None:
+        """None, which lets it go."""
+
+    def rows(self) -> Iterator[StateRow]:
+        return iter(())
+
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        """What another run has kept is let go, too."""

@@ -1,0 +1,68 @@
+"""A second shard of gathered parameters, inside the node: what a forward has gathered stays near until its backward.
+
+ZeRO++'s hierarchical partitioning, hpZ (Wang et al. 2023, arXiv 2306.10209). On nodes of n ranks, a rank keeps 1/n of the
+parameters from their forward to the step, and the gathers of the backward send nothing between nodes.
+"""
+
+import torch
+
+from ...comm.groups.groups import RankGroup
+from ...comm.transport import Handle, Transport
+from ..buckets.bucket import Bucket
+from .gathers import Gather
+
+
+class ForwardGather(Gather):
+    """Gathers from all ranks, and keeps this rank's part of the node's copy for a backward that may follow.
+
+    Args:
+        whole: gathers from all ranks.
+        node: this rank's node.
+
+    Attributes:
+        kept: of each bucket gathered since the last step, (numel / node.size,).
+    """
+
+    def __init__(self, whole: Gather, transport: Transport, node: RankGroup):
+        self._whole = whole
+        self._transport = transport
+        self.node = node
+        self.kept: dict[Bucket, torch.Tensor] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(part.nbytes for part in self.kept.values())
+
+    def start(self, bucket: Bucket) -> Handle:
+        handle = self._whole.start(bucket)
+        if not torch.is_grad_enabled():
+            return handle
+
+        def complete() -> None:
+            handle.finish()
+            self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.place].clone()
+
+        return Handle(bucket.label("all-gather parameters"), self._transport.ledger, complete)
+
+    def forget(self) -> None:
+        self.kept.clear()
+
+
+class BackwardGather(Gather):
+    """Gathers inside the node what `forward` has kept, and from all ranks what it has not."""
+
+    held_bytes = 0
+
+    def __init__(self, forward: ForwardGather, transport: Transport):
+        self._forward = forward
+        self._transport = transport
+
+    def start(self, bucket: Bucket) -> Handle:
+        part = self._forward.kept.get(bucket)
+        if part is None:
+            return self._forward.start(bucket)
+        label = bucket.label("all-gather parameters in the node")
+        return self._transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
+
+    def forget(self) -> None:
+        """The forward's gather has what is kept."""

@@ -1,0 +1,104 @@
+"""What travels between the ranks and in which form, as the config asks for it."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...comm.choose import choose_peer_memory
+from ...comm.groups.groups import Groups
+from ...comm.peers.peer_memory import PeerMemory
+from ...comm.steps import StepsInOrder
+from ...comm.transport import Transport
+from ...config import ZeroConfig
+from ...kernels.quantise import CODES, BlockFormat
+from ...layout.slots import USUAL_ALIGNMENT, Alignment
+from .gathers import ExactGather, Gather, QuantisedGather, SharedGather
+from .quantised_reductions import QuantisedReduction, choose_route
+from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
+from .secondary import BackwardGather, ForwardGather
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """How gradients and parameters travel.
+
+    Attributes:
+        reduction: of gradients, where they are sharded.
+        gather: of the parameters that forward and backward compute with.
+        forward, backward: the same for parameters that are dropped in between.
+        exact: of parameters that are looked at, edited or saved.
+        weight_format: the blocks in which `gather` sends them; None where it sends them as they are.
+        align: of shards, so that none ends inside a block.
+        peers: what buckets' memory has to come from for these gathers; None where any will do.
+    """
+
+    reduction: Reduction
+    gather: Gather
+    forward: Gather
+    backward: Gather
+    exact: Gather
+    weight_format: BlockFormat | None = None
+    align: Alignment = USUAL_ALIGNMENT
+    peers: PeerMemory | None = None
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of lasting memory by kind."""
+        return {"gradient residuals": self.reduction.held_bytes, "secondary shards": self.forward.held_bytes}
+
+
+def choose_wire(
+    config: ZeroConfig, groups: Groups, transport: Transport, everyone: Transport, device: torch.device
+) -> Wire:
+    """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised.
+
+    Collective. Raises `ConfigError` for what this machine has not got.
+
+    Args:
+        groups, transport: of the ranks that take each step together.
+        everyone: the transport of all ranks.
+    """
+    peers = choose_peer_memory(config, groups, transport, everyone, device)
+    exact = ExactGather(transport) if peers is None else SharedGather(peers)
+    if groups.shard_size == 1:
+        return Wire(reduction=ReplicatedReduction(transport), gather=exact, forward=exact, backward=exact, exact=exact)
+    weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
+    order = StepsInOrder()
+    if gradients is None:
+        reduction = _exact_reduction(transport, groups, order)
+    else:
+        route = choose_route(transport, groups, gradients, order, error_feedback=config.comm.error_feedback)
+        reduction = QuantisedReduction(transport, route, _exact_reduction(transport, groups, order, of="a sample"))
+    gather = exact if weights is None else QuantisedGather(transport, groups, weights)
+    forward = backward = gather
+    if groups.node is not None:
+        forward = ForwardGather(gather, transport, groups.node)
+        backward = BackwardGather(forward, transport)
+    align = USUAL_ALIGNMENT
+    if not weights is gradients is None:
+        # Shards of gradients are cut once more between several groups.
+        parts = 1 if gradients is None else groups.replicate.size
+        align = Alignment(shard_numel=max(align.shard_numel, config.comm.block_numel) * parts)
+    return Wire(
+        reduction=reduction,
+        gather=gather,
+        forward=forward,
+        backward=backward,
+        exact=exact,
+        weight_format=weights,
+        align=align,
+        peers=peers,
+    )
+
+
+def _exact_reduction(transport: Transport, groups: Groups, order: StepsInOrder, **of: str) -> Reduction:
+    """Without loss: inside the shard group, and between several of them.
+
+    Args:
+        of: what is summed, where it is not the gradients.
+    """
+    within = ExactReduction(transport, **of)
+    return within if groups.replicate.size == 1 else HybridReduction(transport, within, order, **of)
+
+
+def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
+    return BlockFormat(code=CODES[kind], block_numel=config.comm.block_numel) if kind in CODES else None

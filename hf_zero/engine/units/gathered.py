@@ -1,0 +1,197 @@
+"""Whole parameters for a while: to read, to edit, to save."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from ...comm.transport import Label, Transport
+from ...device import free_bytes
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.sharded_parameter import show_values
+from ..report_tables import mib
+from ..state.holder import StateHolder
+from .saved_reads import gathered_again
+from .schedule import Unsharding
+from .unit import Unit
+
+
+class _Record:
+    """What parameters were when `gathered` made them whole, so that an edit that is not to be kept is seen and undone."""
+
+    def __init__(self):
+        self._versions: dict[ParameterSlot, int] = {}
+        self._shards: dict[Bucket, torch.Tensor | None] = {}
+
+    def take(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
+            self._shards.update((bucket, bucket.memory.snapshot()) for bucket in unit.buckets)
+
+    def renew(self, unit: Unit) -> None:
+        """Takes what the unit is now for what it was: its edits have been kept."""
+        if unit.slots and unit.slots[0] in self._versions:
+            self.take([unit])
+
+    def refuse_edits(self) -> None:
+        """Raises for an edit that has not been kept."""
+        for slot, version in self._versions.items():
+            if slot.parameter._version != version:
+                raise RuntimeError(
+                    f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
+                    "hf_zero.gathered(..., writeback=True)."
+                )
+
+    def restore(self) -> None:
+        """Undoes edits that have not been kept."""
+        for bucket, shard in self._shards.items():
+            if shard is not None:
+                bucket.own.copy_(shard)
+
+
+class WholeParameters:
+    """Gathers units outside of forward and backward. Every method is collective.
+
+    Args:
+        unit_of: the unit of each sharded parameter, with its slot.
+        holder: has the masters, which follow edits.
+        timeout_s: how long ranks that come wait for those that do not.
+    """
+
+    def __init__(
+        self,
+        unit_of: Mapping[nn.Parameter, tuple[Unit, ParameterSlot]],
+        schedule: Unsharding,
+        transport: Transport,
+        holder: StateHolder,
+        device: torch.device,
+        timeout_s: float,
+    ):
+        self._unit_of = unit_of
+        self._schedule = schedule
+        self._transport = transport
+        self._holder = holder
+        self._device = device
+        self._timeout_s = timeout_s
+        self._lent: dict[nn.Parameter, torch.Tensor] | None = None
+        self._open: list[_Record] = []
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether the model's own methods are to take parameters for what they are just now."""
+        return self._lent is not None
+
+    def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        """The units of these parameters, each once, in the order of the parameters."""
+        return list(dict.fromkeys(self._unit_of[p][0] for p in parameters if p in self._unit_of))
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Reshards units that a forward has left whole."""
+        self._schedule.release(units)
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter], *, writeback: bool) -> Iterator[None]:
+        """Whole parameters to read and, with `writeback`, to edit; what rank 0 wrote is then kept by all.
+
+        Raises:
+            MemoryError: they do not fit.
+            RuntimeError: a parameter was edited without `writeback`.
+        """
+        units = self.units_of(parameters)
+        self._transport.meet("hf_zero.gathered", self._timeout_s)
+        self._refuse_unless_they_fit(units)
+        for unit in units:
+            unit.holds += 1
+        record = _Record()
+        self._open.append(record)
+        try:
+            self._schedule.unshard(units)
+            record.take(units)
+            with gathered_again(units, self._schedule.before_saved_read):
+                yield
+            if writeback:
+                self._keep_edits(units)
+            record.refuse_edits()
+        finally:
+            self._open.remove(record)
+            record.restore()
+            for unit in units:
+                unit.holds -= 1
+            self._schedule.release(units)
+
+    @contextmanager
+    def lend_copies(self, module: nn.Module, purpose: str, *, wanted: bool = True) -> Iterator[dict]:
+        """Gives the module's parameters whole copies in host memory as their data; yields parameter → copy.
+
+        One unit at a time is gathered. Nothing is gathered, and no rank needs to come along, when all the units are held
+        by `gathered` already, or copies are lent.
+
+        Args:
+            wanted: False takes part in the gathers without keeping copies.
+        """
+        if self.is_lent:
+            yield self._lent
+            return
+        parameters = set(module.parameters())
+        units = self.units_of(parameters)
+        if any(not unit.holds for unit in units):
+            self._transport.meet(purpose, self._timeout_s)
+        copies: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in sorted(units, key=self._schedule.units.index):
+            self._schedule.unshard([unit])
+            if wanted:
+                for slot in unit.slots:
+                    if slot.parameter in parameters:
+                        copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
+            self._schedule.release([unit])
+        try:
+            for parameter, copy in copies.items():
+                show_values(parameter)
+                parameter.data = copy
+            with self._lending(copies):
+                yield copies
+        finally:
+            for parameter in copies:
+                unit, slot = self._unit_of[parameter]
+                unit.hang(slot)
+
+    def lend_names(self) -> AbstractContextManager[None]:
+        """Has the model's own methods hand out sharded parameters by name and shape; values cannot be read. Not collective."""
+        return nullcontext() if self.is_lent else self._lending({})
+
+    @contextmanager
+    def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
+        self._lent = copies
+        try:
+            yield
+        finally:
+            self._lent = None
+
+    def _keep_edits(self, units: Iterable[Unit]) -> None:
+        for unit in units:
+            for bucket in unit.buckets:
+                self._transport.broadcast(bucket.flat, Label(kind="broadcast edits", subject=bucket.name))
+            unit.keep_edits()
+            for bucket in unit.buckets:
+                with self._holder.at_hand(bucket):
+                    bucket.follow_values()
+            for record in self._open:
+                record.renew(unit)
+
+    def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
+        needed = sum(unit.passing_bytes for unit in units if unit.is_sharded)
+        free = min(self._transport.exchange(free_bytes(self._device)))
+        if needed > free:
+            raise MemoryError(
+                f"hf_zero: whole parameters would take {mib(needed)} MiB on each rank, and {mib(free)} MiB are free. Gather "
+                "fewer at a time (hf_zero.gathered(layer)), or call the model without gathering it: each layer is then "
+                "gathered for its own forward."
+            )
+
+
+def parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters of a module, a parameter or several, as a list."""
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    return [target] if isinstance(target, torch.Tensor) else list(target)

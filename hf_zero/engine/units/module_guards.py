@@ -1,0 +1,207 @@
+"""What a model's own methods do while its parameters are sharded: the right thing, or a clear error."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import ParameterSlot
+from ..buckets.sharded_parameter import ShardedParametersError, look_only, show_values
+from .gathered import WholeParameters
+from .schedule import Unsharding
+from .unit import Unit
+
+
+class ShardedParameters(dict):
+    """The `_parameters` of a module while some of them are sharded.
+
+    Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
+    pickling raise.
+    """
+
+    def __init__(self, parameters: dict, before_read: Callable[[str], None]):
+        super().__init__(parameters)
+        self.stock = parameters
+        self._before_read = before_read
+
+    def is_as(self, parameters: dict) -> bool:
+        """Takes over what another dict holds; False where it has lost a name."""
+        dict.update(self, parameters)
+        return len(self) == len(parameters)
+
+    def __getitem__(self, name: str):
+        self._before_read(name)
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value) -> None:
+        super().__setitem__(name, value)
+        self.stock[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self.stock[name]
+
+    def pop(self, name: str, *default):
+        self.stock.pop(name, None)
+        return super().pop(name, *default)
+
+    def __deepcopy__(self, memo: dict):
+        raise _refusal("copied")
+
+    def __reduce_ex__(self, protocol: int):
+        raise _refusal("pickled")
+
+
+def _refusal(verb: str) -> ShardedParametersError:
+    return ShardedParametersError(
+        f"hf_zero: a model whose parameters are sharded over the ranks (stage 3) cannot be {verb}. Save it with "
+        "save_pretrained, accelerator.save_model or torch.save(model.state_dict()) on all ranks, or copy it before "
+        "accelerator.prepare or after engine.close()."
+    )
+
+
+class ModuleGuard:
+    """Puts `ShardedParameters` in one module while any unit with a parameter of it is sharded."""
+
+    def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
+        self.module = module
+        self.slots = dict(slots)
+        self._units = list(dict.fromkeys(unit for unit, _ in slots.values()))
+        self._schedule = schedule
+        self._sharded: ShardedParameters | None = None
+
+    def update(self) -> None:
+        """Follows a change of state of one of the units."""
+        held = self.module._parameters
+        guarded = isinstance(held, ShardedParameters)
+        needed = any([unit.is_sharded for unit in self._units])
+        if needed and not guarded:
+            sharded = self._sharded
+            if sharded is None or sharded.stock is not held or not sharded.is_as(held):
+                sharded = self._sharded = ShardedParameters(held, self._before_read)
+            self.module.__dict__["_parameters"] = sharded
+        elif guarded and not needed:
+            self.module.__dict__["_parameters"] = held.stock
+
+    def remove(self) -> None:
+        """Takes it out, whatever the state."""
+        if isinstance(self.module._parameters, ShardedParameters):
+            self.module.__dict__["_parameters"] = self.module._parameters.stock
+
+    def _before_read(self, name: str) -> None:
+        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone.
+        if name in self.slots and self._schedule.in_pass:
+            self._schedule.before_read(self.slots[name][0])
+
+
+class ReplacedMethod:
+    """A method of one module, in the place of its class's. A copy or pickle of the module would take it along: it raises."""
+
+    def __init__(self, function: Callable[..., Any], module: nn.Module):
+        self._function = function
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict):
+        raise _refusal("copied")
+
+    def __reduce_ex__(self, protocol: int):
+        raise _refusal("pickled")
+
+
+class ModuleMethods:
+    """Replaces, on each module that holds sharded parameters somewhere, the methods that read or write them.
+
+    `state_dict` and `save_pretrained` gather, `load_state_dict` takes this rank's part of what it is given, and `.to()`,
+    `.half()` and the like raise unless they change nothing.
+    """
+
+    _REPLACED = ("state_dict", "save_pretrained", "_load_from_state_dict", "_apply", "zero_grad")
+
+    def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], whole: WholeParameters):
+        self._guards = guards
+        self._whole = whole
+        self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
+        for module in self._modules:
+            module.state_dict = ReplacedMethod(self._state_dict, module)
+            if hasattr(type(module), "save_pretrained"):
+                module.save_pretrained = ReplacedMethod(self._save_pretrained, module)
+            module._apply = ReplacedMethod(self._apply, module)
+            module.zero_grad = ReplacedMethod(self._zero_grad, module)
+            if module in guards:
+                module._load_from_state_dict = ReplacedMethod(self._load_from_state_dict, module)
+
+    def remove(self) -> None:
+        for module in self._modules:
+            for name in self._REPLACED:
+                module.__dict__.pop(name, None)
+
+    def _zero_grad(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Training loops call it at each step.
+        with look_only():
+            type(module).zero_grad(module, *args, **kwargs)
+
+    def _state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        stock = type(module).state_dict
+        if self._whole.is_lent:
+            return stock(module, *args, **kwargs)
+        with self._whole.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
+            result = stock(module, *args, **kwargs)
+            for name, value in result.items():
+                if isinstance(value, nn.Parameter) and value in copies:
+                    result[name] = copies[value]
+        return result
+
+    def _save_pretrained(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stock = partial(type(module).save_pretrained, module, *args, **kwargs)
+        given = next((value for value in (*args, kwargs.get("state_dict")) if isinstance(value, Mapping)), None)
+        if given is not None:
+            if not given and kwargs.get("is_main_process") is False:
+                # accelerator.get_state_dict gives the values to the main process only; peft would look for them here.
+                return None
+            # Maybe on one rank alone. Of parts of the model it only asks what they hold.
+            with self._whole.lend_names():
+                return stock()
+        # Ranks meet before anything is written.
+        with self._whole.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
+            return stock()
+
+    def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        sharded = {
+            slot: unit
+            for name, (unit, slot) in self._guards[module].slots.items()
+            if f"{prefix}{name}" in state_dict and not unit.holds
+        }
+        self._whole.release(set(sharded.values()))
+        versions = {}
+        for slot in sharded:
+            parameter = slot.parameter
+            show_values(parameter)
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=slot.bucket.device)
+            versions[slot] = parameter._version
+        try:
+            type(module)._load_from_state_dict(module, state_dict, prefix, *args)
+        finally:
+            for slot, unit in sharded.items():
+                unit.take_in(slot, written=slot.parameter._version != versions[slot])
+
+    def _apply(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for inner in module.modules() if recurse else [module]:
+            for _, slot in self._guards[inner].slots.values() if inner in self._guards else ():
+                here = torch.empty(0, dtype=slot.parameter.dtype, device=slot.bucket.device)
+                there = fn(here)
+                if (there.dtype, there.device) != (here.dtype, here.device):
+                    raise ShardedParametersError(
+                        f"hf_zero: {type(module).__name__} holds parameters that are sharded over the ranks (stage 3), such as "
+                        f"{slot.name!r}, and cannot be moved or cast ({here.dtype} on {here.device} to {there.dtype} on "
+                        f"{there.device}). Do that before accelerator.prepare, or after engine.close()."
+                    )
+        for inner in module.modules() if recurse else [module]:
+            for name, buffer in inner._buffers.items():
+                if buffer is not None:
+                    inner._buffers[name] = fn(buffer)
+        return module

@@ -1,0 +1,302 @@
+"""When units are gathered and when they are given back.
+
+[Note: the end of a unit's backward]
+Autograd runs the nodes that are ready in the reverse of the order in which forward made them, and accumulates a parameter's
+gradient before any other node. A tensor's hook runs when the node that made the tensor is about to run. So once the hook
+on a unit's output runs, every node of the units that came after it in forward has run, and those units can go. No node of
+ours is put around a unit's inputs to learn that: it would sum the gradients of an input that several units share (a
+decoder's encoder states) in another order than plain autograd does.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from ..gradients.backward_end import differentiable_tensors, has_tensors
+from ..travel.gathers import Gather
+from ..travel.wire import Wire
+from .unit import Unit, UnitState, is_in_backward
+
+
+class VisitOrder:
+    """Which unit comes after which, as last seen; corrects itself when the graph takes another way."""
+
+    def __init__(self):
+        self._successor: dict[Unit, Unit | None] = {}
+        self._last: Unit | None = None
+
+    def begin(self) -> None:
+        """A pass starts: what is visited next has no predecessor."""
+        self._last = None
+
+    def visit(self, unit: Unit) -> None:
+        if self._last is not None and self._last is not unit:
+            self._successor[self._last] = unit
+        self._last = unit
+
+    def end(self) -> None:
+        """The pass is over: nothing comes after the unit visited last."""
+        if self._last is not None:
+            self._successor[self._last] = None
+        self._last = None
+
+    def ends_within(self, unit: Unit, count: int) -> bool:
+        """Whether the pass is known to be over after at most `count` units more."""
+        for _ in range(count + 1):
+            if unit not in self._successor:
+                return False
+            unit = self._successor[unit]
+            if unit is None:
+                return True
+        return False
+
+    def following(self, unit: Unit, count: int) -> list[Unit]:
+        """Up to `count` different units expected after `unit`."""
+        found: list[Unit] = []
+        while len(found) < count:
+            unit = self._successor.get(unit)
+            if unit is None or unit in found:
+                break
+            found.append(unit)
+        return found
+
+
+class Unsharding:
+    """Gathers each unit for its forward and its backward, the next ones ahead of time, and drops those done with.
+
+    Args:
+        root: parameters that no layer has, whole from the model's forward to the end of its backward.
+        layers: the other units.
+        wire: how they are gathered.
+        prefetch: units gathered ahead of the one in use.
+        reshard_after_forward: False keeps what has been gathered until the optimizer's step.
+
+    Attributes:
+        reshards_after_forward: the same.
+        peak_bytes: the most that gathered parameters have taken beyond the shards.
+    """
+
+    def __init__(
+        self,
+        root: Unit,
+        layers: Sequence[Unit],
+        *,
+        wire: Wire,
+        prefetch: int,
+        reshard_after_forward: bool,
+    ):
+        self._root = root
+        self._wire = wire
+        self._lasting = [root]
+        self.units = [root, *layers]
+        self._prefetch = prefetch
+        self.reshards_after_forward = reshard_after_forward
+        self._forward = VisitOrder()
+        self._backward = VisitOrder()
+        self._running: list[Unit] = []
+        self._turning: list[Unit] = []
+        self._versions: dict[Unit, dict[int, int]] = {}
+        self._is_backward_open = False
+        self._builds_graph = False
+        self._keeps_all = False
+        self._fetching: list[Unit] = []
+        self.peak_bytes = 0
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether some unit's forward is running, or a backward."""
+        return bool(self._running) or is_in_backward()
+
+    # ---- what the hooks call ----
+
+    def before_forward(self, unit: Unit, inputs: object = ()) -> None:
+        """Makes `unit` whole for its forward, or for its recomputation inside a backward."""
+        self._versions[unit] = {id(tensor): tensor._version for tensor in _with_bases(differentiable_tensors(inputs))}
+        if is_in_backward():
+            self.before_backward(unit)
+            return
+        if not self._running:
+            self._forward.begin()
+            self._turning.clear()
+        self._running.append(unit)
+        self._use(unit, self._forward)
+
+    def after_forward(self, unit: Unit, outputs: object) -> None:
+        """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled:
+            self._watch(unit, outputs)
+        if is_in_backward():
+            return
+        if unit in self._running:
+            # An exception in a forward leaves out the units inside it.
+            del self._running[self._running.index(unit) :]
+        if not self._running:
+            self._forward.end()
+        if not self.reshards_after_forward:
+            return
+        if unit is self._root:
+            self._drop([] if grad_enabled else self._lasting)
+        elif unit not in self._lasting:
+            if grad_enabled and self._forward.ends_within(unit, self._prefetch):
+                # Backward begins with the last layer's, and with the gathers ahead of it.
+                self._turning.append(unit)
+            elif not grad_enabled or self._forward.following(unit, 1):
+                # Without a known follower it may be the last: it goes when another comes.
+                self._drop([unit])
+
+    def look_at_outputs(self, unit: Unit, outputs: object) -> None:
+        """Keeps a unit whole with the root if nothing that it returned can announce its backward."""
+        if torch.is_grad_enabled() and unit not in self._lasting and not has_tensors(outputs):
+            self._lasting.append(unit)
+
+    def before_read(self, unit: Unit) -> None:
+        """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent.
+
+        From then on it is gathered and dropped with the root: nothing announces the backward of such a read.
+        """
+        if unit not in self._lasting:
+            self._lasting.append(unit)
+        self._start(unit, self._wire.forward)
+        self._finish(unit)
+
+    def before_saved_read(self, unit: Unit) -> None:
+        """Makes `unit` whole for a backward node outside of any layer, until the next layer's backward."""
+        self._start(unit, self._wire.backward)
+        self._finish(unit)
+
+    def before_backward(self, unit: Unit, *, builds_graph: bool = False) -> None:
+        """Makes `unit` whole for its backward and drops the layers whose backward it ends.
+
+        Args:
+            builds_graph: this backward is itself differentiated (create_graph). The nodes of the second backward read the
+                parameters and nothing announces those, so all stays whole until a backward without it has ended.
+        """
+        if not self._is_backward_open:
+            self._is_backward_open = True
+            self._builds_graph = False
+            self._backward.begin()
+        self._builds_graph |= builds_graph
+        self._keeps_all |= builds_graph
+        self._use(unit, self._backward)
+
+    def end_backward(self) -> None:
+        """A backward pass is over."""
+        if self._is_backward_open:
+            self._is_backward_open = False
+            self._backward.end()
+            self._keeps_all = self._builds_graph
+        self._fetch([])
+        if self.reshards_after_forward:
+            self._drop(self.units)
+
+    def recover(self) -> None:
+        """Outside forward and backward: forgets what an exception has left of them."""
+        self._running.clear()
+        if self._is_backward_open:
+            self.end_backward()
+
+    # ---- what the engine calls ----
+
+    def unshard(self, units: Iterable[Unit]) -> None:
+        """Makes units whole and exact, all gathers at once."""
+        units = list(units)
+        for unit in units:
+            if not unit.is_sharded and unit.gather is not self._wire.exact:
+                self._finish(unit)
+                unit.reshard()
+            self._start(unit, self._wire.exact)
+        for unit in units:
+            self._finish(unit)
+
+    def reshard_all(self) -> None:
+        """Drops everything that has been gathered: it is about to be out of date."""
+        held = [unit.name for unit in self.units if unit.holds]
+        if held:
+            raise RuntimeError(
+                f"hf_zero: optimizer.step() inside `gathered` or `unsharded` (units {', '.join(held[:3])}): the whole copies "
+                "would be out of date. Leave the context before the step."
+            )
+        self._keeps_all = False
+        self._fetch([])
+        self._drop(self.units)
+        self._wire.forward.forget()
+        for unit in self.units:
+            unit.forget_fetch()
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Drops units that were made whole for a look, unless a pass is using them."""
+        self._drop([unit for unit in units if unit not in self._running])
+
+    # ---- how ----
+
+    def _use(self, unit: Unit, order: VisitOrder) -> None:
+        order.visit(unit)
+        ahead = order.following(unit, self._prefetch)
+        used = self._lasting if unit is self._root else [unit]
+        if self.reshards_after_forward and unit is not self._root:
+            turning = self._turning if order is self._forward else []
+            wanted = {unit, *self._lasting, *ahead, *self._running, *turning}
+            self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
+        gather = self._wire.forward if order is self._forward else self._wire.backward
+        for each in used:
+            self._start(each, gather)
+        for each in ahead:
+            if self._has_room():
+                self._start(each, gather)
+        # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
+        self._fetch(order.following(unit, self._prefetch + 1))
+        for each in used:
+            self._finish(each)
+
+    def _fetch(self, wanted: list[Unit]) -> None:
+        """Begins to fetch the shards of units that are wanted next, and gives up those that no longer are."""
+        for unit in self._fetching:
+            if unit.is_sharded and unit not in wanted:
+                unit.forget_fetch()
+        self._fetching = [unit for unit in wanted if unit.is_sharded]
+        for unit in self._fetching:
+            unit.start_fetch()
+
+    def _has_room(self) -> bool:
+        """Whether one more layer may be gathered ahead of its use."""
+        passing = [unit for unit in self.units if not (unit.is_sharded or unit.holds or unit in self._lasting)]
+        return len(passing) <= self._prefetch or not self.reshards_after_forward
+
+    def _start(self, unit: Unit, gather: Gather) -> None:
+        if unit.is_sharded:
+            unit.start_unshard(gather)
+            gathered = sum(other.passing_bytes for other in self.units if not other.is_sharded)
+            self.peak_bytes = max(self.peak_bytes, gathered)
+
+    @staticmethod
+    def _finish(unit: Unit) -> None:
+        if unit.state is UnitState.UNSHARDING:
+            unit.finish_unshard()
+
+    def _drop(self, units: Iterable[Unit]) -> None:
+        for unit in () if self._keeps_all else units:
+            if not unit.is_sharded and not unit.holds:
+                self._finish(unit)
+                unit.reshard()
+
+    def _watch(self, unit: Unit, outputs: object) -> None:
+        # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time. One that the
+        # layer has written into is made here.
+        versions = self._versions.pop(unit, {})
+
+        def announce(_gradient: torch.Tensor) -> None:
+            self.before_backward(unit, builds_graph=torch.is_grad_enabled())
+
+        found = list(differentiable_tensors(outputs))
+        # An in-place operation on a view takes the view's own node out of the graph, and its base's stays.
+        for tensor in _with_bases(found):
+            if versions.get(id(tensor)) != tensor._version:
+                tensor.register_hook(announce)
+
+
+def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield tensor
+        if tensor._is_view() and tensor._base.requires_grad:
+            yield tensor._base

@@ -1,0 +1,213 @@
+"""A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...comm.transport import Transport
+from ...config import ZeroConfig
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.sharded_parameter import show_values
+from ..hooks import WeakHook
+from ..state.holder import StateHolder
+from ..travel.buffers import place_buffers
+from ..travel.wire import Wire
+from .gathered import WholeParameters
+from .module_guards import ModuleGuard, ModuleMethods
+from .schedule import Unsharding
+from .unit import Unit
+
+_SYNCED_GENERATE = "_is_fsdp_managed_module"
+"""transformers' mark on modules whose forward is collective: `generate` and layer-dropping encoders then go through every
+forward on every rank."""
+
+_HOST = torch.device("cpu")
+
+
+class ShardedModel:
+    """Everything of stage 3 that hangs in the model. Without units, as below stage 3, all of it does nothing.
+
+    Args:
+        buckets_of: unit name → its buckets; "" is the root's.
+        wire: how their parameters are gathered.
+        holder: has their masters.
+        device: that parameters are gathered on.
+
+    Attributes:
+        schedule: gathers and drops.
+        whole: whole parameters outside of forward and backward.
+        unit_of: unit and slot of each sharded parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets_of: Mapping[str, Sequence[Bucket]],
+        transport: Transport,
+        wire: Wire,
+        holder: StateHolder,
+        config: ZeroConfig,
+        *,
+        device: torch.device,
+        reshard_after_forward: bool,
+    ):
+        self._model = model
+        self._home = _HOST if config.offload.moves_params else device
+        self.root = Unit("root", buckets_of.get("", ()))
+        layers = {name: Unit(name, buckets) for name, buckets in buckets_of.items() if name}
+        self.schedule = Unsharding(
+            self.root,
+            list(layers.values()),
+            wire=wire,
+            prefetch=config.prefetch_units,
+            reshard_after_forward=reshard_after_forward,
+        )
+        self.unit_of: dict[nn.Parameter, tuple[Unit, ParameterSlot]] = {
+            slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
+        }
+        self.whole = WholeParameters(
+            self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
+        )
+        guards = self._guard_modules()
+        self._methods = ModuleMethods(model, guards, self.whole)
+        self._handles = self._install_hooks(layers, guards)
+        for module in model.modules() if guards else ():
+            module.__dict__[_SYNCED_GENERATE] = True
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.unit_of
+
+    def before_forward(self) -> None:
+        """Called before each forward of the model outside of a backward."""
+        if not self.is_empty:
+            self.schedule.recover()
+            self.schedule.before_forward(self.root)
+
+    def after_forward(self, outputs: object) -> None:
+        """Called with what it has returned."""
+        if not self.is_empty:
+            self.schedule.after_forward(self.root, outputs)
+
+    def own_bytes(self, *, trained: bool) -> int:
+        """Bytes of this rank's shards of the trained, or of the frozen parameters."""
+        return sum(
+            bucket.memory.lasting_bytes
+            for unit in self.schedule.units
+            for bucket in unit.buckets
+            if bucket.trained is trained
+        )
+
+    @contextmanager
+    def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
+        """Where `wanted`, parameters are whole copies in host memory until the context is left. Collective on the way in.
+
+        The state dicts of the model and of its parts have them, and so do forwards. Yields the model's, {} where not `wanted`.
+        """
+        with self.whole.lend_copies(self._model, purpose, wanted=wanted) as copies:
+            if not wanted:
+                yield {}
+                return
+            lent = {copy.data_ptr() for copy in copies.values()}
+            state = self._model.state_dict(keep_vars=True)
+            # One copy of a tied weight, so that savers see that it is one.
+            own = {id(value): value.detach().to("cpu", copy=value.data_ptr() not in lent) for value in state.values()}
+            yield {name: own[id(value)] for name, value in state.items()}
+
+    def hand_back(self, *, wanted: bool) -> None:
+        """Leaves an ordinary model: whole parameters where `wanted`, on the meta device elsewhere. Collective.
+
+        Parameters of which the device had only a few at a time come back in host memory, and buffers with them.
+        """
+        whole: dict[ParameterSlot, torch.Tensor] = {}
+        for unit in self.schedule.units:
+            self.schedule.unshard([unit])
+            if wanted:
+                whole.update((slot, slot.parameter.detach().to(self._home, copy=True)) for slot in unit.slots)
+            self.schedule.release([unit])
+        self._remove()
+        if whole:
+            place_buffers(self._model, self._home)
+        for slot, values in whole.items():
+            slot.parameter.data = values
+        if not wanted:
+            self._move_to_meta()
+
+    def gather_in_pass(self, parameter: nn.Parameter) -> bool:
+        """Makes a parameter whole that code in a forward or backward reads; False outside of both, where ranks may be apart."""
+        if not self.schedule.in_pass:
+            return False
+        self.schedule.before_read(self.unit_of[parameter][0])
+        return True
+
+    def _move_to_meta(self) -> None:
+        on_meta = {p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
+        for module in self._model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in on_meta:
+                    module._parameters[name] = on_meta[parameter]
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._methods.remove()
+        for module in self._model.modules():
+            module.__dict__.pop(_SYNCED_GENERATE, None)
+        for unit in self.schedule.units:
+            for guard in unit.guards:
+                guard.remove()
+            unit.guards.clear()
+        for parameter in self.unit_of:
+            show_values(parameter)
+
+    def _guard_modules(self) -> dict[nn.Module, ModuleGuard]:
+        guards = {}
+        for module in self._model.modules():
+            slots = {name: self.unit_of[p] for name, p in module._parameters.items() if p in self.unit_of}
+            if slots:
+                guard = guards[module] = ModuleGuard(module, slots, self.schedule)
+                for unit in {unit for unit, _ in slots.values()}:
+                    unit.guards.append(guard)
+                guard.update()
+        return guards
+
+    def _install_hooks(self, layers: Mapping[str, Unit], guards: Iterable[nn.Module]) -> list[RemovableHandle]:
+        handles: list[RemovableHandle] = []
+        for name, unit in layers.items():
+            module = self._model.get_submodule(name)
+            before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
+            after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            # Not always_call: a forward that an exception ended has returned nothing.
+            look = WeakHook(self, partial(ShardedModel._look_at_outputs, unit=unit))
+            handles.append(module.register_forward_hook(look))
+            # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
+            handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for module in guards:
+            if any(p in self.unit_of and self.unit_of[p][0] is self.root for p in module._parameters.values()):
+                # An encoder or embedding may be called by itself, past the model's own forward.
+                hook = WeakHook(self, ShardedModel._before_part_of_root)
+                handles.append(module.register_forward_pre_hook(hook, prepend=True))
+        return handles
+
+    # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
+
+    def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
+        if not self.whole.is_lent:
+            self.schedule.before_forward(unit, (args, kwargs))
+
+    def _after_layer(self, _module: nn.Module, _args: tuple, _kwargs: dict, outputs: object, unit: Unit) -> None:
+        if not self.whole.is_lent:
+            self.schedule.after_forward(unit, outputs)
+
+    def _look_at_outputs(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
+        if not self.whole.is_lent:
+            self.schedule.look_at_outputs(unit, outputs)
+
+    def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
+        if not self.whole.is_lent:
+            self.schedule.before_read(self.root)

@@ -1,0 +1,160 @@
+"""Units: the parameters that are gathered together, and the three states they go through."""
+
+from collections.abc import Sequence
+from enum import Enum
+from functools import cached_property
+from operator import attrgetter
+from typing import Protocol
+
+import torch
+
+from ...comm.transport import Handle
+from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.sharded_parameter import look_only
+from ..travel.gathers import Gather
+
+_VERSION = attrgetter("_version")
+
+
+class UnitState(Enum):
+    """SHARDED: a rank has its shard. UNSHARDING: gathers are under way. UNSHARDED: parameters are whole."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+class Guard(Protocol):
+    """Something that follows a unit's state."""
+
+    def update(self) -> None: ...
+
+
+class Unit:
+    """Parameters that are whole at the same time: a transformer layer's, or all that no layer has.
+
+    Attributes:
+        name: of the layer's module; "root" for what no layer has.
+        buckets: the unit's, all of GatheredMemory.
+        gather: what the parameters were last gathered by.
+        state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
+        is_sharded: the state is SHARDED.
+        holds: how many users keep it from being resharded.
+        guards: told of each change between whole and sharded.
+    """
+
+    def __init__(self, name: str, buckets: Sequence[Bucket]):
+        self.name = name
+        self.buckets = list(buckets)
+        self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        self.state = UnitState.SHARDED
+        self.is_sharded = True
+        self.holds = 0
+        self.guards: list[Guard] = []
+        self.gather: Gather | None = None
+        self._handles: list[Handle] = []
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._versions = list(map(_VERSION, self._parameters))
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value})"
+
+    @cached_property
+    def passing_bytes(self) -> int:
+        """Bytes that being whole takes beyond the shard."""
+        return sum(bucket.memory.passing_bytes for bucket in self.buckets)
+
+    def start_fetch(self) -> None:
+        """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
+        for bucket in self.buckets:
+            bucket.memory.start_fetch()
+
+    def forget_fetch(self) -> None:
+        """Gives up what was fetched and not gathered."""
+        for bucket in self.buckets:
+            bucket.memory.forget_fetch()
+
+    def start_unshard(self, gather: Gather) -> None:
+        """SHARDED → UNSHARDING: starts the all-gathers."""
+        self._leave(UnitState.SHARDED)
+        self._refuse_edits()
+        self.state, self.is_sharded = UnitState.UNSHARDING, False
+        self.gather = gather
+        for bucket in self.buckets:
+            with bucket.memory.gather():
+                self._handles.append(gather.start(bucket))
+
+    def finish_unshard(self) -> None:
+        """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
+        self._leave(UnitState.UNSHARDING)
+        for bucket in self.buckets:
+            bucket.memory.arrive()
+        while self._handles:
+            self._handles.pop(0).finish()
+        self.state = UnitState.UNSHARDED
+        self._hang_parameters()
+
+    def reshard(self) -> None:
+        """UNSHARDED → SHARDED: gives back everything but the shard."""
+        self._leave(UnitState.UNSHARDED)
+        self.state, self.is_sharded = UnitState.SHARDED, True
+        for bucket in self.buckets:
+            bucket.memory.drop()
+        self._versions = list(map(_VERSION, self._parameters))
+        self._hang_parameters()
+
+    def keep_edits(self) -> None:
+        """Takes what a script has written into the whole parameters into the shard."""
+        if self.state is not UnitState.UNSHARDED:
+            raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
+        for bucket in self.buckets:
+            bucket.memory.keep_edits()
+
+    def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
+        """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
+        bucket = slot.bucket
+        if written:
+            bucket.memory.take_in(slot.place, slot.interval, slot.parameter.detach())
+            # The master follows what no optimizer step has written.
+            slot.version = -1
+        self.hang(slot)
+        self._versions = list(map(_VERSION, self._parameters))
+
+    def hang(self, slot: ParameterSlot) -> None:
+        """Gives a parameter the data that it has in this state."""
+        slot.bucket.memory.hang(slot.parameter, slot.place)
+
+    def _leave(self, expected: UnitState) -> None:
+        if self.state is not expected:
+            raise AssertionError(f"hf_zero: {self!r} should be {expected.value} here; please report this")
+
+    def _hang_parameters(self) -> None:
+        for bucket in self.buckets:
+            bucket.memory.hang_all(bucket.parameters, bucket.places)
+        for guard in self.guards:
+            guard.update()
+
+    def _refuse_edits(self) -> None:
+        for bucket in self.buckets:
+            if bucket.memory.was_written():
+                raise _lost_edit(bucket.slots[0].name)
+        with look_only():
+            unchanged = list(map(_VERSION, self._parameters)) == self._versions
+            if unchanged and all(bucket.holds_all for bucket in self.buckets):
+                return
+            for slot, version in zip(self.slots, self._versions):
+                held = slot.bucket.memory.is_view(slot.parameter, slot.place)
+                if slot.parameter._version != version or not held:
+                    raise _lost_edit(slot.name)
+
+
+def _lost_edit(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"hf_zero: {name!r} was edited in place while it was sharded, and the edit is lost. Edit it on all ranks inside "
+        "`with hf_zero.gathered(model, writeback=True):`, or before accelerator.prepare."
+    )
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,1 @@
+"""What an Accelerator does differently when it trains with an engine."""

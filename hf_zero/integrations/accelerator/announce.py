@@ -1,0 +1,266 @@
+"""The plan that rank 0 prints when an engine is built."""
+
+import sys
+from collections import Counter
+from collections.abc import Container, Sequence
+
+from torch import nn
+
+from ...engine.buckets.bucket import Bucket
+from ...engine.buckets.memory import GatheredMemory
+from ...engine.engine import ZeroEngine
+from ...engine.report_tables import IN_FILES, in_units, render
+from ...engine.travel.outer import anchor_numel
+from ...offload.budget import available_host_bytes
+from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states, state_values
+
+
+def state_plan(engine: ZeroEngine) -> StatePlan:
+    """The bytes of state that each rank of this engine will hold."""
+    return _plan_of(engine, _all_buckets(engine), kept_whole=_frozen_bytes(engine, engine.sharded.unit_of))
+
+
+def ddp_state(engine: ZeroEngine) -> DdpState:
+    """The bytes of state that each rank would hold under DDP."""
+    costs = [_cost(engine, bucket) for bucket in _all_buckets(engine)]
+    return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
+
+
+def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = None) -> None:
+    """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
+
+    Args:
+        cast_owner: who casts to a lower precision, in words.
+        rows_of_a_step: on all ranks together, in words, where it is known.
+    """
+    if engine.groups.rank != 0:
+        return
+    plan, config = state_plan(engine), engine.config
+    largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
+    accumulation = "local" if config.accumulates_locally else "sharded"
+    rows = [
+        ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
+        *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
+        ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
+        *_quantised_rows(engine, plan),
+        *_outer_rows(engine),
+        ("dtypes", _dtypes(engine)),
+        ("who casts", cast_owner),
+        (
+            "buckets",
+            f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
+        ),
+        *_unit_rows(engine),
+        *_kernel_rows(engine),
+        *_offload_rows(engine),
+    ]
+    state = _state_rows(engine, plan, ddp_state(engine))
+    tables = [
+        render("hf_zero plan", ("what", "for each rank"), rows),
+        render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
+    ]
+    print("".join(tables), file=sys.stderr, flush=True)
+
+
+def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0) -> StatePlan:
+    costs, beside = [_cost(engine, bucket) for bucket in buckets], engine.memory_report().most_beside_bytes
+    return plan_states(costs, engine.config, engine.groups.replicate.size, beside, kept_whole)
+
+
+def _all_buckets(engine: ZeroEngine) -> list[Bucket]:
+    """Those of frozen parameters too, which stage 3 has."""
+    frozen = [bucket for unit in engine.sharded.schedule.units for bucket in unit.buckets if not bucket.trained]
+    return [*engine.buckets, *frozen]
+
+
+def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> int:
+    """Of parameters that take no gradients, and of buffers, each whole."""
+    trained = {slot.parameter for bucket in engine.buckets for slot in bucket.slots}
+    frozen = [p for p in engine.model.parameters() if p not in trained and p not in without]
+    return sum(tensor.nbytes for tensor in (*frozen, *engine.model.buffers()))
+
+
+def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
+    """What each kind of state takes here, and what it takes under DDP."""
+    optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.named_groups()) or "none"
+    in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
+    passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
+    told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
+    ours = {
+        "masters": plan.masters,
+        "gradient residuals": plan.residuals,
+        "copies for early and late steps": plan.beside,
+    }
+    only_ours = [(kind, in_units(held), "") for kind, held in ours.items() if held]
+    frozen = [("frozen parameters and buffers", in_units(plan.frozen), in_units(ddp.frozen))] if ddp.frozen else []
+    return [
+        ("parameters", in_units(plan.parameters), in_units(ddp.parameters)),
+        *frozen,
+        ("gradients", in_units(plan.gradients), in_units(ddp.gradients)),
+        ("gradient buckets", passing, in_units(ddp.gradient_buckets)),
+        (
+            f"optimizer state ({optimizers}{in_blocks})",
+            told_later if plan.optimizer is None else in_units(plan.optimizer),
+            told_later if ddp.optimizer is None else in_units(ddp.optimizer),
+        ),
+        *only_ours,
+        ("all that lasts", f"{known}{in_units(plan.total)}{_not_in_memory(engine)}", f"{known}{in_units(ddp.total)}"),
+    ]
+
+
+def _dtypes(engine: ZeroEngine) -> str:
+    """Of parameters, of gradients as they travel, of the step, and of the masters that are kept from step to step."""
+    precisions = [bucket.precision for bucket in engine.buckets]
+    masters = [bucket.precision.master if bucket.keeps_master else None for bucket in engine.buckets]
+    kinds = {
+        "param": [precision.param for precision in precisions],
+        "reduce": [precision.reduce for precision in precisions],
+        "step": [precision.master for precision in precisions],
+        "master": masters,
+    }
+    return ", ".join(
+        f"{kind} {'/'.join(sorted({str(dtype).removeprefix('torch.').lower() for dtype in found})) or 'none'}"
+        for kind, found in kinds.items()
+    )
+
+
+def _padding(engine: ZeroEngine) -> str:
+    layouts = [bucket.layout for bucket in engine.buckets]
+    gaps = sum(gap.numel for layout in layouts for gap in layout.padding)
+    share = gaps / max(1, sum(layout.numel for layout in layouts))
+    return f"{share:.1%} padding" + (" (parameters are not cut)" if any(layout.intact for layout in layouts) else "")
+
+
+def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    kernels = engine.memory_report().kernels
+    if kernels is None or not kernels.all_buckets:
+        return []
+    why = f"; not all: {'; '.join(kernels.hindrances)}" if kernels.hindrances else ""
+    return [("kernels", f"step {kernels.buckets} of {kernels.all_buckets} buckets{why}")]
+
+
+def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """What is held elsewhere than on the training device."""
+    offload, traffic, rows = engine.config.offload, engine.memory_report().traffic, []
+    files = engine.parameter_tier.files or engine.tier
+    in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {files.folder.path}" if traffic else ""
+    if offload.moves_params:
+        plan = _plan_of(engine, _all_buckets(engine))
+        where = f", with all{in_files}" if offload.params == "nvme" else f" in {engine.parameter_tier.name}"
+        rows.append(("offload.params", f"{in_units(plan.parameters + plan.frozen)} a rank{where}"))
+    moved = [bucket for bucket in engine.buckets if bucket.tier is engine.tier]
+    if not offload.moves_state or not moved:
+        return rows
+    share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
+    stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
+    if offload.optimizer == "nvme":
+        what = (
+            f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
+            "the step"
+        )
+    else:
+        plan = _plan_of(engine, moved)
+        moved_bytes = (
+            (plan.optimizer or 0) + plan.masters + sum(b.layout.shard_numel * b.master.itemsize for b in moved)
+        )
+        what = (
+            f"optimizer state, masters and reduced gradients in {engine.tier.name}: {in_units(moved_bytes)} a rank, of "
+            f"{in_units(available_host_bytes())} that this host has left; the step runs there"
+        )
+    return [*rows, ("offload.optimizer", what + stays), *_early_rows(engine)]
+
+
+def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    report, offload = engine.memory_report(), engine.config.offload
+    early, in_memory = report.early, f"in host memory: {in_units(report.most_beside_bytes)} a rank"
+    if offload.delay:
+        late = f"each ends one step late, after {offload.delay_warmup} in their time: not exact; on copies {in_memory}"
+        return [("late steps", late)]
+    if early is None:
+        return []
+    where = "in files" if offload.optimizer == "nvme" else in_memory
+    most = f"{early.buckets} of {early.all_buckets} buckets are stepped during backward, on copies {where}"
+    return [("early steps", most + (f"; not all, since {early.hindrance}" if early.hindrance else ""))]
+
+
+def _quantised_rows(engine: ZeroEngine, plan: StatePlan) -> list[tuple[str, str]]:
+    """What travels in blocks."""
+    comm = engine.config.comm
+    if not comm.quantises or engine.groups.shard_size == 1:
+        return []
+    kept = f", {in_units(plan.residuals)} of residuals" if plan.residuals else ""
+    travels = f"gradients {comm.gradients}{kept}; weights {comm.weights}; blocks of {comm.block_numel}"
+    return [("quantised", travels)]
+
+
+def _outer_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """What only outer steps bring together."""
+    comm, outer = engine.config.comm, engine.groups.outer
+    if outer is None:
+        return []
+    sizes = ((anchor_numel(b.layout.shard_numel, outer, comm.outer), b.master.itemsize) for b in engine.buckets)
+    held = sum(numel * itemsize for numel, itemsize in sizes)
+    travels = (
+        f"every {comm.sync_every} steps between {outer.size} groups of {engine.groups.shard_size} ranks: not exact"
+    )
+    return [("outer steps", f"{travels}; {in_units(held)} beside the masters")]
+
+
+def _not_in_memory(engine: ZeroEngine) -> str:
+    traffic = engine.memory_report().traffic
+    return "" if traffic is None else f" in memory, {in_units(traffic.held_bytes)} in files"
+
+
+def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    """How parameters are gathered, at stage 3."""
+    schedule = engine.sharded.schedule
+    root, *layers = schedule.units
+    if engine.sharded.is_empty:
+        return []
+    classes = Counter(type(engine.model.get_submodule(layer.name)).__name__ for layer in layers)
+    named = ", ".join(f"{count} {name}" for name, count in classes.items()) or "no layers"
+    largest = max((layer.passing_bytes for layer in layers), default=0)
+    ahead = min(engine.config.prefetch_units, max(len(layers) - 1, 0))
+    if schedule.reshards_after_forward:
+        most = root.passing_bytes + (1 + ahead) * largest
+        policy = f"{ahead} ahead, dropped after forward; at most {in_units(most)} gathered"
+    else:
+        most = sum(unit.passing_bytes for unit in schedule.units)
+        policy = f"kept until the step: {in_units(most)} gathered"
+    return [("units", f"{named} and the root"), ("gathering", policy)]
+
+
+def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
+    index, group = bucket.layout.key[2:]
+    if index < 0:
+        values = 0
+    else:
+        optimizer = engine.named_groups()[index][0]
+        values = state_values(type(optimizer).__name__, optimizer.param_groups[group])
+    precision = bucket.precision
+    return BucketCost(
+        layout=bucket.layout,
+        param_bytes=precision.param.itemsize,
+        reduce_bytes=precision.reduce.itemsize,
+        reduced_bytes=precision.reduced.itemsize,
+        gradient_bytes=bucket.gradient_dtype.itemsize,
+        master_bytes=precision.master.itemsize,
+        has_master=precision.has_master,
+        keeps_master=bucket.keeps_master,
+        state_values=values,
+        sharded=isinstance(bucket.memory, GatheredMemory),
+        trained=bucket.trained,
+        apart=bucket.tier.is_apart,
+        in_files=_bytes_in_files(engine, bucket, values or 0),
+    )
+
+
+def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_values: int) -> int:
+    """What an element of the bucket's shard has in files."""
+    precision, params = (
+        bucket.precision,
+        engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
+    )
+    state = state_values if bucket.tier.name == IN_FILES else 0
+    separate = bucket.is_away and bucket.keeps_master
+    return params * precision.param.itemsize + (state + separate) * precision.master.itemsize

@@ -1,0 +1,53 @@
+"""A clean end of the process: nothing in flight, then the process group goes."""
+
+import atexit
+import logging
+import sys
+import weakref
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from ...comm.control.processes import RankProcesses
+from ...comm.transport import CommunicationError
+from .last_words import LastWords
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 30.0
+
+
+def end_cleanly(accelerator: Accelerator) -> None:
+    """Registers what this Accelerator's process does before it exits, and where it tells of an error.
+
+    gloo's threads abort a process that exits while they have work, with "terminate called without an active exception".
+    After an error nothing is waited for: the peers may be gone, and the error is what should be seen.
+    """
+    if dist.is_initialized():
+        processes = RankProcesses()
+        processes.register()
+        atexit.register(_leave, weakref.ref(accelerator), processes)
+        LastWords.installed().follow(accelerator)
+
+
+def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
+    accelerator = reference()
+    if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
+        return
+    engines = accelerator.zero_engines if accelerator is not None else []
+    try:
+        for engine in engines:
+            engine.finish_parameters()
+    except CommunicationError as error:
+        logger.warning(f"{error} This rank had come to its end.")
+    # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
+    watches = [engine.transport.watch for engine in engines]
+    at_work = [] if watches else processes.leave(_PATIENCE_S)
+    for watch in watches:
+        at_work = watch.leave(_PATIENCE_S / len(watches))
+    if at_work:
+        logger.warning(
+            f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
+            "work. What they have yet to do together with it fails."
+        )
+    dist.destroy_process_group()

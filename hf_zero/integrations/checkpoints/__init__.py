@@ -1,0 +1,1 @@
+"""Engines and Hugging Face model folders: saving, loading, and the formats of other engines."""

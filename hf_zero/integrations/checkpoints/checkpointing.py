@@ -1,0 +1,169 @@
+"""An engine's state into a checkpoint folder and back."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.folder.commit import seal
+from ...checkpoint.folder.disks import Disk
+from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.format.manifest import CheckpointError, Manifest
+from ...checkpoint.format.pieces import Piece
+from ...checkpoint.format.settings import plain_settings, restore_settings, same_groups
+from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.verify import checkpoint_faults
+from ...checkpoint.writer import Row, plan_rows, write_pieces
+from ...engine.engine import ZeroEngine
+from ...layout.intervals import Interval
+from .progress import progress_bar
+
+ZERO_FOLDER = "zero"
+
+
+def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
+    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective."""
+    manifest, pieces = plan_state(engine, folder)
+    nbytes = sum(piece.nbytes for piece in pieces)
+    with progress_bar("writing optimizer state", nbytes, is_main=engine.groups.rank == 0) as show:
+        write_pieces(pieces, Path(folder), engine.transport.exchange, show)
+    return manifest
+
+
+def plan_state(
+    engine: ZeroEngine, folder: str | Path, *, with_state: bool = True, weights: Sequence[Row] = ()
+) -> tuple[Manifest, list[Piece]]:
+    """Makes the files of masters and optimizer state; returns the manifest to seal and this rank's part. Collective.
+
+    Args:
+        with_state: False writes none, for a checkpoint of the model alone.
+        weights: this rank's rows of the model itself.
+    """
+    groups = engine.groups
+    rows = list(engine.state_rows()) if with_state and _writes_state(engine) else []
+    # Each rank has residuals of its own, of a replicate group too.
+    rows += engine.residual_rows() if with_state else []
+    own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for row in rows:
+        if row.own_shape is not None:
+            own_shapes.setdefault(row.name, {})[row.kind] = row.own_shape
+    return plan_rows(
+        Path(folder),
+        rank=groups.rank,
+        world_size=groups.world_size,
+        stage=engine.config.stage,
+        rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in rows)],
+        shapes=engine.parameter_shapes(),
+        scalars=engine.state_scalars() if with_state and _has_first_copy(engine) else {},
+        optimizers=[
+            {
+                "class": type(optimizer).__name__,
+                "groups": [
+                    {"settings": plain_settings(group), "parameters": list(names)}
+                    for group, names in zip(optimizer.param_groups, group_names)
+                ],
+            }
+            for optimizer, group_names in (engine.named_groups() if with_state else ())
+        ],
+        exchange=engine.transport.exchange,
+        own_shapes=own_shapes,
+    )
+
+
+def _writes_state(engine: ZeroEngine) -> bool:
+    """Ranks of a replicate group hold the same rows, of which the first writes, unless each has optimizer state of its own."""
+    return _has_first_copy(engine) or engine.groups.outer is not None
+
+
+def _has_first_copy(engine: ZeroEngine) -> bool:
+    return engine.groups.rank == engine.groups.shard_rank
+
+
+def seal_state(
+    engine: ZeroEngine,
+    root: Path,
+    manifest: Manifest,
+    *,
+    folder: str = ZERO_FOLDER,
+    within: str = "",
+    disk: Disk | None = None,
+    exchange: Exchange | None = None,
+) -> None:
+    """Writes the manifest, which makes `root` a finished checkpoint. Collective, by `exchange` or the engine's own.
+
+    Args:
+        disk: that `root` is on; by default one that all ranks see.
+    """
+    groups = engine.groups
+    disk = disk or Disk.shared(groups.rank, groups.world_size)
+    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.transport.exchange)
+
+
+def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
+    """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
+    weights = sum(parameter.nbytes for parameter in engine.model.parameters())
+    rows = [engine.residual_rows(), engine.state_rows() if _writes_state(engine) else ()]
+    states = engine.transport.exchange(sum(row.tensor.nbytes for each in rows for row in each))
+    return weights + sum(states[rank] for rank in disk.ranks)
+
+
+def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
+    """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
+    groups = engine.groups
+    mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size)
+    faults = list(dict.fromkeys(fault for theirs in engine.transport.exchange(mine) for fault in theirs))
+    if faults:
+        raise CheckpointError(
+            f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. Nothing was trained; resume from another "
+            "checkpoint."
+        )
+
+
+def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
+    """Replaces masters and optimizer state by those in `folder`, whatever world size and stage wrote them.
+
+    The parameters themselves are loaded beforehand, by Trainer or accelerate. Every rank reads its own bytes.
+
+    Raises:
+        CheckpointError: not a finished checkpoint, damaged, or of another model or optimizer.
+    """
+    together(
+        engine.transport.exchange,
+        lambda: _load_own(engine, Path(folder)),
+        doing=f"read {folder}",
+        then="Nothing was trained; resume from another checkpoint.",
+    )
+
+
+def _load_own(engine: ZeroEngine, folder: Path) -> None:
+    with CheckpointReader(folder) as reader:
+        reader.check_names(engine.parameter_shapes())
+        for (optimizer, names), saved in zip(engine.named_groups(), _saved_optimizers(engine, reader, folder)):
+            if not same_groups(saved["groups"], names):
+                raise CheckpointError(
+                    f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
+                    "optimizer's now. Resume with the weight-decay and group settings that the checkpoint was made with."
+                )
+            for group, saved_group in zip(optimizer.param_groups, saved["groups"]):
+                restore_settings(group, saved_group["settings"])
+        with progress_bar("reading optimizer state", is_main=engine.groups.rank == 0) as show:
+
+            def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
+                values = reader.read(kind, name, interval)
+                show(values.nbytes)
+                return values
+
+            engine.fill_state(read, reader.kinds_of, reader.scalars_of)
+
+
+def _saved_optimizers(engine: ZeroEngine, reader: CheckpointReader, folder: Path) -> tuple[dict[str, Any], ...]:
+    saved = reader.manifest.optimizers
+    there = [optimizer["class"] for optimizer in saved]
+    here = [type(optimizer).__name__ for optimizer, _ in engine.named_groups()]
+    if there != here:
+        raise CheckpointError(
+            f"hf_zero: {folder} was made with the optimizer {', '.join(there) or 'none'}, and this run has "
+            f"{', '.join(here) or 'none'}. Resume with the same optimizer, or start afresh from the saved model."
+        )
+    return saved

@@ -1,0 +1,216 @@
+"""What a folder's config.json says that the weights should be: names, shapes, ties. Found without trusting the file.
+
+A config may ask for a million layers, for a class that is no model, or for code and weights of somebody else. So the model is
+made in a process of its own, on the meta device, offline, with a limit on tensors, memory and time; only classes of
+transformers that are models are ever called.
+"""
+
+import gc
+import multiprocessing
+import os
+import re
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import huggingface_hub.constants
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from ...checkpoint.format.json_files import read_mapping
+from ...checkpoint.format.links import refuse_links
+from ...checkpoint.format.manifest import CheckpointError
+
+CONFIG_NAME = "config.json"
+
+TIME_LIMIT_S = 60.0
+"""For making a model of nothing but shapes; the largest take a few seconds."""
+
+_MOST_BYTES = 4 * 2**30
+"""That making it may take beside what this process has."""
+
+_MANY = 2000
+"""Tensors or modules that a model may have above what its weights let expect."""
+
+_MODULES_A_TENSOR = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedTensor:
+    """A tensor that the config's model saves.
+
+    Attributes:
+        shape: its whole shape.
+        is_floating: whether its values are floating-point numbers.
+        names: all names of the tensor that it is tied to, its own among them.
+    """
+
+    shape: tuple[int, ...]
+    is_floating: bool
+    names: frozenset[str]
+
+
+def expected_tensors(folder: Path, saved: int) -> dict[str, ExpectedTensor]:
+    """Name → tensor of what the model of a folder's config saves.
+
+    Args:
+        saved: how many tensors the folder has; a config of a model with many more is refused before that is made.
+
+    Raises:
+        CheckpointError: the config cannot be read, names no model class of transformers, or asks for too much.
+    """
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    # Not by multiprocessing, whose own processes may be forbidden to have any.
+    child = os.fork()
+    if child == 0:
+        try:
+            _tell_expected(folder, saved, sending)
+        finally:
+            os._exit(0)
+    sending.close()
+    path = folder / CONFIG_NAME
+    try:
+        if not receiving.poll(TIME_LIMIT_S):
+            raise CheckpointError(
+                f"hf_zero: {path}: its model could not be made within {TIME_LIMIT_S:g} s, without its weights. The config asks "
+                "for more than a model of these weights has; take the config that belongs to them."
+            )
+        answer = receiving.recv()
+    except EOFError:
+        answer = f"hf_zero: {path}: making its model ended the process that tried it. Take the config of these weights."
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        receiving.close()
+    if isinstance(answer, str):
+        raise CheckpointError(answer)
+    return answer
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """A folder's config, by transformers' own classes only.
+
+    Raises:
+        CheckpointError: it cannot be read, or is none that transformers knows.
+    """
+    path = folder / CONFIG_NAME
+    refuse_links(folder, [path])
+    read_mapping(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        # A config may name an attention of somebody else's repository.
+        config._attn_implementation = "eager"
+    except Exception as error:
+        # Which one depends on the class that the file names and on what that makes of the values.
+        raise CheckpointError(f"hf_zero: {path} cannot be read ({_first_line(error)}).") from error
+    return config
+
+
+def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]:
+    """The class that a config names. Raises `CheckpointError` unless it is a model of transformers."""
+    named = config.architectures
+    name = named[0] if isinstance(named, list) and named else None
+    is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,199}", name) is not None
+    found = getattr(transformers, name, None) if is_name else None
+    if found is None:
+        raise CheckpointError(
+            f"hf_zero: {folder / CONFIG_NAME} names the architecture {str(named)[:200]}, which transformers has not."
+        )
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise CheckpointError(
+            f"hf_zero: {folder / CONFIG_NAME} names the architecture {name}, which is no model (a subclass of PreTrainedModel)."
+        )
+    return found
+
+
+def meta_model(folder: Path, saved: int) -> PreTrainedModel:
+    """The model of a folder's config on the meta device. Raises `CheckpointError` as `expected_tensors` does."""
+    config = read_config(folder)
+    kind = model_class(config, folder)
+    try:
+        with torch.device("meta"), _at_most(saved, folder):
+            model = kind(config)
+        model.tie_weights()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"hf_zero: {folder / CONFIG_NAME}: its model, {kind.__name__}, cannot be made ({_first_line(error)})."
+        ) from error
+    return model
+
+
+@contextmanager
+def _at_most(saved: int, folder: Path) -> Iterator[None]:
+    """Refuses a model with far more tensors, or modules, than are saved, as soon as it has them."""
+    counts = {"tensors": 0, "modules": 0}
+    most = {"tensors": 4 * saved + _MANY, "modules": _MODULES_A_TENSOR * saved + _MANY}
+
+    def count(what: str) -> None:
+        counts[what] += 1
+        if counts[what] > most[what]:
+            raise CheckpointError(
+                f"hf_zero: {folder / CONFIG_NAME} is of a model with more than {most[what]} {what}, and the folder has {saved} "
+                "tensors. Take the config that belongs to the weights."
+            )
+
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_parameter_registration_hook(lambda module, name, value: count("tensors")),
+        hooks.register_module_module_registration_hook(lambda module, name, value: count("modules")),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tell_expected(folder: Path, saved: int, sending: Connection) -> None:
+    """Sends what is expected, or why nothing is. In a process of its own."""
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    torch.set_num_threads(1)
+    # A dictionary that grows without end is to reach the memory limit before the time limit.
+    gc.disable()
+    _limit_memory()
+    try:
+        model = meta_model(folder, saved)
+        # As save_pretrained names and splits them: a layer's experts are one tensor in the model and many in its files.
+        state = revert_weight_conversion(model, model.state_dict(keep_vars=True))
+        names_of: dict[int, set[str]] = {}
+        for name, value in state.items():
+            names_of.setdefault(id(value), set()).add(name)
+        answer: object = {
+            name: ExpectedTensor(
+                shape=tuple(value.shape),
+                is_floating=value.is_floating_point(),
+                names=frozenset(names_of[id(value)]),
+            )
+            for name, value in state.items()
+        }
+    except CheckpointError as error:
+        answer = str(error)
+    except Exception as error:
+        answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be made ({_first_line(error)})."
+    sending.send(answer)
+
+
+def _limit_memory() -> None:
+    """Lets this process take so much more than it has; where the system does not say how much that is, the time limit stays."""
+    statm = Path("/proc/self/statm")
+    if statm.is_file():
+        pages = int(statm.read_text().split()[0])
+        most = pages * resource.getpagesize() + _MOST_BYTES
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).partition("\n")[0] or type(error).__name__)[:300].rstrip(".")

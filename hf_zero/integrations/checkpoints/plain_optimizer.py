@@ -1,0 +1,71 @@
+"""The optimizer file of a plain Trainer run, read into an engine."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...checkpoint.folder.together import together
+from ...checkpoint.format.manifest import CheckpointError
+from ...checkpoint.format.settings import restore_settings
+from ...engine.engine import ZeroEngine
+from ...layout.intervals import Interval
+
+
+def load_plain_optimizer(engine: ZeroEngine, file: Path) -> None:
+    """Takes this rank's part of the whole optimizer state that Trainer wrote without hf_zero (`optimizer.pt`). Collective.
+
+    The file is memory-mapped, so that a rank reads the bytes of its own rows.
+
+    Raises:
+        CheckpointError: on every rank: a damaged file, other groups, or parameters of other sizes.
+    """
+    together(
+        engine.transport.exchange,
+        lambda: _load_own(engine, file),
+        doing=f"read {file}",
+        then="Nothing was trained; resume from another checkpoint.",
+    )
+
+
+def _load_own(engine: ZeroEngine, file: Path) -> None:
+    saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    [(optimizer, group_names)] = engine.named_groups()
+    indices = [list(group["params"]) for group in saved["param_groups"]]
+    if [len(group) for group in indices] != [len(names) for names in group_names]:
+        raise CheckpointError(
+            f"hf_zero: {file} has groups of {[len(group) for group in indices]} parameters, and the optimizer has groups of "
+            f"{[len(names) for names in group_names]}. Resume with the settings that the checkpoint was made with."
+        )
+    state: dict[str, dict[str, Any]] = {}
+    for names, numbers in zip(group_names, indices):
+        for name, number in zip(names, numbers):
+            state[name] = saved["state"].get(number, {})
+    shapes = engine.parameter_shapes()
+    elementwise = {
+        name: [k for k, v in values.items() if torch.is_tensor(v) and v.dim() > 0 and tuple(v.shape) == shapes[name]]
+        for name, values in state.items()
+    }
+    for name, values in state.items():
+        for kind, value in values.items():
+            # A factor of rows or columns has some of the parameter's dimensions.
+            if torch.is_tensor(value) and not {1, *shapes[name]}.issuperset(value.shape):
+                raise CheckpointError(
+                    f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, and the parameter has {shapes[name]}. "
+                    "Resume with the model that the checkpoint was made with."
+                )
+
+    def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
+        return state[name][kind].reshape(-1)[interval.start : interval.stop].clone()
+
+    def scalars_of(name: str) -> dict[str, Any]:
+        return {kind: _own(value) for kind, value in state[name].items() if kind not in elementwise[name]}
+
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"]):
+        restore_settings(group, {key: value for key, value in saved_group.items() if key != "params"})
+    engine.fill_state(read, lambda name: elementwise[name], scalars_of)
+
+
+def _own(value: Any) -> Any:
+    # A view of the mapped file would keep all of it open.
+    return value.clone() if torch.is_tensor(value) else value

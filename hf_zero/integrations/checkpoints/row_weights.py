@@ -1,0 +1,65 @@
+"""Weights that lie in rows, not in files for `from_pretrained`: back into a model that trains."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from ...checkpoint.folder.together import together
+from ...checkpoint.format.manifest import WEIGHTS, CheckpointError, Manifest
+from ...checkpoint.reader import CheckpointReader
+from ...comm.transport import Label
+from ...engine.engine import ZeroEngine
+from ...layout.intervals import Interval
+from .checkpointing import ZERO_FOLDER
+from .placed_weights import saved_tensors_of
+
+_THEN = "Nothing was trained; resume from another checkpoint."
+
+
+def has_row_weights(checkpoint: Path) -> bool:
+    """Whether a checkpoint of ours is of layout `sharded`."""
+    return (checkpoint / ZERO_FOLDER).is_dir() and bool(Manifest.read(checkpoint / ZERO_FOLDER).weights)
+
+
+def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
+    """Replaces the model's values by those of a checkpoint of layout `sharded`. Collective.
+
+    Every rank reads its own part; what lies in no bucket (buffers, and below stage 3 frozen parameters) rank 0 reads for all.
+
+    Raises:
+        CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
+    """
+    tensors = saved_tensors_of(engine.model)
+    bucketed = {id(parameter) for parameter in engine.parameters_in_buckets()}
+
+    def load_own() -> list[str]:
+        with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
+            name_of = _names(reader.manifest, tensors, checkpoint)
+            engine.load_weights(lambda parameter, interval: reader.read(WEIGHTS, name_of[id(parameter)], interval))
+            others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
+            for name in others if engine.groups.rank == 0 else ():
+                values = reader.read(WEIGHTS, name, Interval(0, tensors[name].numel()))
+                tensors[name].detach().copy_(values.view(tensors[name].shape))
+            return others
+
+    others = together(engine.transport.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    engine.share_weights()
+    for name in others:
+        engine.transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))
+
+
+def _names(manifest: Manifest, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> dict[int, str]:
+    """id of a tensor of the model → its name in the checkpoint."""
+    saved = {name: weight.shape for name, weight in manifest.weights.items()}
+    name_of = {id(tensors[name]): name for name in saved if name in tensors}
+    strange = [name for name, shape in saved.items() if name not in tensors or tuple(tensors[name].shape) != shape]
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in name_of]
+    if strange or missing:
+        name = (strange or missing)[0]
+        here = tuple(tensors[name].shape) if name in tensors else "no such tensor"
+        raise CheckpointError(
+            f"{checkpoint} is of another model: {name!r} has shape {saved.get(name, 'none')} there, and the model has {here}. "
+            "Resume with the model config that the checkpoint was made with"
+        )
+    return name_of

@@ -1,0 +1,1 @@
+"""Model folders with a model card, pushed to the Hub."""

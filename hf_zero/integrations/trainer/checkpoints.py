@@ -1,0 +1,326 @@
+"""Trainer's checkpoints, each there whole or not at all."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import Trainer, logging
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ...checkpoint.folder.background import Background
+from ...checkpoint.folder.commit import abandon, begin, commit, discard
+from ...checkpoint.folder.disks import Disk, disk_asked, find_disk
+from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.format.manifest import CheckpointError, Manifest
+from ...checkpoint.format.pieces import LivePieces
+from ...checkpoint.verify import newest_first, step_of
+from ...checkpoint.writer import write_live
+from ...comm.aside import Aside
+from ...comm.transport import CommunicationError
+from ...config import AUTO
+from ...device import free_bytes
+from ...engine.engine import ZeroEngine
+from ...engine.hooks import WeakHook
+from ..checkpoints.checkpointing import ZERO_FOLDER, plan_state, seal_state, state_bytes
+from ..checkpoints.frozen_base import FrozenBase
+from ..checkpoints.placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
+from ..checkpoints.progress import progress_bar
+from ..hub.card_facts import write_run
+
+logger = logging.get_logger(__name__)
+
+_THEN = "The former checkpoints are as they were, and training state is unharmed."
+
+
+_GLANCE_S = 0.1
+_PATIENCE_S = 10.0
+"""For the other ranks' part of a save, when an exception is ending this rank."""
+
+
+class CheckpointSaver:
+    """Saves one Trainer's checkpoints, one at a time: at once, or behind training from a copy. Made on all ranks.
+
+    Args:
+        stock_save: the `save_model` that the Trainer has below the engine's.
+
+    Attributes:
+        engine: whose state is saved.
+    """
+
+    def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
+        self._trainer = trainer
+        self.engine = engine
+        self._is_placed = can_be_placed(trainer, stock_save)
+        self._base = FrozenBase(engine)
+        self._background = Background(engine.device)
+        # A hub upload begins when Trainer's own save returns, and reads the folder.
+        self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
+        name = engine.transport.exchange(uuid.uuid4().hex)[0]
+        self._aside = Aside(engine.groups, name, engine.config.comm.timeout_s)
+        self._former_best: str | None = None
+        self._live: LivePieces | None = None
+        self._written: tuple[str, LivePieces] | None = None
+        for sharded in engine.optimizers:
+            sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
+        self._stall_s = 0.0
+
+    def take_stall_s(self) -> float:
+        """Seconds for which saves, and waits for them, have held training up since this was last asked."""
+        taken, self._stall_s = self._stall_s, 0.0
+        return taken
+
+    def save(self, trial: object) -> None:
+        """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+
+        Raises:
+            CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
+                and training state are unharmed; with `checkpoint.on_failure: continue` it is a warning and training goes on.
+        """
+        began_s = time.perf_counter()
+        self.finish()
+        trainer = self._trainer
+        run_folder = Path(trainer._get_output_dir(trial=trial))
+        final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        if trainer.hp_search_backend is None and trial is None:
+            trainer.store_flos()
+        self._former_best = trainer.state.best_model_checkpoint
+        with self._on_failure():
+            self._save(run_folder, final)
+        self._stall_s += time.perf_counter() - began_s
+
+    def finish(self) -> None:
+        """Waits for the save behind training; raises what `save` raises. Collective."""
+        with self._shown_from_here():
+            # By way of the process group, which tells at once that a rank has died; the store does not.
+            while not all(self.engine.transport.exchange(self._background.is_done(_GLANCE_S))):
+                pass
+        with self._on_failure():
+            self._background.finish()
+
+    @contextmanager
+    def _shown_from_here(self) -> Iterator[None]:
+        """A bar for what this rank still has to write of the last save, while training waits for it."""
+        if self._written is None:
+            yield
+            return
+        name, live = self._written
+        is_main = self.engine.groups.rank == 0 and not self._trainer.args.disable_tqdm
+        try:
+            with progress_bar(f"writing {name}", live.nbytes, is_main=is_main, done_bytes=live.written_bytes) as show:
+                live.on_written = show
+                yield
+        finally:
+            live.on_written, self._written = _not_told, None
+
+    def give_up(self) -> None:
+        """Lets a save behind training end, without waiting long for other ranks: an exception is ending this one."""
+        self._aside.hurry(_PATIENCE_S)
+        try:
+            self._background.finish()
+        except (CheckpointError, CommunicationError) as error:
+            logger.warning(str(error))
+
+    @contextmanager
+    def _on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            self._trainer.state.best_model_checkpoint = self._former_best
+            if self.engine.config.checkpoint.on_failure == "stop":
+                raise
+            logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
+
+    def _save(self, run_folder: Path, final: Path) -> None:
+        engine, trainer = self.engine, self._trainer
+        engine.synchronise()
+        exchange = engine.transport.exchange
+        disk = find_disk(run_folder, engine.groups.rank, exchange, then=_THEN)
+        is_full = self._is_full(run_folder)
+        layout = self._layout(disk, is_full=is_full)
+        temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+        try:
+            plan = self._plan_model(layout, temporary, disk)
+            with_state = not trainer.args.save_only_model
+            folder = temporary / ZERO_FOLDER
+            manifest, pieces = plan_state(engine, folder, with_state=with_state, weights=plan.rows)
+            manifest = replace(
+                manifest,
+                weights=dict(plan.weights),
+                is_kept=is_full,
+                base=self._base.checksum(),
+                step=trainer.state.global_step,
+            )
+            _note_best(trainer, run_folder, final)
+            together(
+                exchange,
+                lambda: _write_the_rest(trainer, temporary, disk),
+                doing=f"write trainer state to {temporary}",
+                then=_THEN,
+            )
+        except CheckpointError:
+            abandon(temporary, disk=disk)
+            raise
+        pieces = [*plan.pieces, *pieces]
+        best = trainer.state.best_model_checkpoint
+        live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
+        self._written = (final.name, live)
+        complete = partial(self._complete, manifest, live, temporary, final, disk=disk, best=best)
+        if self._is_async:
+            self._live = live
+            self._background.start(partial(complete, exchange=self._aside.exchange))
+        else:
+            with self._shown_from_here():
+                complete(exchange=exchange)
+            if trainer.args.push_to_hub:
+                trainer._push_from_checkpoint(str(final))
+
+    def _before_step(self, *_args: object) -> None:
+        if self._live is not None:
+            began_s = time.perf_counter()
+            self._live.secure()
+            self._live = None
+            self._stall_s += time.perf_counter() - began_s
+
+    def _is_full(self, run_folder: Path) -> bool:
+        """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""
+        every, step = self.engine.config.checkpoint.full_every, self._trainer.state.global_step
+        if not every:
+            return False
+        numbers = [step_of(path) for path in newest_first(run_folder)]
+        # Rank 0's answer: on disks of their own, hosts may have different leftovers.
+        former = self.engine.transport.exchange(max((number for number in numbers if number < step), default=0))[0]
+        return step // every > former // every
+
+    def _layout(self, disk: Disk, *, is_full: bool) -> Layout:
+        settings = self.engine.config.checkpoint
+        is_hf = is_full or (settings.layout == "hf" and not settings.full_every)
+        if is_hf and not disk.is_of_all and not self._trainer.args.save_on_each_node:
+            raise CheckpointError(
+                f"hf_zero: only ranks {list(disk.ranks)} of {disk.world_size} see the same output_dir "
+                f"{self._trainer.args.output_dir!r} as rank {disk.rank}, and all write into one weights file there. Give all "
+                "hosts one folder, or set `checkpoint.layout: sharded`, which keeps each rank's part on its own host's disk"
+                + (", without `checkpoint.full_every`." if settings.full_every else ".")
+            )
+        return HfLayout() if is_hf else ShardedLayout()
+
+    def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
+        exchange = self.engine.transport.exchange
+        if self._is_placed:
+            plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
+            if plan is not None:
+                return plan
+        together(
+            exchange,
+            lambda: self._trainer.save_model(str(temporary), _internal_call=True),
+            doing=f"write the model to {temporary}",
+            then=_THEN,
+        )
+        return WeightsPlan()
+
+    def _snapshot_bytes(self) -> int:
+        wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload
+        if wanted == AUTO and "nvme" in (offload.optimizer, offload.params):
+            # What is in files is there because memory has no room for it: it goes from file to file, before the step.
+            return 0
+        return free_bytes(torch.device("cpu")) // 2 if wanted == AUTO else wanted
+
+    def _complete(
+        self,
+        manifest: Manifest,
+        live: LivePieces,
+        temporary: Path,
+        final: Path,
+        *,
+        disk: Disk,
+        best: str | None,
+        exchange: Exchange,
+    ) -> None:
+        try:
+            write_live(live, temporary, exchange)
+            seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
+            commit(temporary, final, disk=disk, exchange=exchange)
+        except CheckpointError:
+            abandon(temporary, disk=disk)
+            raise
+        if disk.leads:
+            _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
+
+
+def _not_told(_nbytes: int) -> None:
+    """For parts that are written while nobody waits."""
+
+
+def _versions_of(engine: ZeroEngine) -> list[tuple[str, torch.nn.Parameter, int]]:
+    return [(name, parameter, parameter._version) for name, parameter in engine.model.named_parameters()]
+
+
+def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
+    for name, parameter, version in versions:
+        if parameter._version != version:
+            raise CheckpointError(
+                f"{name!r} was edited between a save and the next optimizer step, while it was being written. Edit it before "
+                "the save, or set `checkpoint.async_save: false`"
+            )
+
+
+def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | None) -> None:
+    """Trainer's `save_total_limit`: the oldest go. `latest` stays, whatever stands beside it, and so does the best.
+
+    Those that are kept for good (`checkpoint.full_every`) count for nothing.
+    """
+    if not limit or limit < 0:
+        return
+    kept = {latest} if best is None else {latest, Path(best)}
+    found = [path for path in newest_first(run_folder) if path in kept or not _is_kept(path)]
+    # By age, since one of a higher number may be what a resume has passed over; numbers where the times are equal.
+    others = sorted((path for path in reversed(found) if path not in kept), key=lambda path: path.stat().st_mtime_ns)
+    surplus = len(found) - max(limit, len(kept))
+    for path in others[: max(surplus, 0)]:
+        try:
+            discard(path)
+        except OSError as error:
+            logger.warning(f"hf_zero: {path} is above save_total_limit and could not be taken away: {error}")
+
+
+def _is_kept(checkpoint: Path) -> bool:
+    try:
+        return Manifest.read(checkpoint / ZERO_FOLDER).is_kept
+    except CheckpointError:
+        # Of plain Trainer, or damaged: it goes as others do.
+        return False
+
+
+def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
+    if trainer.state.best_global_step:
+        best = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.best_global_step}"
+        if best == final or best.exists():
+            trainer.state.best_model_checkpoint = str(best)
+
+
+def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
+    """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
+    if not trainer.args.save_only_model:
+        with disk_asked(folder):
+            if disk.leads:
+                torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            trainer._save_scaler(str(folder))
+            trainer._save_rng_state(str(folder))
+    if disk.leads:
+        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(callback, ExportableState):
+                held = trainer.state.stateful_callbacks
+                name = type(callback).__name__
+                if isinstance(held[name], list):
+                    held[name].append(callback.state())
+                else:
+                    held[name] = callback.state()
+        trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        write_run(trainer, folder)

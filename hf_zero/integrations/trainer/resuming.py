@@ -1,0 +1,152 @@
+"""Which checkpoint a Trainer resumes from: the one asked for, or the newest that is good."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from transformers import Trainer, TrainerState, logging
+from transformers.trainer_utils import SaveStrategy
+
+from ...checkpoint.folder.commit import clear_leftovers
+from ...checkpoint.folder.disks import disk_with, find_disk
+from ...checkpoint.folder.run_lock import held_alone
+from ...checkpoint.folder.together import together
+from ...checkpoint.format.json_files import read_mapping
+from ...checkpoint.format.manifest import CheckpointError
+from ...checkpoint.format.text import shown
+from ...checkpoint.structure import STATE_NAME
+from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
+from ..checkpoints.checkpointing import ZERO_FOLDER
+
+logger = logging.get_logger(__name__)
+
+LAST_GOOD = "last-good"
+
+_THEN = (
+    "Nothing was trained. Make the folder writable and free some room, or give another output_dir; a run with save_strategy='no' "
+    "that starts afresh needs none."
+)
+_LONGEST = 2000
+_NUMBER = (int, float)
+_KINDS = {
+    "global_step": int,
+    "epoch": (*_NUMBER, type(None)),
+    "max_steps": int,
+    "num_train_epochs": _NUMBER,
+    "logging_steps": _NUMBER,
+    "eval_steps": _NUMBER,
+    "save_steps": _NUMBER,
+    "train_batch_size": (int, type(None)),
+    "num_input_tokens_seen": _NUMBER,
+    "total_flos": _NUMBER,
+    "best_metric": (*_NUMBER, type(None)),
+    "best_global_step": (int, type(None)),
+    "best_model_checkpoint": (str, type(None)),
+    "trial_name": (str, type(None)),
+    "stateful_callbacks": (dict, type(None)),
+    "log_history": (list, type(None)),
+}
+"""Fields of a Trainer's state, and what they may be."""
+
+
+def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | None:
+    """The folder to resume from: the one asked for, or for True and "last-good" the newest good one. Collective.
+
+    Raises:
+        ValueError: the folder asked for has faults; or for True, there is no good one. Lists each with its faults.
+    """
+    if asked is None or asked is False:
+        return None
+    output_dir = Path(trainer.args.output_dir)
+    rank = trainer.args.process_index
+    if asked is not True and asked != LAST_GOOD:
+        disk = disk_with(Path(asked), rank, exchange_between_ranks)
+        mine = checkpoint_faults(Path(asked), ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks))
+        mine = checkpoints_inside(Path(asked)) or mine or state_faults(Path(asked))
+        faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
+        if faults:
+            there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
+            raise ValueError(
+                f"hf_zero: cannot resume from {str(asked)!r}: {shown('; '.join(faults), _LONGEST)}. Checkpoints in "
+                f"{str(output_dir)!r}: {there}. Pass one of those, or resume_from_checkpoint={LAST_GOOD!r} for the "
+                "newest good one."
+            )
+        return str(asked)
+    disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
+    together(
+        exchange_between_ranks,
+        lambda: clear_leftovers(output_dir) if disk.leads else None,
+        doing=f"clear {output_dir} of what killed runs left",
+        then=_THEN,
+    )
+    found, passed = find_good(
+        output_dir, ZERO_FOLDER, disk=disk, exchange=exchange_between_ranks, further_faults=state_faults
+    )
+    said = _in_words(passed)
+    if found is None and asked is True:
+        raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
+    if rank == 0 and found is None:
+        logger.warning(f"hf_zero: no good checkpoint in {output_dir} ({said or 'it holds none'}); starting afresh.")
+    elif rank == 0 and passed:
+        logger.warning(f"hf_zero: resuming from {found}. Passed over: {said}")
+    return None if found is None else str(found)
+
+
+def _in_words(passed: list[Candidate]) -> str:
+    return "; ".join(f"{each.path.name}: {shown(', '.join(each.faults[:3]), _LONGEST)}" for each in passed)
+
+
+@contextmanager
+def alone_in_output_dir(trainer: Trainer, resume: object) -> Iterator[None]:
+    """Keeps other runs out of a Trainer's output_dir, where it is to write or to clear checkpoints there. Collective.
+
+    Raises:
+        CheckpointError: on every rank: another run has the folder, or it cannot be written to.
+    """
+    args = trainer.args
+    if args.save_strategy == SaveStrategy.NO and resume is not True and resume != LAST_GOOD:
+        yield
+        return
+    output_dir = Path(args.output_dir)
+    disk = find_disk(output_dir, args.process_index, exchange_between_ranks, then=_THEN)
+    with held_alone(output_dir, disk=disk, exchange=exchange_between_ranks):
+        yield
+
+
+def checkpoints_inside(folder: Path) -> list[str]:
+    """The fault of a folder that is no checkpoint and has some: it names the newest."""
+    if (folder / ZERO_FOLDER).is_dir() or (folder / STATE_NAME).is_file() or not folder.is_dir():
+        return []
+    inside = next(newest_first(folder), None)
+    return (
+        [] if inside is None else [f"it is a folder of checkpoints; {inside.name} is inside, so give {str(inside)!r}"]
+    )
+
+
+def state_faults(checkpoint: Path) -> list[str]:
+    """What a Trainer could not go on with in its own state of a checkpoint."""
+    path = checkpoint / STATE_NAME
+    if not path.is_file():
+        return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
+    try:
+        content = read_mapping(path)
+    except CheckpointError as error:
+        return [in_words(error)]
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    faults = [f"{STATE_NAME} has {name!r}, which Trainer does not know" for name in content if name not in known]
+    for name, kinds in _KINDS.items():
+        value = content.get(name)
+        if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
+            faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
+    return faults
+
+
+def exchange_between_ranks(value: object) -> list:
+    """Every rank's picklable value in rank order, before there is an engine."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,348 @@
+"""What a stock Trainer has to do otherwise once an engine trains its model: save, load, resume, log.
+
+The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
+"""
+
+import inspect
+import os
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import Trainer, logging
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import IntervalStrategy
+from transformers.utils import ADAPTER_CONFIG_NAME
+
+from ...checkpoint.foreign.find import is_foreign
+from ...checkpoint.format.manifest import CheckpointError, Manifest
+from ...engine.engine import ZeroEngine
+from ...engine.engine_reference import engine_attached_to
+from ...engine.units.forward_dtype import computing_in
+from ..checkpoints.checkpointing import ZERO_FOLDER, load_engine
+from ..checkpoints.foreign import load_foreign, load_foreign_weights
+from ..checkpoints.frozen_base import refuse_other_base
+from ..checkpoints.init import init, leave_in_checkpoint
+from ..checkpoints.plain_optimizer import load_plain_optimizer
+from ..checkpoints.row_weights import has_row_weights, load_row_weights
+from ..checkpoints.weights import is_checkpoint_of_ours
+from ..frames import find_in_callers
+from ..gathered import gathered
+from ..hub.card_facts import write_run
+from .checkpoints import CheckpointSaver
+from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
+from .loading import named_when_damaged, named_when_of_another_model
+from .resumed import say_resumed
+from .resuming import alone_in_output_dir, checkpoint_to_resume
+from .step_figures import StepFigures
+
+logger = logging.get_logger(__name__)
+
+
+def trainer_under_construction() -> Trainer | None:
+    """The Trainer whose `__init__` is running further up the stack, or None."""
+    return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
+
+
+def install_in_trainer(trainer: Trainer) -> None:
+    """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
+    if not isinstance(trainer, ZeroTrainerMixin):
+        trainer.__class__ = _with_engine(type(trainer))
+    if trainer.args.n_gpu > 1:
+        _train_on_one_gpu(trainer)
+
+
+def _train_on_one_gpu(trainer: Trainer) -> None:
+    """Keeps a Trainer that sees several GPUs from copying the model to all of them (`nn.DataParallel`)."""
+    args = trainer.args
+    logger.warning(
+        f"hf_zero: this one process sees {args.n_gpu} GPUs and trains on {args.device} alone: the engine takes a process for "
+        f"each GPU. Start them with `torchrun --nproc-per-node {args.n_gpu} ...` or `accelerate launch`."
+    )
+    args._n_gpu = 1
+    # ZeroCallback comes when Trainer has multiplied its batch by the GPUs; the arguments do so each time they are asked.
+    trainer._train_batch_size = args.train_batch_size
+
+
+@cache
+def _with_engine(kind: type[Trainer]) -> type[Trainer]:
+    return type(kind.__name__, (ZeroTrainerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class ZeroTrainerMixin:
+    """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
+
+    _checkpoint_saver: CheckpointSaver | None = None
+    _step_figures: StepFigures | None = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
+        if trial is not None:
+            self.hyperparameter_search()
+        with alone_in_output_dir(self, resume_from_checkpoint):
+            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
+            return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+
+    def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
+        if self.is_world_process_zero():
+            _warn_of_scaled_loss(self)
+            _warn_of_early_outer_steps(self)
+        if self._step_figures is None:
+            self._step_figures = StepFigures()
+            self.add_callback(self._step_figures)
+        try:
+            return super().train(
+                resume_from_checkpoint=checkpoint,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+                **kwargs,
+            )
+        except BaseException:
+            if self._checkpoint_saver is not None:
+                self._checkpoint_saver.give_up()
+            raise
+
+    def _finalize_training(self, *args, **kwargs):
+        for engine in self.accelerator.zero_engines:
+            engine.synchronise()
+        # What follows looks for the checkpoints that there are.
+        if self._checkpoint_saver is not None:
+            self._checkpoint_saver.finish()
+        return super()._finalize_training(*args, **kwargs)
+
+    def call_model_init(self, trial=None):
+        with init(self.accelerator.zero_config):
+            return super().call_model_init(trial)
+
+    def add_callback(self, callback) -> None:
+        _gather_to_sync(callback)
+        super().add_callback(callback)
+
+    def hyperparameter_search(self, *args, **kwargs):
+        raise NotImplementedError(
+            "hf_zero: hyperparameter_search makes a new Accelerator and model each trial inside one process, which the engine "
+            "does not follow. Run one process group a trial instead: one `accelerate launch` each with its own arguments."
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        engine = _only_engine(self)
+        if "loss" in logs and engine is not None and self._step_figures is not None:
+            logs |= self._step_figures.since_the_last(engine, self.state.global_step)
+            stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
+            if stall_s:
+                logs["zero/save_stall_s"] = round(stall_s, 3)
+        super().log(logs, start_time)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
+        if engine_attached_to(model) is None:
+            super()._move_model_to_device(model, device)
+
+    def evaluation_loop(self, *args, **kwargs):
+        dtype = torch.float16 if self.args.fp16_full_eval else torch.bfloat16 if self.args.bf16_full_eval else None
+        engine = _only_engine(self)
+        if engine is None or dtype is None or self.is_in_train:
+            return super().evaluation_loop(*args, **kwargs)
+        # Trainer casts the model itself, and leaves it so; here it finds that it is of that dtype already.
+        engine.finish_parameters()
+        with computing_in(engine.model, engine.sharded, dtype):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        engine = _only_engine(self)
+        if engine is None or not engine.saves_together:
+            for other in self.accelerator.zero_engines:
+                other.finish_parameters()
+            super().save_model(output_dir, _internal_call=_internal_call)
+            if engine is not None and self.args.should_save:
+                write_run(self, Path(output_dir or self.args.output_dir))
+            return
+        if super().save_model.__func__ is not Trainer.save_model:
+            # It may save on one rank or on all, from the state dict or from parts of the model.
+            with engine.lent("trainer.save_model", wanted=True):
+                super().save_model(output_dir, _internal_call=_internal_call)
+            if self.args.should_save:
+                write_run(self, Path(output_dir or self.args.output_dir))
+            return
+        with engine.lent("trainer.save_model", wanted=self.args.should_save) as state_dict:
+            if self.args.should_save:
+                self._save(output_dir or self.args.output_dir, state_dict=state_dict)
+                write_run(self, Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        if self.is_world_process_zero():
+            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, private=private))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs,
+    ):
+        if _only_engine(self) is None:
+            return super().push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        # Collective at stage 3, and where weights travel quantised; all that follows is the first rank's.
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card(**kwargs)
+        return push_output(self, message=commit_message, blocking=blocking, token=token, revision=revision)
+
+    def create_model_card(self, language=None, license=None, tags=None, model_name=None, **said) -> None:
+        if _only_engine(self) is None:
+            super().create_model_card(language, license, tags, model_name, **said)
+        elif self.is_world_process_zero():
+            folder = Path(self.args.output_dir)
+            said |= {"language": language, "license": license, "tags": tags, "model_name": model_name}
+            write_trainer_card(self, folder, facts_of=folder, **said)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if _only_engine(self) is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        elif self.is_world_process_zero():
+            push_checkpoint(self, Path(checkpoint_folder))
+
+    def _save_checkpoint(self, model, trial) -> None:
+        engine = _only_engine(self)
+        if engine is None:
+            super()._save_checkpoint(model, trial)
+            return
+        if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
+            self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
+        self._checkpoint_saver.save(trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        if not is_checkpoint_of_ours(folder) and is_foreign(folder):
+            self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
+            return
+        if has_row_weights(folder):
+            # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
+            if _only_engine(self) is not None:
+                load_row_weights(_only_engine(self), folder)
+            return
+        is_unprepared = model is None and _only_engine(self) is None
+        has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
+        if is_unprepared and has_weights:
+            if leave_in_checkpoint(self.model, folder):
+                return
+            logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
+        with named_when_of_another_model(folder, type(self.model if model is None else model).__name__):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = _only_engine(self)
+        if engine is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
+        if has_row_weights(Path(checkpoint)):
+            load_row_weights(engine, Path(checkpoint))
+        refuse_other_base(engine, Path(checkpoint))
+        if folder.is_dir() and Manifest.read(folder).optimizers:
+            load_engine(engine, folder)
+            origin = None
+        elif plain.is_file():
+            load_plain_optimizer(engine, plain)
+            origin = "plain Trainer"
+        elif is_foreign(Path(checkpoint)):
+            origin = load_foreign(engine, Path(checkpoint))
+            if not (Path(checkpoint) / SCHEDULER_NAME).is_file():
+                raise CheckpointError(
+                    f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: it was made with a scheduler of DeepSpeed's config, which "
+                    "this run does not have. Start from its weights with `hf-zero convert`, or write the scheduler's state there."
+                )
+        else:
+            # As Trainer does with a checkpoint of save_only_model, which has no optimizer state to load.
+            logger.warning(f"hf_zero: {checkpoint} holds no optimizer state; the optimizer starts afresh.")
+            return
+        scheduler_file = os.path.join(checkpoint, SCHEDULER_NAME)
+        with named_when_damaged(scheduler_file, "the scheduler's state"):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler_file, weights_only=True))
+        say_resumed(engine, checkpoint, origin)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        with named_when_damaged(checkpoint, "the loss scale"):
+            super()._load_scaler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with named_when_damaged(checkpoint, "the random states"):
+            super()._load_rng_state(checkpoint)
+
+    def _load_callback_state(self) -> None:
+        with named_when_damaged(TRAINER_STATE_NAME, "the callbacks' state"):
+            super()._load_callback_state()
+
+    def _load_best_model(self) -> None:
+        for engine in self.accelerator.zero_engines:
+            engine.finish_parameters()
+        best = Path(self.state.best_model_checkpoint)
+        if has_row_weights(best):
+            load_row_weights(_only_engine(self), best)
+        else:
+            super()._load_best_model()
+
+
+def _only_engine(trainer: Trainer) -> ZeroEngine | None:
+    """The engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    engine = engine_attached_to(model)
+    return engine if engine in trainer.accelerator.zero_engines else None
+
+
+def _gather_to_sync(callback: object) -> None:
+    """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models; it runs on every rank."""
+    sync = getattr(callback, "sync_target_model", None)
+    if sync is None or isinstance(callback, type):
+        return
+
+    def sync_whole(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+        with gathered(model), gathered(target_model, writeback=True):
+            sync(model, target_model, alpha)
+
+    callback.sync_target_model = sync_whole
+
+
+def _warn_of_early_outer_steps(trainer: Trainer) -> None:
+    """Names saves that come between outer steps, and evaluations that see models apart."""
+    every = trainer.accelerator.zero_config.comm.sync_every
+    plans = {
+        "save_steps": (trainer.args.save_strategy, trainer.args.save_steps, "a save takes the next outer step early"),
+        "eval_steps": (trainer.args.eval_strategy, trainer.args.eval_steps, "each group evaluates a model of its own"),
+    }
+    for name, (strategy, steps, what) in plans.items():
+        if strategy == IntervalStrategy.STEPS and steps >= 1 and steps % every:
+            logger.warning(
+                f"hf_zero: {name} is {steps:g}, not a multiple of comm.sync_every ({every}): {what}. Set {name} to a multiple of "
+                f"{every}."
+            )
+
+
+def _warn_of_scaled_loss(trainer: Trainer) -> None:
+    """Names a trap of stock Trainer, which multiplies some heads' loss by world size and accumulation."""
+    factor = trainer.args.world_size * trainer.args.gradient_accumulation_steps
+    if factor == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
+        return
+    head = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    try:
+        source = inspect.getsource(type(head).forward)
+    except (OSError, TypeError):
+        # No source to judge by (a compiled or generated class): nothing to name.
+        return
+    if "loss_function" in source or "num_items_in_batch" in source or "CrossEntropyLoss" not in source:
+        return
+    print(
+        f"hf_zero: Trainer takes {type(head).__name__} for a model that normalises its loss by num_items_in_batch, which it "
+        f"does not: loss and gradient norm will be {factor} times too large (true without hf_zero as well). Set "
+        "`trainer.model_accepts_loss_kwargs = False` before train() for the true mean.",
+        file=sys.stderr,
+    )
