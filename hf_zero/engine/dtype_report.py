@@ -70,7 +70,7 @@ def report_dtypes(
     """The dtypes of an engine's buckets. Moments are those of a trial step; "none" where an optimizer cannot be tried."""
     rows = []
     for bucket in buckets:
-        index, group = bucket.layout.key[2:]
+        index, group = bucket.key.optimizer, bucket.key.group
         optimizer = optimizers[index] if index >= 0 else None
         tried = state_kinds(optimizer, optimizer.param_groups[group], bucket.precision.master) if optimizer else None
         moments = {dtype for _, dtype in tried or ()}

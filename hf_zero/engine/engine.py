@@ -414,7 +414,7 @@ class ZeroEngine:
             self._holder.landed(bucket, arrival)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
-        mine = [bucket for bucket in self.buckets if bucket.layout.key[2] == index]
+        mine = [bucket for bucket in self.buckets if bucket.key.optimizer == index]
         sharded = ShardedOptimizer(
             optimizer,
             rows=self._row_of,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +24,22 @@ from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientErr
 from .sharded_parameter import look_only
 
 _SMALL_NUMEL = 1 << 14
+
+
+class BucketKey(NamedTuple):
+    """What the parameters of a bucket have in common.
+
+    Attributes:
+        trained: whether they take gradients.
+        dtype: theirs in the model, before `param_dtype`.
+        optimizer: the number of the one that has them, in the order given to the engine; -1 where none has.
+        group: its number in that optimizer's `param_groups`; -1 where there is none.
+    """
+
+    trained: bool
+    dtype: torch.dtype
+    optimizer: int
+    group: int
 
 
 @dataclass(eq=False)
@@ -114,6 +131,7 @@ class Bucket:
     """Parameters whose gradients are reduced together.
 
     Attributes:
+        key: what its parameters have in common.
         memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
         flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
         own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
@@ -138,6 +156,7 @@ class Bucket:
         tier: Tier,
     ):
         self.layout = layout
+        self.key: BucketKey = layout.key
         self.precision = precision
         self.memory = memory
         self.whole = whole

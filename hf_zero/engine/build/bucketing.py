@@ -16,17 +16,17 @@ from ...layout.slots import ParameterSpec, plan_buckets
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
 from ...offload.tier import Tier
+from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.bucket_sizes import choose_sizes
-from ..buckets.bucket import Bucket
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
 from ..buckets.memory import WholeMemory
 from ..buckets.offloaded_memory import memory_in
-from .other_engines import refuse_other_engines
 from ..buckets.precision import resolve_precision, untrained_precision
-from ..state.elementwise import keeps_intact
 from ..buckets.shared_memory import memory_of
-from ..units.unit_modules import find_unit_modules, own_parameters
+from ..state.elementwise import keeps_intact
 from ..travel.wire import Wire
+from ..units.unit_modules import find_unit_modules, own_parameters
+from .other_engines import refuse_other_engines
 
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
@@ -276,7 +276,7 @@ def _specs(part: Part, owner: dict[nn.Parameter, tuple[int, int]], intact: Seque
     specs = []
     for name, parameter in part.parameters:
         place = owner.get(parameter, (-1, -1))
-        key = (parameter.requires_grad, wanted_dtype(parameter), *place)
+        key = BucketKey(parameter.requires_grad, wanted_dtype(parameter), *place)
         specs.append(
             ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=place[0] >= 0 and intact[place[0]])
         )

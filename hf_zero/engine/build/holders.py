@@ -19,22 +19,22 @@ from ...offload.files import free_disk_bytes
 from ...offload.nvme import HostBesideFiles, NvmeTier
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
-from ..state.bucket_steps import OwnStep
+from ..buckets.mapped_parameters import is_loaded, wanted_dtype
+from ..buckets.precision import resolve_precision
+from ..gradients.nonfinite import NonFiniteCheck
 from ..holders.delayed_holder import Delayed
 from ..holders.early_file_holder import InFilesEarly
 from ..holders.early_holder import SteppedEarly
 from ..holders.eight_bit_holder import InEightBits, RoundedInEightBits
 from ..holders.file_holder import InFiles, MastersInFiles
-from ..state.holder import InMemory, StateHolder
+from ..holders.stochastic_holder import RoundedStochastically
 from ..kernel_steps.kernel_holder import InEightBitsByKernels, SteppedByKernels
 from ..kernel_steps.kernel_step import kernel_or_own_step
-from ..buckets.mapped_parameters import is_loaded, wanted_dtype
-from ..gradients.nonfinite import NonFiniteCheck
-from ..travel.outer import anchor_numel
+from ..state.bucket_steps import OwnStep
+from ..state.holder import InMemory, StateHolder
 from ..state.packed_moments import PackedMoments
-from ..buckets.precision import resolve_precision
 from ..state.state_kinds import tier_bytes_needed
-from ..holders.stochastic_holder import RoundedStochastically
+from ..travel.outer import anchor_numel
 
 _Made = TypeVar("_Made")
 

@@ -18,9 +18,9 @@ from ...device import allocate, wait_for_device
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.quantise import CODES, BlockFormat, dequantise, dequantise_sum, quantise
 from ..buckets.bucket_sizes import choose_sizes
-from .bucketing import parts_of
 from ..buckets.mapped_parameters import wanted_dtype
 from ..buckets.precision import resolve_precision, untrained_precision
+from .bucketing import parts_of
 
 _IN_BLOCKS = "int8"
 

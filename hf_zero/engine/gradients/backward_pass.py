@@ -158,11 +158,7 @@ class Gradients:
         passed_over = self._buckets[self._next]
         begun = [each for each in self._buckets if self._awaited[each] < len(each.slots)]
         behind = [each for each in begun if self._next < self._place[each] <= place]
-        if (
-            not behind
-            or self._place[begun[-1]] > place
-            or all(each.layout.key != passed_over.layout.key for each in behind)
-        ):
+        if not behind or self._place[begun[-1]] > place or all(each.key != passed_over.key for each in behind):
             return False
         self._next += 1
         self._passed_over.add(passed_over)

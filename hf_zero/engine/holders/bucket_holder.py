@@ -43,7 +43,7 @@ class SteppedByBucket(StateHolder):
             steps.release()
 
     def _optimizer_of(self, bucket: Bucket) -> torch.optim.Optimizer:
-        return self._optimizers[bucket.layout.key[2]]
+        return self._optimizers[bucket.key.optimizer]
 
     def _states_of(self, bucket: Bucket) -> States:
         # Not by the register's own brackets: it makes an entry for whoever asks, and an empty one would look like a step taken.
@@ -58,7 +58,7 @@ class SteppedByBucket(StateHolder):
 
     def _fill_registers(self, buckets: Sequence[Bucket]) -> None:
         """Has the registers of whole buckets hold values: their rows are the parameters, whose state stays with the optimizer."""
-        for bucket in (bucket for bucket in buckets if bucket.whole and bucket.layout.key[2] >= 0):
+        for bucket in (bucket for bucket in buckets if bucket.whole and bucket.key.optimizer >= 0):
             for row, state in self._states_of(bucket).items():
                 for name, value in state.items():
                     state[name] = self.values(row, name, value)

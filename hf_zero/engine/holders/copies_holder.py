@@ -50,7 +50,7 @@ class SteppedOnCopies(InMemory):
         for bucket in buckets:
             if not bucket.tier.is_apart:
                 continue
-            trial = try_step(optimizer, optimizer.param_groups[bucket.layout.key[3]], bucket.precision.master)
+            trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
             hindrance = hindrance_of(optimizer, bucket, trial)
             if hindrance is not None:
                 self.hindrance = hindrance
@@ -82,7 +82,7 @@ class SteppedOnCopies(InMemory):
         self._thread.close()
 
     def _optimizer_of(self, bucket: Bucket) -> torch.optim.Optimizer:
-        return self._optimizers[bucket.layout.key[2]]
+        return self._optimizers[bucket.key.optimizer]
 
     def _start_step(self, bucket: Bucket, seen: Seen, arrival: Arrival) -> Future[Stepped]:
         return self._thread.submit(self._step, bucket, seen, arrival)

@@ -61,7 +61,7 @@ class InFilesEarly(InFiles):
         if bucket not in self._files:
             return
         optimizer = self._optimizer_of(bucket)
-        trial = try_step(optimizer, optimizer.param_groups[bucket.layout.key[3]], bucket.precision.master)
+        trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
         hindrance = hindrance_of(optimizer, bucket, trial)
         if hindrance is None and not self._files[bucket].has_master:
             # A layer that backward has yet to gather comes from there.

@@ -49,7 +49,7 @@ class InFiles(SteppedByBucket):
         self._stand_ins = packed.stand_ins
 
     def take(self, bucket: Bucket) -> None:
-        if not bucket.trained or bucket.layout.key[2] < 0 or bucket.tier is not self._tier:
+        if not bucket.trained or bucket.key.optimizer < 0 or bucket.tier is not self._tier:
             return
         numel, kinds = bucket.layout.shard_numel, self._kinds(bucket)
         if self._has_master(bucket):
@@ -144,7 +144,7 @@ class InFiles(SteppedByBucket):
         optimizer, numel = self._optimizer_of(bucket), bucket.layout.shard_numel
         if self._packed.takes(bucket):
             return packed_kinds(self._packed.codes_of(bucket), numel)
-        kinds = state_kinds(optimizer, optimizer.param_groups[bucket.layout.key[3]], bucket.precision.master)
+        kinds = state_kinds(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
         if kinds is None:
             raise ValueError(
                 f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid "

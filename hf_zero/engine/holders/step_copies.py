@@ -46,7 +46,7 @@ class Seen:
 
 def look(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
-    group = optimizer.param_groups[bucket.layout.key[3]]
+    group = optimizer.param_groups[bucket.key.group]
     row_of = {id(row.tensor): row for row in bucket.rows if row.tensor.grad is not None}
     rows = [row_of[id(tensor)] for tensor in group["params"] if id(tensor) in row_of]
     # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.

@@ -55,7 +55,7 @@ class KernelStep(BucketStep):
         """Why the bucket cannot be stepped by the kernel as its group is now, in words; None if it can."""
         if bucket.precision.master != torch.float32:
             return f"{bucket.precision.master} parameters"
-        return self._form.hindrance(self._optimizer.param_groups[bucket.layout.key[3]])
+        return self._form.hindrance(self._optimizer.param_groups[bucket.key.group])
 
     @torch.no_grad()
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
@@ -64,7 +64,7 @@ class KernelStep(BucketStep):
             self._say(hindrance)
             self._otherwise.step(bucket, rows)
             return
-        group = self._optimizer.param_groups[bucket.layout.key[3]]
+        group = self._optimizer.param_groups[bucket.key.group]
         self._launch(group, bucket, rows)
         # A kernel writes behind torch's back; who asks whether a row has changed asks for its version.
         increment_version([row.tensor for row in rows])

@@ -64,7 +64,7 @@ class OwnStep(BucketStep):
             widen(row)
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
-        group = groups[bucket.layout.key[3]]
+        group = groups[bucket.key.group]
         part = [tensor for tensor in group["params"] if id(tensor) in mine]
         self._optimizer.param_groups = [{**group, "params": part}]
         try:

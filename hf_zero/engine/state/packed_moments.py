@@ -57,7 +57,7 @@ class PackedMoments:
 
     def codes_of(self, bucket: Bucket) -> dict[str, DynamicCode]:
         """By name, the codes of the moments that the bucket's optimizer keeps."""
-        return self._codes.get(bucket.layout.key[2:], {})
+        return self._codes.get((bucket.key.optimizer, bucket.key.group), {})
 
     def of(self, bucket: Bucket) -> dict[str, PackedState]:
         """The bucket's moments by name; zeros at first."""

@@ -95,7 +95,7 @@ def fill_rows(
             state[kind] = values.view(row.tensor.shape).to(row.tensor.device)
         owner = _owner_of(optimizers, row)
         if owner is not None:
-            group = owner.optimizer.param_groups[row.slot.bucket.layout.key[3]]
+            group = owner.optimizer.param_groups[row.slot.bucket.key.group]
             owner.optimizer.state[row.tensor] = holder.put(row, _with_step_in_place(state, row, group))
 
 
@@ -107,7 +107,7 @@ def _kinds_for(replica: int, saved: Iterable[str]) -> dict[str, str]:
 
 
 def _owner_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> ShardedOptimizer | None:
-    index = row.slot.bucket.layout.key[2]
+    index = row.slot.bucket.key.optimizer
     return optimizers[index] if index >= 0 else None
 
 

@@ -231,7 +231,7 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
-    index, group = bucket.layout.key[2:]
+    index, group = bucket.key.optimizer, bucket.key.group
     if index < 0:
         values = 0
     else:
