@@ -51,7 +51,7 @@ def trained(case: str, kernels: str) -> dict[str, list[float]]:
         norms.append(engine.clip_grad_norm_(max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    tensors = [row.tensor.detach() for row in engine.state_rows()]
+    tensors = [row.tensor.detach() for row in engine.state.rows()]
     tensors += [value for _, value in sorted(engine.whole_state_dict(wanted=True).items())]
     report = engine.memory_report().kernels
     return {

@@ -63,9 +63,9 @@ def measure(offload: dict, frozen: int = 0) -> dict[str, int]:
     rows = {row.kind: row.bytes for row in report.rows}
     growth = status_bytes("VmHWM") - before
     traffic = report.traffic
-    saved = sum(row.tensor.nbytes for row in engine.state_rows())
+    saved = sum(row.tensor.nbytes for row in engine.state.rows())
     anonymous = status_bytes("RssAnon")
-    rows_held = list(engine.state_rows())
+    rows_held = list(engine.state.rows())
     checksum = sum(row.tensor.sum().item() for row in rows_held)
     return {
         "growth": growth,

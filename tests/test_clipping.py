@@ -158,12 +158,12 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
     for at_once in (False, True):
         model, optimizer, engine = small(SIZES, **WITH_ROWS[setting])
         if at_once:
-            engine._holder.scale_gradients = MethodType(StateHolder.scale_gradients, engine._holder)
+            engine._parts.holder.scale_gradients = MethodType(StateHolder.scale_gradients, engine._parts.holder)
         model().backward()
         seen = [ACTS[act](engine, model, optimizer) or [] for act in acts]
         assert not (at_once and any(clipped(engine)))
         optimizer.step()
-        rows = [torch.as_tensor(row.tensor.detach()) for row in engine.state_rows()]
+        rows = [torch.as_tensor(row.tensor.detach()) for row in engine.state.rows()]
         ends.append([*(tensor for tensors in seen for tensor in tensors if tensor is not None), *rows])
     for later, once in zip(*ends, strict=True):
         assert torch.equal(later, once)

@@ -179,7 +179,7 @@ def test_a_delayed_run_is_another_one_and_its_checkpoint_says_so_to_a_run_withou
     in_time = ZeroEngine(model, [optimizer_of("adamw", model)], 2)
     with pytest.warns(UserWarning, match="gradients of its last step, which were due, are dropped"):
         load_engine(in_time, tmp_path / ZERO_FOLDER)
-    assert {row.kind for row in in_time.state_rows()} == {"exp_avg", "exp_avg_sq"}
+    assert {row.kind for row in in_time.state.rows()} == {"exp_avg", "exp_avg_sq"}
 
 
 def test_an_optimizer_that_cannot_be_stepped_beside_training_is_refused():

@@ -32,7 +32,7 @@ def early(path: object, **more) -> dict:
 
 
 def state_of(engine: ZeroEngine) -> dict[tuple[str, str], torch.Tensor]:
-    return {(row.kind, row.name): row.tensor.clone() for row in engine.state_rows()}
+    return {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:

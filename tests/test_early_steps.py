@@ -75,7 +75,7 @@ def built(offload: dict, make_optimizer, stage: int = 2, model: nn.Module | None
     optimizer = make_optimizer([{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}])
     engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "5KiB", "offload": offload, **more})
     if offload.get("speculate_bytes") == EARLY["speculate_bytes"]:
-        engine._holder.early.trust = Always()
+        engine._parts.holder.early.trust = Always()
     return model, optimizer, engine
 
 
@@ -125,8 +125,8 @@ def course(rank: int, offload: dict, name: str, stage: int, plan: list, **more) 
         optimizer.zero_grad()
     with engine.gathered(model):
         seen += [p.detach().clone() for p in model.parameters()]
-    seen += [row.tensor.clone() for row in engine.state_rows()]
-    seen += [value for scalars in engine.state_scalars().values() for value in scalars.values()]
+    seen += [row.tensor.clone() for row in engine.state.rows()]
+    seen += [value for scalars in engine.state.scalars().values() for value in scalars.values()]
     return seen, engine
 
 
@@ -209,15 +209,15 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
         raise MemoryError("no room for copies")
 
     monkeypatch.setattr(step_copies.Shadow, "step", fail)
-    before = {(row.kind, row.name): row.tensor.clone() for row in engine.state_rows()}
+    before = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
     model(torch.ones(4, WIDTH)).square().sum().backward()
     with pytest.raises(MemoryError, match="no room for copies"):
         optimizer.step()
-    assert all(torch.equal(row.tensor, before[row.kind, row.name]) for row in engine.state_rows())
+    assert all(torch.equal(row.tensor, before[row.kind, row.name]) for row in engine.state.rows())
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf_zero-step")]
     assert threads
     engine.close()
-    assert not any(thread.is_alive() for thread in engine._holder._thread._thread._threads)
+    assert not any(thread.is_alive() for thread in engine._parts.holder._thread._thread._threads)
 
 
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
@@ -244,7 +244,7 @@ def test_buckets_beyond_the_memory_for_copies_wait_for_the_step():
     assert same(*runs)
     early = engine.memory_report().early
     assert 0 < early.buckets < early.all_buckets
-    assert 0 < engine._holder.copy_bytes() <= 20 * 2**10
+    assert 0 < engine._parts.holder.copy_bytes() <= 20 * 2**10
     assert early.kept == early.buckets * 3, "the first step is watched"
     assert early.forgotten == 0
     assert "copies of the state" in engine.memory_report().table()

@@ -257,7 +257,7 @@ def takes_in(rank: int, world_size: int) -> list[str]:
         for stage, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
             model = Tiny().to(dtype)
             engine, optimizer = engine_from(REAL / name, model, stage)
-            rows = list(engine.state_rows())
+            rows = list(engine.state.rows())
             kinds = {*KINDS, "master"} if dtype == torch.bfloat16 else set(KINDS)
             if rows and {row.kind for row in rows} != kinds:
                 different.append(f"{name}: kinds {[row.kind for row in rows]}")
@@ -271,7 +271,7 @@ def takes_in(rank: int, world_size: int) -> list[str]:
                         parameter.detach(), expected[f"master/{parameter_name}"].to(dtype)
                     ):
                         different.append(f"{name}: {parameter_name} as {dtype}")
-            steps = {float(scalars["step"]) for scalars in engine.state_scalars().values()}
+            steps = {float(scalars["step"]) for scalars in engine.state.scalars().values()}
             settings = [(group["lr"], group["betas"], group["weight_decay"]) for group in optimizer.param_groups]
             if steps - {3.0} or settings != [(1e-2, (0.8, 0.99), 0.01), (1e-2, (0.8, 0.99), 0.0)]:
                 different.append(f"{name}: steps {steps}, settings {settings}")

@@ -115,7 +115,7 @@ def test_kernels_train_bf16_parameters_as_torch_does(stage, rounding):
         model, optimizer, engine = prepared(settings)
         steps(model, optimizer, range(2))
         weights = engine.whole_state_dict(wanted=True)
-        for row in engine.state_rows():
+        for row in engine.state.rows():
             if row.kind == "master":
                 part = weights[row.name].reshape(-1)[row.interval.start : row.interval.stop]
                 assert torch.equal(part.cpu(), row.tensor.bfloat16().cpu())
@@ -152,14 +152,14 @@ def test_clip_and_step_by_kernels_do_not_wait_for_the_device(make_optimizer, par
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_refused_a_step_later(clips):
     model, optimizer, engine = prepared({"stage": 2, "param_dtype": "bfloat16"})
     steps(model, optimizer, range(2))
-    before = [(row.kind, row.tensor.clone()) for row in engine.state_rows()]
+    before = [(row.kind, row.tensor.clone()) for row in engine.state.rows()]
     values = [parameter.detach().clone() for parameter in model.parameters()]
     (loss_of(model, 2) * float("inf")).backward()
     if clips:
         engine.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    after = [(row.kind, row.tensor) for row in engine.state_rows()]
+    after = [(row.kind, row.tensor) for row in engine.state.rows()]
     assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(after, before, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), values))
     loss_of(model, 3).backward()
@@ -182,7 +182,7 @@ def test_a_loss_scaler_skips_the_step_of_kernels():
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        assert {state["step"].item() for state in engine.state_scalars().values()} == {4.0}
+        assert {state["step"].item() for state in engine.state.scalars().values()} == {4.0}
     assert found["auto"] == pytest.approx(found["never"], rel=1e-5)
 
 

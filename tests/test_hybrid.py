@@ -318,7 +318,7 @@ def quantised_saves_and_resumes(rank: int, world_size: int, folder: str, stage: 
 def residual_rows(rank: int, world_size: int, folder: str, size: int | None) -> list[tuple[str, int, int, np.ndarray]]:
     groups = {} if size is None else hybrid(size)
     _, _, engine = resume(setting(2, {"gradients": "int4", **groups}), Path(folder))
-    return [(row.name, *row.interval, row.tensor.double().numpy()) for row in engine.residual_rows()]
+    return [(row.name, *row.interval, row.tensor.double().numpy()) for row in engine.state.residual_rows()]
 
 
 def summed(by_rank: list) -> dict[str, np.ndarray]:

@@ -121,7 +121,7 @@ def test_lions_of_the_package_are_stepped_by_the_kernel():
         model, optimizer, engine = small(make_optimizer=make_optimizer)
         small_steps(model, optimizer, 2)
         assert engine.memory_report().kernels.buckets == taken
-        assert {row.kind for row in engine.state_rows()} == {"exp_avg"}
+        assert {row.kind for row in engine.state.rows()} == {"exp_avg"}
         assert [set(state) for state in optimizer.state.values()] == [{"exp_avg"}] * len(optimizer.state)
 
 
@@ -153,7 +153,7 @@ def of_all_layouts(rank: int, world_size: int) -> list[float]:
         runs.append(steps(model, optimizer, [0] * 4))
         assert engine.memory_report().kernels.hindrances == ()
         weights = {name: value.clone() for name, value in engine.whole_state_dict(wanted=True).items()}
-        masters = [row for row in engine.state_rows() if row.kind == MASTER]
+        masters = [row for row in engine.state.rows() if row.kind == MASTER]
         assert masters
         for row in masters:
             part = weights[row.name].reshape(-1)[row.interval.start : row.interval.stop]
@@ -186,8 +186,8 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
             root = f"{folder}/{writes}"
             save_engine(engine, root)
             weights = {name: value.clone() for name, value in model.state_dict().items()}
-            kinds = {row.kind: row.tensor.dtype for row in engine.state_rows()}
-            scalars = {str(sorted(state.items())) for state in engine.state_scalars().values()}
+            kinds = {row.kind: row.tensor.dtype for row in engine.state.rows()}
+            scalars = {str(sorted(state.items())) for state in engine.state.scalars().values()}
             expected = steps(model, optimizer, range(2, 5))
             ends.append((kinds, scalars, expected))
             for reads, stage in (("never", 1), ("always", 3), ("always", 2)):
@@ -298,7 +298,7 @@ def test_found_inf_keeps_weights_and_state_as_they_are():
     for more in ({}, {"param_dtype": "bfloat16"}, {"param_dtype": "bfloat16", "rounding": "stochastic"}):
         model, optimizer, engine = small(**more)
         for found_inf, moves in ((0.0, True), (1.0, False), (0.0, True)):
-            before = [(row.kind, row.name, row.tensor.clone()) for row in engine.state_rows()]
+            before = [(row.kind, row.name, row.tensor.clone()) for row in engine.state.rows()]
             values = [part.detach().clone() for part in model.parts]
             model().backward()
             engine.clip_grad_norm_(1.0)
@@ -308,7 +308,7 @@ def test_found_inf_keeps_weights_and_state_as_they_are():
             optimizer.step()
             optimizer.zero_grad()
             assert any(not torch.equal(a, b) for a, b in zip(model.parts, values)) is moves
-            after = [(row.kind, row.name, row.tensor) for row in engine.state_rows()]
+            after = [(row.kind, row.name, row.tensor) for row in engine.state.rows()]
             if not moves:
                 assert all(a[:2] == b[:2] and torch.equal(a[2], b[2]) for a, b in zip(after, before, strict=True))
 
@@ -341,7 +341,7 @@ def test_a_loss_scaler_skips_the_step():
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-        counts = {state["step"].item() for state in engine.state_scalars().values()}
+        counts = {state["step"].item() for state in engine.state.scalars().values()}
         found[kernels] = losses, counts, scaler.get_scale()
     assert found["always"][0] == pytest.approx(found["never"][0], rel=1e-6)
     assert found["always"][1:] == found["never"][1:] == ({5.0}, 2.0**9)

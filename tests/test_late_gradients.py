@@ -192,7 +192,7 @@ def past_an_unused_layer(rank: int, world_size: int, kind: type[nn.Module]) -> t
         model(inputs[rank]).backward()
         reduced = sum(row.calls for row in engine.comm_report().rows if "reduce-scatter" in row.kind) - before
         if step < 3:
-            most = max(most, engine._store.held_bytes()["gradient buffers"])
+            most = max(most, engine._step.store.held_bytes()["gradient buffers"])
         for each in inputs:
             (plain(each) / world_size).backward()
         for optimizer in sgd:

@@ -84,7 +84,7 @@ def test_adamws_moments_take_two_bytes_an_element(place):
     numel = sum(parameter.numel() for parameter in model.parameters())
     rows = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
     reported = sum(row.bytes for row in rows)
-    there = bytes_there({"packed": engine._holder.packed._states, "register": dict(optimizer.state)}, set())
+    there = bytes_there({"packed": engine._parts.holder.packed._states, "register": dict(optimizer.state)}, set())
     stand_in = 4
     assert there - stand_in == reported <= 2.1 * numel
     assert plan == pytest.approx(reported, rel=0.03)
@@ -307,7 +307,7 @@ def test_a_save_makes_float32_of_a_part_at_a_time_and_of_what_was_there_at_the_s
     monkeypatch.setattr("hf_zero.checkpoint.format.pieces._CHUNK_BYTES", 10_000)
     model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2})
     steps(model, optimizer, range(2))
-    rows = list(engine.state_rows())
+    rows = list(engine.state.rows())
     expected = {f"{row.kind}/{row.name}": row.tensor.detach().clone() for row in rows}
     path, other = tmp_path / "live.safetensors", tmp_path / "at-once.safetensors"
     for file in (path, other):

@@ -77,7 +77,7 @@ def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def state_of_engine(engine: ZeroEngine) -> dict[tuple[str, str], torch.Tensor]:
-    return {(row.kind, row.name): row.tensor.clone() for row in engine.state_rows()}
+    return {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -331,7 +331,7 @@ def test_a_disk_that_fails_in_mid_step_ends_the_run_with_a_reason(tmp_path):
     with pytest.raises(OffloadError, match="an earlier step of this run failed"):
         one_step(model, optimizer)
     with pytest.raises(OffloadError, match="an earlier step of this run failed"):
-        list(engine.state_rows())
+        list(engine.state.rows())
 
 
 def with_a_disk_that_fails_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
@@ -369,7 +369,7 @@ def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
     path = max(engine.tier.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
     os.truncate(path, ALIGNMENT)
     with pytest.raises(OffloadError, match="shorter than it was"):
-        list(engine.state_rows())
+        list(engine.state.rows())
     with pytest.raises(OffloadError, match=rf"{path}: .* could be read \(the file is shorter than it was\)"):
         one_step(model, optimizer)
 

@@ -151,7 +151,7 @@ def test_rows_are_masters_in_memory_of_their_own(stage):
     assert rows["fp32 master"].where == rows["optimizer state"].where == "host memory"
     assert rows["fp32 master"].bytes == sum(bucket.own.nbytes for bucket in engine.buckets)
     assert state_plan(engine).total == pytest.approx(engine.memory_report().total_bytes, rel=0.2)
-    assert {row.kind for row in engine.state_rows()} == {"exp_avg", "exp_avg_sq"}
+    assert {row.kind for row in engine.state.rows()} == {"exp_avg", "exp_avg_sq"}
 
 
 def test_the_plan_says_what_is_held_where(capsys):

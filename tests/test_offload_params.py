@@ -176,9 +176,9 @@ def what_a_script_sees(rank: int, settings: dict, folder: Path) -> dict[str, obj
     model.save_pretrained(folder)
     seen["saved"] = type(model).from_pretrained(folder).state_dict() if rank == 0 else {}
     seen["weights"] = {
-        (id_of(model, own.parameter), own.interval.start): own.values.clone() for own in engine.own_weights()
+        (id_of(model, own.parameter), own.interval.start): own.values.clone() for own in engine.state.own_weights()
     }
-    seen["rows"] = {(row.kind, row.name): row.tensor.clone() for row in engine.state_rows()}
+    seen["rows"] = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
     seen["gradient state"] = engine.full_state(model.transformer.wte.weight)["exp_avg"]
     torch.manual_seed(3)
     engine.resize_embeddings(VOCABULARY + 16)
@@ -355,7 +355,7 @@ def test_a_file_that_was_cut_ends_the_run_with_its_path(tmp_path):
     model, optimizer, engine = built(moved("nvme", "none", tmp_path))
     step(model, optimizer)
     # A look has what is being written behind the step on the disk.
-    assert all(own.values.isfinite().all() for own in engine.own_weights())
+    assert all(own.values.isfinite().all() for own in engine.state.own_weights())
     path = max(engine.parameter_tier.files.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
     os.truncate(path, 0)
     with pytest.raises(OffloadError, match=rf"{path}: 0 of \d+ bytes .* could be read"):

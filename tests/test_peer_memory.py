@@ -122,7 +122,7 @@ def sent_by_steps(rank: int, world_size: int) -> None:
     [gathers] = [row for row in engine.comm_report().rows if row.kind == "all-gather parameters"]
     assert gathers.bytes_sent > gradients and gathers.bytes_between == 0 and gathers.gb_per_second > 0
     dist.barrier()
-    connections = list(engine._wire.peers._neighbours._sockets.values())
+    connections = list(engine._parts.wire.peers._neighbours._sockets.values())
     engine.close()
     del model, optimizer, engine
     gc.collect()

@@ -211,7 +211,8 @@ def looks_and_edits(rank: int, world_size: int) -> None:
     for stage, dtype in itertools.product((1, 2, 3), (torch.float32, torch.bfloat16)):
         model, _, engine, _ = start(setting(stage, BOTH), dtype=dtype)
         masters = {
-            row.slot.name: (row.layout.in_parameter, row.of(row.slot.bucket.master)) for row in engine._row_of.values()
+            row.slot.name: (row.layout.in_parameter, row.of(row.slot.bucket.master))
+            for row in engine._parts.row_of.values()
         }
         # At stage 3 nothing shows values outside of a gather.
         shown = values_of(model) if stage < 3 else {}
@@ -224,7 +225,7 @@ def looks_and_edits(rank: int, world_size: int) -> None:
             )
         saved = engine.whole_state_dict(wanted=True)
         assert all(torch.equal(saved[name], exact[name]) for name in exact)
-        for own in engine.own_weights():
+        for own in engine.state.own_weights():
             name = next(n for n, p in model.named_parameters() if p is own.parameter)
             assert torch.equal(exact[name].reshape(-1)[own.interval.start : own.interval.stop], own.values)
         if stage < 3:
@@ -303,12 +304,12 @@ def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
         # Others read it too, at another stage and without blocks.
         model, optimizer, engine = resume(setting(3 if stage == 1 else 1, {}), folder)
         assert go_on(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-3)
-        assert engine.memory_report().total_bytes > 0 and not list(engine.residual_rows())
+        assert engine.memory_report().total_bytes > 0 and not list(engine.state.residual_rows())
 
 
 def residuals_of(rank: int, world_size: int, folder: str) -> dict[str, np.ndarray]:
     _, _, engine = resume(setting(2, {"gradients": "int4"}), Path(folder))
-    return {row.name: row.tensor.double().numpy() for row in engine.residual_rows()}
+    return {row.name: row.tensor.double().numpy() for row in engine.state.residual_rows()}
 
 
 def test_residuals_are_saved_and_their_sum_goes_on_at_any_world_size(tmp_path):

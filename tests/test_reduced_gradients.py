@@ -48,7 +48,7 @@ def state_after(stage: int, *, accumulation: int = 1, clips: bool = True, looks:
 
 
 def state_of(engine: ZeroEngine) -> list[torch.Tensor]:
-    return [torch.as_tensor(row.tensor.detach()) for row in engine.state_rows()]
+    return [torch.as_tensor(row.tensor.detach()) for row in engine.state.rows()]
 
 
 WIDE = {"reduce_dtype": "float32", "bucket_bytes": "40KiB"}
@@ -122,13 +122,13 @@ def test_one_gpu_neither_multiplies_gradients_nor_casts_them():
     model, _, engine = built(2)
     operations = Operations()
     for name in ("put", "start", "finish", "finish_all"):
-        method = getattr(engine._store, name)
+        method = getattr(engine._step.store, name)
 
         def noted(*args, _method=method):
             with operations:
                 return _method(*args)
 
-        setattr(engine._store, name, noted)
+        setattr(engine._step.store, name, noted)
     backward(model, 0)
     large = [slot for bucket in engine.buckets for slot in bucket.slots if not slot.is_small]
     assert operations.names.count("copy_") == len(large)

@@ -61,8 +61,8 @@ def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngi
 def goes_on(rank: int, world_size: int, folder: str) -> None:
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2, "bucket_bytes": "20KiB"})
     steps(model, optimizer, range(3))
-    assert {row.kind for row in engine.state_rows()} == {"exp_avg", "exp_avg_sq"}
-    assert all(state[STEP] == 3 for state in engine.state_scalars().values())
+    assert {row.kind for row in engine.state.rows()} == {"exp_avg", "exp_avg_sq"}
+    assert all(state[STEP] == 3 for state in engine.state.scalars().values())
     save_engine(engine, folder)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     expected = steps(model, optimizer, range(3, 6))
@@ -79,7 +79,7 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
     save_engine(engine, folder)
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2})
     load_engine(engine, f"{folder}/zero")
-    assert all(state[STEP] == 3 for state in engine.state_scalars().values())
+    assert all(state[STEP] == 3 for state in engine.state.scalars().values())
 
 
 def edits_at_stage_3(rank: int, world_size: int) -> None:

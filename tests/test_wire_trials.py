@@ -152,12 +152,12 @@ def decides(world_size: int) -> None:
             assert str(each) in engine.comm_report().table()
         assert engine.transport.exchange((comm, trials)) == [(comm, trials)] * world_size
         if link is SlowLink:
-            assert comm.gradients == comm.weights == "int8" and engine._wire.weight_format is not None
+            assert comm.gradients == comm.weights == "int8" and engine._parts.wire.weight_format is not None
             # 20 KiB in shards of whole blocks.
             nbytes = 20 * 1024 // world_size
             assert trials[0].bytes_sent == nbytes if dtype == torch.float32 else trials[0].bytes_sent >= nbytes
         if link is FreeLink:
-            assert comm.gradients == comm.weights == "none" and engine._wire.weight_format is None
+            assert comm.gradients == comm.weights == "none" and engine._parts.wire.weight_format is None
 
 
 def test_slow_links_get_blocks_and_fast_ones_do_not():
@@ -223,7 +223,7 @@ def resumes_over_another_link(rank: int, world_size: int, root: str) -> None:
         model, optimizer, engine = resume(decided[after], folder)
         went_on = go_on(model, optimizer, range(3, 6))
         assert went_on == pytest.approx(expected, rel=3e-3)
-        assert bool(list(engine.residual_rows())) == (after is SlowLink)
+        assert bool(list(engine.state.residual_rows())) == (after is SlowLink)
     # What a trial chooses trains as if it had been said.
     over(SlowLink)
     model, optimizer, engine = resume(setting(3, AUTO_BOTH), folder)

@@ -193,7 +193,7 @@ class ZeroAcceleratorMixin:
 
     def _build_engines(self) -> None:
         """An engine for each prepared model whose optimizers are prepared and not yet in one."""
-        bound = {id(o) for engine in self.zero_engines for o, _ in engine.named_groups()}
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
         waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
         for prepared in self._models:
             model = self.unwrap_model(prepared, keep_torch_compile=False)
@@ -373,7 +373,7 @@ class ZeroAcceleratorMixin:
     def _engines_optimizers_aside(self):
         """accelerate pickles whole optimizers on rank 0; the engines' own are saved and loaded as rows."""
         held = self._optimizers
-        bound = {id(o) for engine in self.zero_engines for o, _ in engine.named_groups()}
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
         self._optimizers = [o for o in held if id(_bare(o)) not in bound]
         try:
             yield

@@ -123,7 +123,7 @@ def measure(
         engine = ZeroEngine(model, [optimizer], settings)
         live, sizes = LiveBytes(), defaultdict(list)
         for name in _STORE_METHODS:
-            setattr(engine._store, name, live.over(getattr(engine._store, name)))
+            setattr(engine._step.store, name, live.over(getattr(engine._step.store, name)))
         _note_sizes(engine, sizes)
         lasting_bytes = 0
         for _ in range(2):

@@ -87,8 +87,8 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     nothing = _Nothing()
     patches = [
-        patch("hf_zero.engine.engine.check_parameters"),
-        patch("hf_zero.engine.engine.start_buffers"),
+        patch("hf_zero.engine.build.assemble.check_parameters"),
+        patch("hf_zero.engine.build.assemble.start_buffers"),
         # A view without memory is its own alias.
         patch("hf_zero.engine.buckets.memory.alias", lambda view: view.detach()),
         patch("hf_zero.comm.collectives.reduce_scatter_flat", nothing.start),

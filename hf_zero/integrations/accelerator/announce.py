@@ -82,7 +82,7 @@ def _frozen_bytes(engine: ZeroEngine, without: Container[nn.Parameter] = ()) -> 
 
 def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tuple[str, str, str]]:
     """What each kind of state takes here, and what it takes under DDP."""
-    optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.named_groups()) or "none"
+    optimizers = " + ".join(type(optimizer).__name__ for optimizer, _ in engine.state.groups()) or "none"
     in_blocks = ", 8-bit moments" if engine.config.quantises_moments else ""
     passing = f"at most {in_units(plan.gradient_buffers)}, in passing" if plan.gradient_buffers else "none"
     told_later, known = "told after the first step", "" if plan.optimizer is not None else "at least "
@@ -235,7 +235,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
     if index < 0:
         values = 0
     else:
-        optimizer = engine.named_groups()[index][0]
+        optimizer = engine.state.groups()[index][0]
         values = state_values(type(optimizer).__name__, optimizer.param_groups[group])
     precision = bucket.precision
     return BucketCost(

@@ -16,6 +16,7 @@ from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.verify import checkpoint_faults
 from ...checkpoint.writer import Row, plan_rows, write_pieces
 from ...engine.engine import ZeroEngine
+from ...engine.engine_state import SavedState
 from ...layout.intervals import Interval
 from .progress import progress_bar
 
@@ -41,11 +42,9 @@ def plan_state(
         weights: this rank's rows of the model itself.
     """
     groups = engine.groups
-    rows = list(engine.state_rows()) if with_state and _writes_state(engine) else []
-    # Each rank has residuals of its own, of a replicate group too.
-    rows += engine.residual_rows() if with_state else []
+    saved = engine.state.to_save() if with_state else SavedState()
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for row in rows:
+    for row in saved.rows:
         if row.own_shape is not None:
             own_shapes.setdefault(row.name, {})[row.kind] = row.own_shape
     return plan_rows(
@@ -53,9 +52,9 @@ def plan_state(
         rank=groups.rank,
         world_size=groups.world_size,
         stage=engine.config.stage,
-        rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in rows)],
-        shapes=engine.parameter_shapes(),
-        scalars=engine.state_scalars() if with_state and _has_first_copy(engine) else {},
+        rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
+        shapes=engine.state.shapes(),
+        scalars=saved.scalars,
         optimizers=[
             {
                 "class": type(optimizer).__name__,
@@ -64,20 +63,11 @@ def plan_state(
                     for group, names in zip(optimizer.param_groups, group_names)
                 ],
             }
-            for optimizer, group_names in (engine.named_groups() if with_state else ())
+            for optimizer, group_names in saved.groups
         ],
         exchange=engine.transport.exchange,
         own_shapes=own_shapes,
     )
-
-
-def _writes_state(engine: ZeroEngine) -> bool:
-    """Ranks of a replicate group hold the same rows, of which the first writes, unless each has optimizer state of its own."""
-    return _has_first_copy(engine) or engine.groups.outer is not None
-
-
-def _has_first_copy(engine: ZeroEngine) -> bool:
-    return engine.groups.rank == engine.groups.shard_rank
 
 
 def seal_state(
@@ -103,8 +93,7 @@ def seal_state(
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
     """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.model.parameters())
-    rows = [engine.residual_rows(), engine.state_rows() if _writes_state(engine) else ()]
-    states = engine.transport.exchange(sum(row.tensor.nbytes for each in rows for row in each))
+    states = engine.transport.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
     return weights + sum(states[rank] for rank in disk.ranks)
 
 
@@ -138,8 +127,8 @@ def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
 
 def _load_own(engine: ZeroEngine, folder: Path) -> None:
     with CheckpointReader(folder) as reader:
-        reader.check_names(engine.parameter_shapes())
-        for (optimizer, names), saved in zip(engine.named_groups(), _saved_optimizers(engine, reader, folder)):
+        reader.check_names(engine.state.shapes())
+        for (optimizer, names), saved in zip(engine.state.groups(), _saved_optimizers(engine, reader, folder)):
             if not same_groups(saved["groups"], names):
                 raise CheckpointError(
                     f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
@@ -154,13 +143,13 @@ def _load_own(engine: ZeroEngine, folder: Path) -> None:
                 show(values.nbytes)
                 return values
 
-            engine.fill_state(read, reader.kinds_of, reader.scalars_of)
+            engine.state.fill(read, reader.kinds_of, reader.scalars_of)
 
 
 def _saved_optimizers(engine: ZeroEngine, reader: CheckpointReader, folder: Path) -> tuple[dict[str, Any], ...]:
     saved = reader.manifest.optimizers
     there = [optimizer["class"] for optimizer in saved]
-    here = [type(optimizer).__name__ for optimizer, _ in engine.named_groups()]
+    here = [type(optimizer).__name__ for optimizer, _ in engine.state.groups()]
     if there != here:
         raise CheckpointError(
             f"hf_zero: {folder} was made with the optimizer {', '.join(there) or 'none'}, and this run has "

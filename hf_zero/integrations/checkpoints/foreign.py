@@ -48,8 +48,8 @@ def load_foreign(engine: ZeroEngine, folder: Path) -> str:
 
 def _load_own(engine: ZeroEngine, folder: Path) -> str:
     foreign = open_foreign(folder)
-    foreign.check_names(engine.parameter_shapes())
-    optimizers = engine.named_groups()
+    foreign.check_names(engine.state.shapes())
+    optimizers = engine.state.groups()
     if len(optimizers) != 1:
         raise CheckpointError(
             f"hf_zero: {folder} is of one optimizer, and this run has {len(optimizers)}. Resume with one optimizer."
@@ -66,7 +66,7 @@ def _load_own(engine: ZeroEngine, folder: Path) -> str:
         _refuse_other_optimizer(type(optimizer).__name__, group, saved.settings, folder)
         known = {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}
         restore_settings(group, known)
-    engine.fill_state(foreign.read, foreign.kinds_of, foreign.scalars_of)
+    engine.state.fill(foreign.read, foreign.kinds_of, foreign.scalars_of)
     return foreign.origin
 
 

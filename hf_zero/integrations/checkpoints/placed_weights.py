@@ -239,13 +239,13 @@ def _own_values(
     name_of: dict[int, str] = {}
     for name, tensor in tensors.items():
         name_of.setdefault(id(tensor), name)
-    for own in engine.own_weights():
+    for own in engine.state.own_weights():
         name = name_of[id(own.parameter)]
         if name in places:
             yield name, own.interval, own.values
     if engine.groups.rank == 0:
         # Buffers, and below stage 3 frozen parameters, are the same on every rank.
-        sharded = {id(p) for p in engine.parameters_in_buckets()}
+        sharded = {id(p) for p in engine.state.bucketed_parameters()}
         for name in places:
             if id(tensors[name]) not in sharded:
                 yield name, Interval(0, tensors[name].numel()), tensors[name].detach().reshape(-1)

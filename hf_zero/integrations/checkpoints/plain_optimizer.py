@@ -30,7 +30,7 @@ def load_plain_optimizer(engine: ZeroEngine, file: Path) -> None:
 
 def _load_own(engine: ZeroEngine, file: Path) -> None:
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    [(optimizer, group_names)] = engine.named_groups()
+    [(optimizer, group_names)] = engine.state.groups()
     indices = [list(group["params"]) for group in saved["param_groups"]]
     if [len(group) for group in indices] != [len(names) for names in group_names]:
         raise CheckpointError(
@@ -41,7 +41,7 @@ def _load_own(engine: ZeroEngine, file: Path) -> None:
     for names, numbers in zip(group_names, indices):
         for name, number in zip(names, numbers):
             state[name] = saved["state"].get(number, {})
-    shapes = engine.parameter_shapes()
+    shapes = engine.state.shapes()
     elementwise = {
         name: [k for k, v in values.items() if torch.is_tensor(v) and v.dim() > 0 and tuple(v.shape) == shapes[name]]
         for name, values in state.items()
@@ -63,7 +63,7 @@ def _load_own(engine: ZeroEngine, file: Path) -> None:
 
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"]):
         restore_settings(group, {key: value for key, value in saved_group.items() if key != "params"})
-    engine.fill_state(read, lambda name: elementwise[name], scalars_of)
+    engine.state.fill(read, lambda name: elementwise[name], scalars_of)
 
 
 def _own(value: Any) -> Any:

@@ -31,12 +31,14 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
         CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
     """
     tensors = saved_tensors_of(engine.model)
-    bucketed = {id(parameter) for parameter in engine.parameters_in_buckets()}
+    bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
 
     def load_own() -> list[str]:
         with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
             name_of = _names(reader.manifest, tensors, checkpoint)
-            engine.load_weights(lambda parameter, interval: reader.read(WEIGHTS, name_of[id(parameter)], interval))
+            engine.state.load_weights(
+                lambda parameter, interval: reader.read(WEIGHTS, name_of[id(parameter)], interval)
+            )
             others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
             for name in others if engine.groups.rank == 0 else ():
                 values = reader.read(WEIGHTS, name, Interval(0, tensors[name].numel()))
@@ -44,7 +46,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
             return others
 
     others = together(engine.transport.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
-    engine.share_weights()
+    engine.state.share_weights()
     for name in others:
         engine.transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))
 

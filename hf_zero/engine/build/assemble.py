@@ -1,0 +1,196 @@
+"""From a model, its optimizers and the settings to the parts of an engine."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...comm.choose import choose_step_transport, choose_transport
+from ...comm.groups.groups import Groups
+from ...comm.transport import Transport
+from ...comm.trial import Trial
+from ...config import ZeroConfig
+from ...device import with_index
+from ...offload.activations import Activations
+from ...offload.choose import choose_activations, choose_tiers
+from ...offload.parameter_shards import ParameterTier
+from ...offload.tier import Tier
+from ..buckets.bucket import Bucket, ParameterSlot, Row
+from ..buckets.memory import GatheredMemory, WholeMemory
+from ..gradients.nonfinite import NonFiniteCheck
+from ..gradients.norm import GradientNorm, choose_norm
+from ..state.full_tensors import Look
+from ..state.holder import StateHolder
+from ..travel.buffers import ModelBuffers, start_buffers
+from ..travel.in_flight import ParameterGather
+from ..travel.outer import OuterSteps, choose_outer
+from ..travel.wire import Wire, choose_wire
+from ..units.exact_weights import ExactWeights
+from ..units.parameter_places import Homes
+from ..units.sharded_model import ShardedModel
+from .agreement import describe, refuse_disagreement
+from .auto_settings import settle_auto
+from .bucketing import build_parts, check_parameters, owners
+from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The ranks of a run, and what they have agreed on before anything is moved.
+
+    Attributes:
+        config: with a value for each `auto` that is tried before training.
+        trials: by which those values were found.
+        transport: between the ranks that share one copy of the state.
+        peers: the ranks that take a step together.
+        step_transport: between those.
+        device: that the model is trained on, with its index.
+    """
+
+    config: ZeroConfig
+    trials: tuple[Trial, ...]
+    groups: Groups
+    transport: Transport
+    peers: Groups
+    step_transport: Transport
+    device: torch.device
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether each rank holds whole rows, as under DDP."""
+        return self.groups.shard_size == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What an engine is made of.
+
+    Attributes:
+        all_buckets: of trained and of frozen parameters, in the order of their numbers.
+        buckets: those of trained parameters.
+        slot_of: every trained parameter's place in its bucket.
+        row_of: this rank's part of a trained parameter, for those that it has any of.
+        whole: the trained buckets whose parameters are whole on every rank.
+    """
+
+    meeting: Meeting
+    tier: Tier
+    parameter_tier: ParameterTier
+    nonfinite: NonFiniteCheck
+    holder: StateHolder
+    wire: Wire
+    all_buckets: list[Bucket]
+    buckets: list[Bucket]
+    slot_of: dict[nn.Parameter, ParameterSlot]
+    row_of: dict[nn.Parameter, Row]
+    whole: list[Bucket]
+    sharded: ShardedModel
+    outer: OuterSteps
+    model_buffers: ModelBuffers
+    parameter_gather: ParameterGather
+    exact: ExactWeights
+    full_tensors: Look
+    homes: Homes
+    activations: Activations
+    norm: GradientNorm
+
+
+def assemble(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    device: torch.device | None,
+) -> Parts:
+    """Moves a model into buckets and makes what trains it. Collective.
+
+    Args:
+        device: see `ZeroEngine`.
+
+    Raises:
+        ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
+    """
+    check_parameters(model, config)
+    owner = owners(model, optimizers)
+    meeting = _meet(model, optimizers, config, device)
+    config, groups, transport, device = meeting.config, meeting.groups, meeting.transport, meeting.device
+    tier, parameter_tier = together(transport, lambda: choose_tiers(config.offload, device))
+    needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, groups)
+    refuse_unless_it_fits(config, needed, transport)
+    nonfinite = NonFiniteCheck(config, meeting.step_transport, replicated=meeting.is_replicated)
+    holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
+    wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
+    of_parts = build_parts(
+        model,
+        owner,
+        optimizers,
+        config,
+        groups,
+        wire,
+        transport,
+        device=device,
+        tier=tier,
+        parameter_tier=parameter_tier,
+        settle=holder.settle,
+    )
+    sharded = ShardedModel(
+        model,
+        {name: found for name, found in of_parts.items() if isinstance(found[0].memory, GatheredMemory)},
+        transport,
+        wire,
+        holder,
+        config,
+        device=device,
+        reshard_after_forward=reshards_after_forward(config, model, device, transport),
+    )
+    all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
+    buckets = [bucket for bucket in all_buckets if bucket.trained]
+    row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
+    whole = [bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory)]
+    is_shared = config.broadcast_buffers and meeting.peers.world_size > 1
+    return Parts(
+        meeting=meeting,
+        tier=tier,
+        parameter_tier=parameter_tier,
+        nonfinite=nonfinite,
+        holder=holder,
+        wire=wire,
+        all_buckets=all_buckets,
+        buckets=buckets,
+        slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
+        row_of=row_of,
+        whole=whole,
+        sharded=sharded,
+        outer=choose_outer(transport, groups.outer, config.comm, buckets),
+        model_buffers=ModelBuffers(model, meeting.step_transport, device, wanted=is_shared),
+        parameter_gather=ParameterGather(model, whole, wire.gather),
+        exact=ExactWeights(whole, wire.exact, holder, transport, config.comm.meeting_timeout_s),
+        full_tensors=Look(row_of, meeting.step_transport, holder, config.comm, replicated=meeting.is_replicated),
+        homes=Homes(model, all_buckets),
+        activations=choose_activations(config.offload, device),
+        norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
+    )
+
+
+def _meet(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    device: torch.device | None,
+) -> Meeting:
+    placed = with_index(device or next(model.parameters()).device)
+    groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm)
+    transport = choose_transport(groups, placed, config.comm.timeout_s)
+    step_transport = choose_step_transport(transport, groups, placed, config.comm.timeout_s)
+    refuse_disagreement(describe(model, optimizers, config), transport)
+    config, trials = settle_auto(config, model, groups, transport, placed)
+    start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
+    return Meeting(
+        config=config,
+        trials=trials,
+        groups=groups,
+        transport=transport,
+        peers=groups.of_a_step(),
+        step_transport=step_transport,
+        device=placed,
+    )

@@ -1,0 +1,136 @@
+"""What a checkpoint keeps of a model in training, this rank's part of it: masters, optimizer state, weights."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layout.intervals import Interval
+from .buckets.bucket import Bucket
+from .buckets.rows import KindsOf, Read, StateRow
+from .build.assemble import Parts
+from .state.optimizer import ShardedOptimizer
+from .state.row_writes import RowWrites
+from .state.state_rows import fill_rows, state_rows, state_scalars
+from .units.weights import OwnWeights, load_weights, own_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """What this rank writes of masters and optimizer state; nothing, unless it is filled.
+
+    Attributes:
+        scalars: parameter name → state that is one value for the whole parameter (`step`).
+        groups: each optimizer with the names of the trained parameters in each of its groups.
+    """
+
+    rows: list[StateRow] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[tuple[torch.optim.Optimizer, list[list[str]]]] = field(default_factory=list)
+
+
+class EngineState:
+    """`ZeroEngine.state`: reads and replaces what a checkpoint keeps of this rank.
+
+    Args:
+        share: sends this rank's part of some buckets' parameters to the ranks that hold them whole.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        optimizers: Sequence[ShardedOptimizer],
+        row_writes: RowWrites,
+        share: Callable[[Iterable[Bucket]], None],
+    ):
+        self._parts = parts
+        self._optimizers = optimizers
+        self._row_writes = row_writes
+        self._share = share
+
+    @property
+    def _has_first_copy(self) -> bool:
+        groups = self._parts.meeting.groups
+        return groups.rank == groups.shard_rank
+
+    # ---- masters and optimizer state ----
+
+    def rows(self) -> Iterator[StateRow]:
+        """This rank's masters and optimizer state, row by row."""
+        parts = self._parts
+        yield from state_rows(self._optimizers, list(parts.row_of.values()), parts.holder, parts.outer.replica)
+        yield from parts.outer.rows()
+
+    def residual_rows(self) -> Iterator[StateRow]:
+        """What this rank has not sent of its gradients (error feedback), copied; rows of whole parameters."""
+        return self._parts.wire.reduction.rows()
+
+    def rows_to_save(self) -> Iterator[StateRow]:
+        """Rows that no other rank writes.
+
+        Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
+        own. Residuals are every rank's own.
+        """
+        if self._has_first_copy or self._parts.meeting.groups.outer is not None:
+            yield from self.rows()
+        yield from self.residual_rows()
+
+    def to_save(self) -> SavedState:
+        """Everything that this rank writes to a checkpoint, but for the model's weights."""
+        scalars = self.scalars() if self._has_first_copy else {}
+        return SavedState(rows=list(self.rows_to_save()), scalars=scalars, groups=self.groups())
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state of this rank's rows that is one value for a whole parameter (`step`), by parameter name."""
+        return state_scalars(self._optimizers, list(self._parts.row_of.values()), self._parts.holder)
+
+    def fill(self, read: Read, kinds_of: KindsOf, scalars_of: Callable[[str], dict[str, Any]]) -> None:
+        """Replaces masters, optimizer state and residuals, after parameters are loaded; arguments: see `fill_rows`."""
+        parts = self._parts
+        self.follow_edits()
+        parts.wire.reduction.fill(parts.buckets, read, kinds_of)
+        rows, replica = list(parts.row_of.values()), parts.outer.replica
+        fill_rows(self._optimizers, rows, read, kinds_of, scalars_of, parts.holder, replica)
+        parts.outer.fill(read, kinds_of)
+        self._row_writes.follow(parts.buckets)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every trained parameter, on whichever rank it lies."""
+        return {slot.name: tuple(slot.parameter.shape) for slot in self._parts.slot_of.values()}
+
+    def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
+        """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
+        slot_of = self._parts.slot_of
+        return [(sharded.optimizer, sharded.group_names(slot_of)) for sharded in self._optimizers]
+
+    # ---- weights ----
+
+    def bucketed_parameters(self) -> list[nn.Parameter]:
+        """All that `own_weights` hands out parts of, on some rank."""
+        return [slot.parameter for bucket in self._parts.all_buckets for slot in bucket.slots]
+
+    def own_weights(self) -> Iterator[OwnWeights]:
+        """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
+        return own_weights(self._parts.all_buckets, self._parts.meeting.groups, self._parts.holder)
+
+    def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+        """Replaces this rank's part of the model; `read` gives runs of parameters. `share_weights` has to follow."""
+        self._parts.parameter_gather.finish_all()
+        load_weights(self._parts.all_buckets, self._parts.holder, read)
+
+    def share_weights(self) -> None:
+        """Sends the loaded parts to ranks that hold parameters whole. Collective."""
+        parts = self._parts
+        parts.outer.start_from_masters()
+        self._share(parts.buckets)
+        self._row_writes.follow(parts.buckets)
+        parts.parameter_gather.finish_all()
+
+    def follow_edits(self) -> None:
+        """Takes values that a script wrote into parameters into their masters."""
+        for bucket in self._parts.buckets:
+            with self._parts.holder.at_hand(bucket):
+                bucket.follow_edits()
+        self._parts.exact.put_back()

@@ -1,0 +1,188 @@
+"""What an engine does around a forward, a backward and `optimizer.step()`."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import nn
+
+from ..device import Arrival
+from .buckets.bucket import Bucket, rows_with_gradient
+from .buckets.memory import WholeMemory
+from .build.assemble import Parts
+from .gradients.backward_pass import Gradients
+from .gradients.choose_store import choose_store
+from .gradients.store import GradientStore, Landing
+from .hooks import WeakHook
+from .state.optimizer import ShardedOptimizer, identity_of
+from .state.row_writes import RowWrites
+from .travel.in_flight import caches_parameters, is_compiled
+
+
+class TrainingStep:
+    """Hooks on a model and its optimizers, in the order of a step: forward, backward, clip, step, parameters back.
+
+    Attributes:
+        optimizers: the user's, each over this rank's rows.
+        row_writes: sees what a script writes to those rows between steps.
+        store: where gradients lie between backward and the step.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
+        self._model = model
+        self._parts = parts
+        self._config = parts.meeting.config
+        self._no_sync_depth = 0
+        step_transport = parts.meeting.step_transport
+        self.store = self._make_store()
+        self._gradients = Gradients(
+            parts.buckets,
+            self.store,
+            step_transport,
+            parts.meeting.peers.world_size,
+            parts.sharded.schedule.end_backward,
+        )
+        self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
+        self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
+
+    def _make_store(self) -> GradientStore:
+        parts, meeting = self._parts, self._parts.meeting
+        most = self._config.grad_buffers if parts.holder.steps_early else None
+        landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most)
+        return choose_store(
+            parts.buckets, self._config, meeting.step_transport, parts.wire.reduction, landing, meeting.peers
+        )
+
+    def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
+        parts = self._parts
+        mine = [bucket for bucket in parts.buckets if bucket.key.optimizer == index]
+        sharded = ShardedOptimizer(
+            optimizer,
+            rows=parts.row_of,
+            trained=set(parts.slot_of),
+            identity=identity_of(parts.meeting.groups, self._config.stage, parts.buckets),
+            before_step=lambda: self._before_step(optimizer, mine),
+            after_step=lambda: self._after_step(mine),
+            holder=parts.holder,
+        )
+        parts.holder.step_with(optimizer, mine)
+        return sharded
+
+    def install(self, entry: nn.Module) -> list:
+        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
+        self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
+        optimizers = [sharded.optimizer for sharded in self.optimizers]
+        return [
+            *self._gradients.install(),
+            entry.register_forward_pre_hook(WeakHook(self, TrainingStep._before_forward)),
+            entry.register_forward_hook(
+                WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
+            ),
+            *self._parts.homes.watch(entry),
+            *self.row_writes.watch(self._model, optimizers, self._config),
+        ]
+
+    def drop_gradients(self) -> None:
+        """Forgets a pass that has not ended."""
+        self._gradients.drop()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Passes that only accumulate; see `ZeroEngine.no_sync`."""
+        self._no_sync_depth += 1
+        self._gradients.reducing = not self._config.accumulates_locally
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+            self._gradients.reducing = self._no_sync_depth == 0 or not self._config.accumulates_locally
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
+    ) -> torch.Tensor:
+        """See `ZeroEngine.clip_grad_norm_`."""
+        slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
+        # By the parameters asked for, not the rows found: the ranks must come to the same answer.
+        wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
+        rows = rows_with_gradient(self._parts.row_of, wanted)
+        measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
+        nonfinite.look(measured, rows, at_all=len(wanted) == len(slot_of))
+        self._parts.holder.scale_gradients(rows, measured.coefficient)
+        return measured.norm
+
+    def share(self, buckets: Iterable[Bucket]) -> None:
+        """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
+        parts = self._parts
+        if not parts.meeting.is_replicated:
+            parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory))
+            parts.parameter_gather.guard()
+
+    # ---- forward ----
+
+    def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
+        parts = self._parts
+        if torch._C._current_graph_task_id() != -1 or parts.sharded.whole.is_lent:
+            # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
+            return
+        self.row_writes.refuse_unsent("a forward begins")
+        self._gradients.recover()
+        parts.tier.cores.give_back()
+        parts.holder.before_forward()
+        parts.sharded.before_forward()
+        if self._waits_at_the_root:
+            parts.parameter_gather.finish_all()
+        parts.model_buffers.before_forward()
+        if torch.is_grad_enabled():
+            flats = (bucket.flat for bucket in parts.all_buckets)
+            parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.homes.frozen, flats))
+
+    def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
+        self._parts.activations.end()
+        self._parts.sharded.after_forward(outputs)
+        if torch.is_grad_enabled():
+            self._gradients.end.watch(outputs)
+            self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
+
+    # ---- backward ----
+
+    def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
+        if self._no_sync_depth == 0:
+            self._parts.holder.landed(bucket, arrival)
+
+    # ---- the optimizer's step ----
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        nonfinite = self._parts.nonfinite
+        self._end_reads()
+        self._gradients.refuse_unreduced()
+        self._parts.homes.before_step()
+        for bucket in buckets:
+            bucket.begin_step()
+        nonfinite.refuse_unscaled(optimizer, buckets)
+        if nonfinite.is_due(optimizer):
+            self.clip_grad_norm_(float("inf"))
+        nonfinite.end(optimizer)
+        self._parts.tier.cores.take()
+
+    def _end_reads(self) -> None:
+        # The last gathers still send from the shards that the optimizer is about to write.
+        self._parts.parameter_gather.finish_all()
+        self._parts.sharded.schedule.reshard_all()
+
+    def _after_step(self, buckets: Sequence[Bucket]) -> None:
+        parts = self._parts
+        parts.holder.after_step(buckets)
+        parts.tier.cores.give_back()
+        for bucket in parts.outer.after_step(buckets):
+            bucket.write_back()
+        for bucket in (bucket for bucket in buckets if not bucket.whole):
+            bucket.end_step()
+            self.store.release(bucket)
+        parts.model_buffers.after_step()
+        self.share(reversed(buckets))
+        self.row_writes.follow(buckets)
+        if not self._config.overlap_param_gather:
+            parts.parameter_gather.finish_all()
+        parts.parameter_tier.end_step()
