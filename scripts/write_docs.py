@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from document import configuration, flat_buffer, memory, timeline
+from document import configuration, flat_buffer, memory, rooms, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,8 +14,9 @@ MADE = {
     "docs/pictures/memory.svg": memory.draw,
     "docs/pictures/flat_buffer.svg": flat_buffer.draw,
     "docs/pictures/timeline.svg": timeline.draw,
+    **rooms.pictures(),
 }
-"""The files that are made, and what makes their text."""
+"""The files that are made, and what makes their text. There is a picture of rooms for each folder that is divided into some."""
 
 
 def main() -> None:

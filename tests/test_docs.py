@@ -173,6 +173,16 @@ def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
     assert [fragment for fragment in quoted if not any(fragment in text for text in said)] == []
 
 
+def test_names_on_the_two_walks_are_those_of_the_code():
+    text = read("CONTRIBUTING.md").partition("## Two walks")[2].partition("\n## ")[0]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_zero").rglob("*.py"))
+    defined = set(re.findall(r"^ *(?:class|def) (\w+)", code, flags=re.MULTILINE))
+    named = re.findall(r"`([A-Za-z]\w*)\.(\w+)`|`([A-Z]\w+|[a-z]+_[a-z_]+|begin|seal|commit|together)`", text)
+    names = {name for pair in named for name in pair if name} - {"p", "grad", "_parameters"}
+    rooms = {path.name for path in (ROOT / "hf_zero").iterdir()}
+    assert len(names) > 30 and names - defined - rooms == set()
+
+
 def test_every_public_name_is_explained():
     for name in set(hf_zero.__all__) - {"__version__"}:
         mentioned = any(re.search(rf"\b{name}\b", text) for text in PAGES.values())
@@ -233,6 +243,17 @@ def test_every_script_that_is_run_is_a_file():
 @pytest.mark.parametrize("name", MADE)
 def test_made_file_is_what_the_code_makes_now(name):
     assert read(name) == MADE[name](), "run `python scripts/write_docs.py`"
+
+
+def test_every_picture_is_made_and_shown():
+    kept = {f"docs/pictures/{path.name}" for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert kept == {name for name in MADE if name.startswith("docs/pictures/")}, "run `python scripts/write_docs.py`"
+    shown = {
+        str(((ROOT / document).parent / target).resolve().relative_to(ROOT))
+        for document in DOCUMENTS
+        for target in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", read(document))
+    }
+    assert kept == shown, "a picture that no page shows, or one that is shown and not made"
 
 
 def test_the_page_of_settings_has_all_of_them_with_their_defaults():

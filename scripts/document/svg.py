@@ -29,11 +29,14 @@ class Picture:
         dashes = " stroke-dasharray='4 3'" if dashed else ""
         self._parts.append(f"<polyline points='{through}' fill='none' stroke='{colour}'{dashes}/>")
 
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], *, colour: str = GREY) -> None:
-        """A straight line with a head at its end."""
-        (x1, y1), (x2, y2) = start, end
+    def dot(self, x: float, y: float, fill: str, *, radius: float = 6) -> None:
+        """A filled circle."""
+        self._parts.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='{radius:.1f}' fill='{fill}'/>")
+
+    def turned(self, x: float, y: float, text: str) -> None:
+        """A line of text that runs upwards from `x`, `y`."""
         self._parts.append(
-            f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke='{colour}' marker-end='url(#head)'/>"
+            f"<text transform='translate({x:.1f} {y:.1f}) rotate(-60)' {_FONT} font-size='12' fill='{DARK}'>{escape(text)}</text>"
         )
 
     def words(
@@ -63,16 +66,11 @@ class Picture:
 
     def text(self) -> str:
         """The SVG file."""
-        head = (
-            "<defs><marker id='head' viewBox='0 0 8 8' refX='7' refY='4' markerWidth='7' markerHeight='7' orient='auto'>"
-            f"<path d='M0,0 L8,4 L0,8 z' fill='{GREY}'/></marker></defs>"
-        )
         return "\n".join(
             [
                 f"<svg xmlns='http://www.w3.org/2000/svg' width='{self.width}' height='{self.height}' "
                 f"viewBox='0 0 {self.width} {self.height}' role='img'>",
                 f"<title>{escape(self.title)}</title>",
-                head,
                 f"<rect width='{self.width}' height='{self.height}' fill='white'/>",
                 *self._parts,
                 "</svg>\n",
