@@ -389,7 +389,7 @@ class Bucket:
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:
         as_loaded = slot.parameter.detach()
-        is_wanted_so = wanted_dtype(slot.parameter) == self.precision.param
+        is_wanted_so = wanted_dtype(slot.parameter) == self.precision.kept
         self.adopt(slot)
         forget_loaded(slot.parameter)
         for row in self.rows if self.precision.has_master else ():

@@ -171,7 +171,7 @@ class WholeParameters:
     def _keep_edits(self, units: Iterable[Unit]) -> None:
         for unit in units:
             for bucket in unit.buckets:
-                self._transport.broadcast(bucket.flat, Label(kind="broadcast edits", subject=bucket.name))
+                self._transport.broadcast(bucket.memory.shown, Label(kind="broadcast edits", subject=bucket.name))
             unit.keep_edits()
             for bucket in unit.buckets:
                 with self._holder.at_hand(bucket):
@@ -180,7 +180,7 @@ class WholeParameters:
                 record.renew(unit)
 
     def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
-        needed = sum(unit.passing_bytes for unit in units if unit.is_sharded)
+        needed = sum(unit.exact_bytes for unit in units if unit.is_sharded)
         free = min(self._transport.exchange(free_bytes(self._device)))
         if needed > free:
             raise MemoryError(

@@ -29,7 +29,7 @@ from ..engine.engine import ZeroEngine
 from ..engine.optimizer import engine_stepped_by
 from ..engine.other_engines import refuse_other_engines
 from ..engine.parameters import is_compiled
-from ..engine.precision import check_cast_owner
+from ..engine.precision import check_cast_owner, settle_casts
 from ..engine.reference import engine_attached_to
 from .accelerate_states import folder_to_fill, numbered_states
 from .announce import announce
@@ -220,7 +220,7 @@ class ZeroAcceleratorMixin:
             engine = ZeroEngine(
                 model,
                 optimizers,
-                self.zero_config,
+                settle_casts(self.zero_config, self.mixed_precision),
                 entry=prepared if prepared is not model else None,
                 device=self.device if self.zero_config.stage == 3 else None,
             )
