@@ -391,6 +391,9 @@ class Bucket:
         as_loaded = slot.parameter.detach()
         is_wanted_so = wanted_dtype(slot.parameter) == self.precision.kept
         self.adopt(slot)
+        if self.precision.casts and self.trained:
+            # Inside `gathered` the parameter has another dtype than in a pass, and what stands for its gradient has one.
+            slot.parameter.grad_dtype = None
         forget_loaded(slot.parameter)
         for row in self.rows if self.precision.has_master else ():
             if row.slot is slot:

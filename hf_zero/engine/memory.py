@@ -300,6 +300,12 @@ class GatheredMemory(ParameterMemory):
         if not self.is_readable:
             hide_values(parameter)
 
+    def hang_absent(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Lets a parameter that is not gathered be looked at in another dtype."""
+        show_values(parameter)
+        parameter.data = self._absent.to(dtype).expand(parameter.shape)
+        hide_values(parameter)
+
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
         # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
         return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, self._shown_at(place)))
