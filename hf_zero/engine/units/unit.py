@@ -64,6 +64,11 @@ class Unit:
         """Bytes that being whole takes beyond the shard."""
         return sum(bucket.memory.passing_bytes for bucket in self.buckets)
 
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that being whole and exact takes beyond the shard."""
+        return sum(bucket.memory.exact_bytes for bucket in self.buckets)
+
     def start_fetch(self) -> None:
         """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
         for bucket in self.buckets:
@@ -81,7 +86,7 @@ class Unit:
         self.state, self.is_sharded = UnitState.UNSHARDING, False
         self.gather = gather
         for bucket in self.buckets:
-            with bucket.memory.gather():
+            with bucket.memory.gather(exactly=gather.is_exact):
                 self._handles.append(gather.start(bucket))
 
     def finish_unshard(self) -> None:
