@@ -10,7 +10,7 @@ from .svg import BLUE, DARK, GREY, PALE, Picture
 
 PACKAGE = Path(__file__).resolve().parent.parent.parent / "hf_zero"
 _LEAST_FOLDERS = 3
-_CELL, _LEFT, _TOP = 26, 150, 160
+_CELL, _LEFT = 26, 160
 _RED = "#c5221f"
 
 
@@ -23,6 +23,7 @@ class Room:
     """
 
     name: str
+    is_folder: bool
     imports: frozenset[str]
 
 
@@ -35,6 +36,7 @@ def rooms_of(folder: Path) -> list[Room]:
     rooms = {
         name: Room(
             name=name,
+            is_folder=(folder / name).is_dir(),
             imports=frozenset(_imported(files, folder) & paths.keys() - {name}),
         )
         for name, files in paths.items()
@@ -56,21 +58,23 @@ def pictures() -> dict[str, partial[str]]:
 def draw(folder: Path) -> str:
     """A table of rooms against rooms, with a dot where the row imports the column: red where that makes a circle."""
     rooms = rooms_of(folder)
-    width, height = _LEFT + _CELL * len(rooms) + 40, _TOP + _CELL * len(rooms) + 20
+    # Room for the longest name, which runs upwards.
+    top = 90 + 6 * max(len(room.name) for room in rooms)
+    width, height = _LEFT + _CELL * len(rooms) + 40, top + _CELL * len(rooms) + 20
     picture = Picture(max(width, 560), height, f"Rooms of {folder.name} and their imports")
     picture.words(20, 28, f"{folder.name}/: who imports whom", size=15, bold=True)
     picture.words(20, 48, "A dot: the room in the row imports the room in the column.", colour=GREY)
     picture.words(20, 66, "Below the diagonal: imports go up the list, and never in circles.", colour=GREY)
     for place, room in enumerate(rooms):
-        x, y = _LEFT + _CELL * place, _TOP + _CELL * place
-        picture.words(20, y + 18, room.name, bold=True)
-        picture.turned(x + 17, _TOP - 8, room.name)
+        x, y = _LEFT + _CELL * place, top + _CELL * place
+        picture.words(20, y + 18, f"{room.name}/" if room.is_folder else f"{room.name}.py", bold=room.is_folder)
+        picture.turned(x + 17, top - 8, room.name)
         for other in range(len(rooms)):
             picture.box(_LEFT + _CELL * other, y, _CELL, _CELL, GREY if other == place else PALE)
         for other, imported in enumerate(rooms):
             if imported.name in room.imports:
                 picture.dot(_LEFT + _CELL * (other + 0.5), y + _CELL / 2, BLUE if other < place else _RED)
-    picture.line([(_LEFT, _TOP), (_LEFT + _CELL * len(rooms), _TOP + _CELL * len(rooms))], colour=DARK)
+    picture.line([(_LEFT, top), (_LEFT + _CELL * len(rooms), top + _CELL * len(rooms))], colour=DARK)
     return picture.text()
 
 
