@@ -57,6 +57,7 @@ _PAGES = {
     "kernels": "optimizers.md#fused-kernels",
     "prefetch_units": "stage-3.md",
     "reshard_after_forward": "memory-and-traffic.md",
+    "gather_dtype": "precision.md",
     "persist_below_numel": "stage-3.md",
     "unit_modules": "stage-3.md",
     "offload": "offload.md",
@@ -136,9 +137,12 @@ def _entry(setting: Setting) -> str:
 
 
 def _page_of(name: str) -> str:
-    while name not in _PAGES:
-        name = name.rpartition(".")[0]
-    return _PAGES[name]
+    above = name
+    while above not in _PAGES:
+        above = above.rpartition(".")[0]
+        if not above:
+            raise KeyError(f"{name} is on no page: say in _PAGES where it is explained.")
+    return _PAGES[above]
 
 
 def _sentences(text: str) -> str:
