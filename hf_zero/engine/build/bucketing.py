@@ -251,22 +251,22 @@ def build_buckets(
         parameters = [parameter_of[slot.name] for slot in layout.slots]
         for parameter in parameters:
             prepare(parameter)
-        trained, (dtype, cast_to) = parameters[0].requires_grad, layout.key[1]
+        key: BucketKey = layout.key
         numel = sum(p.numel() for p in parameters)
-        tier = placement.next_tier(numel) if trained else placement.device_tier
+        tier = placement.next_tier(numel) if key.trained else placement.device_tier
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
         weights = None if part.sharded else wire.weight_format
         precision = (
             resolve_precision(
                 config,
-                dtype,
-                gathered=cast_to,
+                key.dtype,
+                gathered=key.gathered_dtype,
                 apart=apart,
                 weights=weights,
                 adds_in_master=wire.reduction.adds_in_wider,
             )
-            if trained
-            else untrained_precision(dtype, cast_to)
+            if key.trained
+            else untrained_precision(key.dtype, key.gathered_dtype)
         )
         place = (layout, precision.param, device, layout.shard(groups.shard_rank))
         buckets.append(
