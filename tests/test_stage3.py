@@ -20,7 +20,7 @@ from training import VOCABULARY, Answer, bert, bert_batch, fused_adamw, gpt2, gp
 
 import hf_zero
 from hf_zero.device import Reservation, ResizedReservation
-from hf_zero.engine.buckets.bucket import memory
+from hf_zero.engine.buckets import memory
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.engine_reference import engine_attached_to
 
