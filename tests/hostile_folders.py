@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint.format.files import FileRecord
 from hf_zero.integrations.cli import app
+from hf_zero.integrations.hub import push as pushing
 from hf_zero.integrations.hub.hub import HubError
-from hf_zero.integrations.hub.hub import push as pushing
 
 MANIFEST = "zero/manifest.json"
 

@@ -15,7 +15,7 @@ from test_offload import JOBS, assert_equal, in_pairs
 from torch import nn
 
 from hf_zero.config import OffloadConfig, ZeroConfig
-from hf_zero.engine.build.bucketing import holders
+from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.offload.files import ALIGNMENT, OffloadError, aligned

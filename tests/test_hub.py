@@ -25,10 +25,10 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations.checkpoints.weights import weight_faults
+from hf_zero.integrations.hub import hub as hub_module
 from hf_zero.integrations.hub.card import TEMPLATE
 from hf_zero.integrations.hub.hub import Destination, HubError, push_folder
-from hf_zero.integrations.hub.hub import hub as hub_module
-from hf_zero.integrations.trainer.trainer import hub_push
+from hf_zero.integrations.trainer import hub_push
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -11,7 +11,7 @@ from test_moments import IN_8_BITS, gpt, prepared, refuse_difference, whole_stat
 from torch import nn
 from training import adamw_in_two_groups, steps
 
-from hf_zero.engine.build.bucketing import holders
+from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.checkpoints.checkpointing import load_engine
 from hf_zero.layout.blocks import blocks, has_blocks, is_in_blocks

@@ -18,7 +18,7 @@ from torch import nn
 from training import VOCABULARY, fused_adamw, gpt2
 
 from hf_zero.config import ConfigError
-from hf_zero.engine.build.bucketing import holders
+from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.offload import files

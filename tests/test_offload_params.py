@@ -18,7 +18,7 @@ from training import VOCABULARY, Job, Outcome, bert, bert_batch, fused_adamw, gp
 import hf_zero
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.device import PAGE_BYTES, ResizedReservation
-from hf_zero.engine.buckets.bucket import offloaded_memory
+from hf_zero.engine.buckets import offloaded_memory
 from hf_zero.engine.buckets.offloaded_memory import OffloadedMemory
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce, state_plan
