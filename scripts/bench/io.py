@@ -202,7 +202,7 @@ def resumes(
     """Seconds from `train(resume_from_checkpoint)` to the first step, and bytes that this rank read from the disk."""
     if not is_shared:
         from hf_zero.checkpoint.folder.disks import Disk
-        from hf_zero.integrations.trainer.trainer import resuming
+        from hf_zero.integrations.trainer import resuming
 
         shutil.copytree(folder, f"{folder}-of-rank-{rank}")
         folder = f"{folder}-of-rank-{rank}"
