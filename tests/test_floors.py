@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
 
 FLOOR = {
@@ -54,26 +52,30 @@ def room(module: str) -> str | None:
     return parts[1] if len(parts) > 1 and parts[0] == "hf_zero" else None
 
 
-@pytest.mark.parametrize("module", sorted(m for m in GRAPH if room(m)))
-def test_imports_point_down(module):
-    assert room(module) in FLOOR, f"{module} is in no room of the house"
-    for imported in GRAPH[module]:
-        if imported in GRAPH and room(imported):
-            assert FLOOR[room(imported)] <= FLOOR[room(module)], f"{module} imports {imported}, a floor above it"
-    if FLOOR[room(module)] == 0:
-        others = {room(name) for name in GRAPH[module] if name in GRAPH and room(name)} - {room(module)}
-        assert not others, f"{module} is on the ground floor and imports {others}"
+def test_imports_point_down():
+    rooms = {module: room(module) for module in GRAPH if room(module)}
+    homeless = sorted(module for module, name in rooms.items() if name not in FLOOR)
+    assert not homeless, f"in no room of the house: {homeless}"
+    upwards = [
+        f"{module} (floor {FLOOR[name]}) imports {imported} (floor {FLOOR[rooms[imported]]})"
+        for module, name in sorted(rooms.items())
+        for imported in sorted(GRAPH[module] & rooms.keys())
+        if FLOOR[rooms[imported]] > FLOOR[name] or (FLOOR[name] == 0 and rooms[imported] != name)
+    ]
+    assert not upwards, "imports of a floor above, or of another room on the ground floor:\n" + "\n".join(upwards)
 
 
-@pytest.mark.parametrize("module", sorted(GRAPH))
-def test_hugging_face_is_known_upstairs_only(module):
-    known = {name.split(".")[0] for name in GRAPH[module]}
-    if room(module) not in HUGGING_FACE_ROOMS:
-        assert not known & {"transformers", "accelerate", "datasets"}, f"{module} knows Hugging Face libraries"
-    if room(module) == "layout":
-        assert "torch" not in known
-    if room(module) not in {None, "kernels"}:
-        assert "triton" not in known
+def test_libraries_are_known_where_they_belong_only():
+    strangers = []
+    for module, names in sorted(GRAPH.items()):
+        known = {name.split(".")[0] for name in names}
+        refused = set() if room(module) in HUGGING_FACE_ROOMS else known & {"transformers", "accelerate", "datasets"}
+        if room(module) == "layout":
+            refused |= known & {"torch"}
+        if room(module) not in {None, "kernels"}:
+            refused |= known & {"triton"}
+        strangers += [f"{module} imports {name}" for name in sorted(refused)]
+    assert not strangers, "\n".join(strangers)
 
 
 def test_no_circles():
