@@ -33,6 +33,7 @@ ranks.PRELOADED_MODULES += [
     "hypothesis",
     "trainer_job",
     "accelerate_job",
+    "warm_start",
 ]
 ranks.PRELOAD_FOLDERS.append(Path(__file__).resolve().parent)
 
