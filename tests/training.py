@@ -40,12 +40,12 @@ def bert(dropout: float = 0.0) -> nn.Module:
     )
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout: float = 0.0, layers: int = 3) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=40,
-            n_layer=3,
+            n_layer=layers,
             n_head=4,
             n_positions=LENGTH,
             resid_pdrop=dropout,
