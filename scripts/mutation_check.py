@@ -304,9 +304,8 @@ def main(argv: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"no break is named {', '.join(sorted(unknown))}")
     missed = []
-    for each in BREAKS:
-        if chosen and each.name not in chosen:
-            continue
+    by_name = {each.name: each for each in BREAKS}
+    for each in [by_name[name] for name in chosen] or BREAKS:
         began_s = time.monotonic()
         caught_by = run(each)
         print(f"{each.name:42} {time.monotonic() - began_s:4.0f} s  {caught_by or 'NOT CAUGHT'}", flush=True)
