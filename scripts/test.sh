@@ -11,6 +11,9 @@ if [[ "${1:-}" == "--slow" ]]; then
 fi
 ruff check .
 ruff format --check .
+# Some hundred processes import the package and the tests: what Python has compiled is kept.
+unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-# A file's tests stay in one process, for what they share; ranks and time limits are made for a machine that does other work too.
-exec python -m pytest -n 2 --dist loadfile ${selection[@]+"${selection[@]}"} "$@"
+# A file's tests stay in one process, for what they share; the longest files come first (tests/conftest.py). Ranks and time limits are
+# made for a machine that does other work too.
+exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} "$@"

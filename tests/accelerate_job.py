@@ -53,11 +53,12 @@ def run(
     order: str = "together",
     accumulation: int = 1,
     max_norm: float = 100.0,
-    steps: int = 20,
+    steps: int = 8,
     plain_backward: bool = False,
     save_to: str | None = None,
     load_from: str | None = None,
     compile_model: bool = False,
+    layers: int = 3,
     cpu: bool = True,
     **passed: object,
 ) -> dict:
@@ -68,7 +69,7 @@ def run(
     arguments = passed | ({"dynamo_backend": "eager"} if compile_model else {})
     accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=cpu, **arguments)
     torch.manual_seed(0)
-    model = gpt2()
+    model = gpt2(layers=layers)
     optimizer = adamw_in_two_groups(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loader = DataLoader(Texts(4 * world_size * accumulation * steps), batch_size=4)

@@ -1,10 +1,14 @@
 """Makes the scripts' modules importable: the tests start ranks and count bytes with the benchmarks' own tools."""
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -13,6 +17,8 @@ for folder in (SCRIPTS / "bench", SCRIPTS):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
+os.environ["HF_HOME"] = tempfile.mkdtemp(prefix="hf_home-")
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -23,7 +29,35 @@ ranks.PRELOADED_MODULES += [
     "transformers.trainer_seq2seq",
     "hf_zero.integrations.callback",
     "hf_zero.integrations.arguments",
+    "pytest",
+    "hypothesis",
+    "trainer_job",
+    "accelerate_job",
+    "warm_start",
 ]
+ranks.PRELOAD_FOLDERS.append(Path(__file__).resolve().parent)
+
+
+# Longest first, so that no process of pytest's is left with one of them when the others have ended. By far the longest alone.
+LONGEST_FIRST = (
+    *("test_kernels.py", "test_standin_device.py", "test_recipes.py", "test_trainer.py", "test_equivalence.py"),
+    *("test_accelerate.py", "test_nvme.py", "test_bench.py", "test_docs.py", "test_foreign_runs.py", "test_offload.py"),
+    *("test_standin_doors.py", "test_stage3.py", "test_commit.py", "test_moments.py", "test_kernel_steps.py"),
+    *("test_families.py", "test_hub.py", "test_configs.py", "test_offload_params.py"),
+)
+
+# Random examples of a property: the long run tries hypothesis' usual hundred.
+hypothesis.settings.register_profile("short", max_examples=30)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") == "not slow":
+        hypothesis.settings.load_profile("short")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hub_server import CLIENT_SETTINGS, TOKEN, HubServer, talk_to
 from huggingface_hub import constants
-from launching import ROOT
+from launching import ROOT, run_forked
 from typer.testing import CliRunner
 
 from hf_zero.integrations.cli import app
@@ -77,6 +77,43 @@ class Outcome:
     said: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A line that starts a Python script, on one rank or on two of this machine."""
+
+    launcher: str
+    settings: dict[str, str]
+    processes: int
+    script: str
+    arguments: tuple[str, ...]
+
+    @staticmethod
+    def of(command: str) -> "Launch | None":
+        """None for a line that does something else."""
+        found = re.fullmatch(
+            r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
+            r"(?P<launcher>python|torchrun --standalone --nproc_per_node 2|accelerate launch --config_file \S+/cpu2\.yaml)"
+            r" (?P<script>\S+\.py)(?P<arguments>.*)",
+            command,
+        )
+        if found is None or any(sign in command for sign in "|&;<>$"):
+            return None
+        return Launch(
+            launcher=found["launcher"].split()[0],
+            settings=dict(setting.split("=", 1) for setting in found["settings"].split()),
+            processes=1 if found["launcher"] == "python" else 2,
+            script=found["script"],
+            arguments=tuple(shlex.split(found["arguments"])),
+        )
+
+    def forked(self, folder: Path, inherited: dict[str, str]) -> Outcome:
+        environment = inherited | self.settings
+        done = run_forked(
+            Path(self.script), self.arguments, environment=environment, processes=self.processes, folder=folder
+        )
+        return Outcome(status=done.returncode, said=done.stdout + done.stderr)
+
+
 def blocks_of(text: str, language: str = r"\w+") -> list[Block]:
     found = re.findall(rf"^```({language})\b([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     return [Block(language=name, words=tuple(words.split()), text=body) for name, words, body in found]
@@ -102,6 +139,9 @@ def steps_of(text: str) -> Iterator[Block | Line]:
 class Folder:
     """A reader's folder: what a fresh copy of the repository has, as far as lines name it, and the lines typed in it.
 
+    A launcher (accelerate, torchrun, plain python) really starts the first of its lines. The others' scripts run in forked
+    ranks: a launcher and its ranks import torch for a quarter of a minute of CPU time.
+
     Args:
         hub: what `hf-zero push` takes for the Hub.
         examples: of any page, for the lines of all.
@@ -111,6 +151,7 @@ class Folder:
         self.path = path
         self.hub = hub
         self.outcomes: dict[Line, Outcome] = {}
+        self.launchers_used: set[str] = set()
         for name in ("configs", "scripts", "pyproject.toml"):
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, path / name)
         for block in examples:
@@ -150,6 +191,11 @@ class Walk:
             return self._in_this_process(line)
         # No caches and no settings of whoever runs the tests.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
+        launch = Launch.of(line.command)
+        if launch is not None:
+            if launch.launcher in self.folder.launchers_used:
+                return launch.forked(self.folder.path, inherited)
+            self.folder.launchers_used.add(launch.launcher)
         own = {
             "HF_HOME": str(self.folder.path / "caches"),
             "HF_HUB_OFFLINE": "1",

@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ import host_time
 import largest
 import offload
 import step
+from launching import run_forked
 from offload_ways import WAYS
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
 from summary import summarise
@@ -151,11 +153,17 @@ def test_ratios_are_paired_by_round_and_losses_compared_with_the_baseline():
     assert summary.loss_difference == 0.5
 
 
+def run_here(script: ModuleType, *arguments: object) -> int:
+    """A benchmark's exit status: in this process, whose ranks are forked with everything imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+        return script.main()
+
+
+@pytest.mark.timeout(200)
 def test_step_compares_engines_end_to_end(tmp_path):
     figures_path = tmp_path / "figures.json"
-    command = [sys.executable, STEP_SCRIPT, "--quick", "--engines", "fsdp2", "--json", figures_path]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert run_here(step, "--quick", "--engines", "fsdp2", "--json", figures_path) == 0
     engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
     assert list(engines) == ["ddp", "fsdp2"]
     assert engines["fsdp2"]["loss_difference"] == 0.0
@@ -166,9 +174,7 @@ def test_step_compares_engines_end_to_end(tmp_path):
 @pytest.mark.timeout(300)
 def test_host_time_compares_engines_end_to_end(tmp_path):
     figures_path = tmp_path / "figures.json"
-    command = [sys.executable, STEP_SCRIPT.with_name("host_time.py"), "--quick", "--json", figures_path]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert run_here(host_time, "--quick", "--json", figures_path) == 0
     engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
     assert list(engines) == list(host_time.USUAL)
     assert engines["ddp"]["to_ddp"] == engines["fsdp2"]["to_fsdp2"] == 1.0
@@ -212,9 +218,7 @@ def test_step_refuses_an_unknown_engine(capsys):
 
 
 def offload_figures(path: Path, *arguments: object) -> dict:
-    command = [sys.executable, STEP_SCRIPT.with_name("offload.py"), "--json", path, *arguments]
-    completed = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=240)
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert run_here(offload, "--json", path, *arguments) == 0
     return json.loads(path.read_text())
 
 
@@ -334,7 +338,10 @@ def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) ->
 def test_training_on_gpus_is_compared_way_by_way(tmp_path):
     small = ["--device", "cpu", "--models", "bert-tiny", "--steps", "1", "--rounds", "1"]
     chosen = ["--ways", "stage 2", "stage 3", "--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]
-    out = run_on_cpu([sys.executable, str(step.BENCH_FOLDER / "gpus.py"), *small, *chosen])
+    script = step.BENCH_FOLDER / "gpus.py"
+    done = run_forked(script, [*small, *chosen], environment=os.environ, processes=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = done.stdout
     found = json.loads((tmp_path / "gpus.json").read_text())
     assert [way["way"] for way in found["ways"]] == ["torch", "stage 2", "stage 3"]
     assert all(way["loss_difference"] == 0 and way["step_ms"] > 0 for way in found["ways"])

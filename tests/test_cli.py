@@ -421,7 +421,7 @@ print(f"growth {peak - before}")
 """
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_consolidate_holds_one_output_file_in_memory_at_a_time(dtype, tmp_path):
     for name, layers in (("small", 1), ("large", 19)):
         config = GPT2Config(vocab_size=64, n_positions=8, n_embd=256, n_layer=layers, n_head=4)

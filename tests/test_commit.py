@@ -44,7 +44,7 @@ from hf_zero.integrations.trainer.resuming import exchange_between_ranks
 pytestmark = pytest.mark.timeout(180)
 
 SAVING = {"max_steps": 10, "save_strategy": "steps", "save_steps": 2}
-KILLS = 6
+KILLS = 3
 SLOW_KILLS = 200
 
 

@@ -3,7 +3,6 @@
 import errno
 import tempfile
 import threading
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from test_early_steps import EARLY, IN_TIME, OPTIMIZERS, STEPS, WIDTH, built, course, one_step, random_courses, same
-from test_offload import JOBS, assert_equal, in_pairs
+from test_offload import assert_equal, in_pairs
 from torch import nn
 
 from hf_zero.config import OffloadConfig, ZeroConfig
@@ -77,11 +76,11 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_offload_has_the_same_trajectory_bit_for_bit(world_size, tmp_path):
-    jobs = {"plain": JOBS["plain"], "clip": replace(JOBS["clip and accumulation"], steps=4)}
     stages = (0, 2, 3) if world_size == 1 else (1, 2, 3)
-    arguments = {"jobs": jobs, "offload": {"offload": early(tmp_path)}, "stages": stages}
+    cells = [(name, stage) for name in ("plain", "clip and accumulation") for stage in stages]
+    arguments = {"cells": cells, "offload": {"offload": early(tmp_path)}}
     for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=120, keyword_arguments=arguments):
-        assert len(found) == len(stages) * len(jobs)
+        assert len(found) == len(cells)
         assert_equal(found)
 
 

@@ -260,7 +260,7 @@ def images(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
 
 
 JOBS = {
-    name: Job(make_model=model, make_batch=batch, steps=6)
+    name: Job(make_model=model, make_batch=batch, steps=3)
     for name, model, batch in [
         ("bert", bert, texts),
         ("roberta", roberta, texts),
@@ -286,17 +286,41 @@ def test_family_is_bitwise(name):
     assert_bitwise(replace(JOBS[name], max_norm=100.0), [RESHARDED, KEPT])
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "gpt2", "t5", "llama"])
+# A family's other kind of checkpoint, where not both are in the short run, is in the long one.
+CHECKPOINTED = {
+    "bert": (False,),
+    "roberta": (True,),
+    "distilbert": (False,),
+    "gpt2": (True,),
+    "t5": (False, True),
+    "llama": (True,),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    [
+        pytest.param(
+            name,
+            reentrant,
+            id=f"{name}-{'reentrant' if reentrant else 'non-reentrant'}",
+            marks=[] if reentrant in short else pytest.mark.slow,
+        )
+        for name, short in CHECKPOINTED.items()
+        for reentrant in (False, True)
+    ],
+)
 def test_family_with_activation_checkpointing_is_bitwise(name, reentrant):
     checkpointing = partial(checkpoint_activations, reentrant=reentrant)
     assert_bitwise(replace(JOBS[name], prepare=checkpointing, max_norm=100.0), [RESHARDED, KEPT])
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("span", [1, 2])
+@pytest.mark.parametrize(
+    ("span", "reentrant"),
+    [(1, False), (2, True), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, True), (2, False)))],
+)
 def test_checkpoints_around_calls_of_layers_are_bitwise(span, reentrant):
-    job = Job(make_model=Stack, make_batch=texts, model_arguments={"span": span, "reentrant": reentrant}, steps=6)
+    job = Job(make_model=Stack, make_batch=texts, model_arguments={"span": span, "reentrant": reentrant}, steps=3)
     assert_bitwise(job, [RESHARDED, KEPT, {**RESHARDED, "prefetch_units": 0}])
 
 
@@ -307,7 +331,7 @@ def test_checkpoints_around_calls_of_layers_are_bitwise(span, reentrant):
 )
 def test_residuals_added_in_place_are_bitwise(into_input, frozen):
     arguments = {"into_input": into_input, "frozen": frozen}
-    job = Job(make_model=InPlace, make_batch=texts, model_arguments=arguments, steps=6)
+    job = Job(make_model=InPlace, make_batch=texts, model_arguments=arguments, steps=3)
     assert_bitwise(job, [RESHARDED, KEPT, {**RESHARDED, "prefetch_units": 0}])
 
 
@@ -320,13 +344,13 @@ def test_layers_used_many_times_are_bitwise_as_units(layers_a_group):
 @pytest.mark.parametrize("prepare", [None, checkpoint_activations], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_any_number_of_units_ahead_is_bitwise(name, prepare):
-    job = replace(JOBS[name], prepare=prepare and partial(prepare, reentrant=True), steps=4)
+    job = replace(JOBS[name], prepare=prepare and partial(prepare, reentrant=True), steps=3)
     assert_bitwise(job, [{**RESHARDED, "prefetch_units": ahead} for ahead in (0, 3, 100)])
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_local_accumulation_is_bitwise(name):
-    assert_bitwise(replace(JOBS[name], accumulation=2, steps=4), [LOCAL])
+    assert_bitwise(replace(JOBS[name], accumulation=2, steps=3), [LOCAL])
 
 
 @pytest.mark.parametrize("change", [{"accumulation": 2}, {"max_norm": 0.3}], ids=["accumulation", "biting clip"])

@@ -38,9 +38,9 @@ WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
 
 
 def trains(rank: int, world_size: int, output_dir: str) -> dict:
-    """A plain DDP run of ten steps with checkpoints at 4; its losses and the optimizer's groups by name."""
+    """A plain DDP run of six steps with checkpoints at 4; its losses and the optimizer's groups by name."""
     as_launched(rank, world_size)
-    trainer = make_trainer("ddp", "bert", output_dir, max_steps=10, save_strategy="steps", save_steps=4)
+    trainer = make_trainer("ddp", "bert", output_dir, max_steps=6, save_strategy="steps", save_steps=4)
     trainer.train()
     names = {
         id(parameter): name for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
@@ -114,7 +114,7 @@ def zeroed(plain, tmp_path_factory) -> dict[str, Path]:
 
 
 def goes_on(rank: int, world_size: int, checkpoints: list[str], stages: list[int], out: str) -> list[list[dict]]:
-    """Goes on from each checkpoint to step 10 at each stage, a new model of other weights each time."""
+    """Goes on from each checkpoint to step 6 at each stage, a new model of other weights each time."""
     as_launched(rank, world_size)
     return [goes_on_at(stage, checkpoints, f"{out}/{stage}") for stage in stages]
 
@@ -122,7 +122,7 @@ def goes_on(rank: int, world_size: int, checkpoints: list[str], stages: list[int
 def goes_on_at(stage: int, checkpoints: list[str], out: str) -> list[dict]:
     outcomes = []
     for number, checkpoint in enumerate(checkpoints):
-        trainer = make_trainer(f"flag {stage}", "bert", f"{out}/{number}", seed=77 + number, max_steps=10)
+        trainer = make_trainer(f"flag {stage}", "bert", f"{out}/{number}", seed=77 + number, max_steps=6)
         trainer.train(resume_from_checkpoint=checkpoint)
         state = trainer.accelerator.get_state_dict(trainer.model)
         outcomes.append({**history(trainer), "state": {name: value.tolist() for name, value in state.items()}})
@@ -139,7 +139,7 @@ def test_runs_of_fsdp_and_deepspeed_go_on_at_every_stage_as_the_same_run_of_plai
     checkpoints = [str(folder / "checkpoint-4") for folder in folders]
     of_ranks = on_ranks(goes_on, world_size, checkpoints=checkpoints, stages=[0, 1, 2, 3], out=str(tmp_path))
     for stage, (expected, *others) in ((s, outcomes[s]) for outcomes in of_ranks for s in range(4)):
-        assert len(expected["losses"]) == 10
+        assert len(expected["losses"]) == 6
         if world_size == 2:
             assert expected["losses"] == plain.losses, stage
         assert others == [expected] * 3, stage
@@ -248,7 +248,7 @@ def test_a_full_state_dict_is_refused_by_name(tmp_path):
 def refuses(rank: int, world_size: int, checkpoint: str, model: str, overrides: dict) -> str:
     as_launched(rank, world_size)
     frozen = overrides.pop("frozen", False)
-    trainer = make_trainer("flag 2", model, f"{checkpoint}-out", max_steps=10, **overrides)
+    trainer = make_trainer("flag 2", model, f"{checkpoint}-out", max_steps=6, **overrides)
     if frozen:
         trainer.model.classifier.requires_grad_(False)
     with pytest.raises((CheckpointError, ValueError)) as refused:

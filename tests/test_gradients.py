@@ -192,8 +192,9 @@ def test_sharded_gradients_are_clipped_truly_or_raise(stage):
 def replicated_gradients(rank: int, world_size: int) -> None:
     model, _, engine = built(0)
     model(**batch(rank, 1)).loss.backward()
+    expected = whole_gradients(world_size, [1])
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, whole_gradients(world_size, [1])[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     torch.testing.assert_close(engine.clip_grad_norm_(float("inf")), torch.tensor(0.1), rtol=1e-4, atol=0)
 

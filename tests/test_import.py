@@ -16,6 +16,9 @@ print(time.process_time() - start)
 """
 
 
+MOST_SECONDS = 0.3
+
+
 def cpu_seconds_over_accelerate(names: str) -> float:
     # As installed: Python keeps what it has compiled.
     keeps_bytecode = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -32,20 +35,18 @@ def cpu_seconds_over_accelerate(names: str) -> float:
 
 @pytest.mark.parametrize("names", ["", "hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
 def test_import_costs_little_over_accelerate(names):
-    # The least of a few: whatever else the machine does adds to a process's time and never takes from it.
-    extra = min(cpu_seconds_over_accelerate(names) for _ in range(4))
-    print(f"import hf_zero; {names}: {extra:.3f} s of CPU over import accelerate")
-    assert extra < 0.3
+    # One of a few is enough: whatever else the machine does adds to a process's time and never takes from it.
+    found = []
+    while len(found) < 4 and min(found, default=MOST_SECONDS) >= MOST_SECONDS:
+        found.append(cpu_seconds_over_accelerate(names))
+    print(f"import hf_zero; {names}: {min(found):.3f} s of CPU over import accelerate")
+    assert min(found) < MOST_SECONDS
 
 
-def test_a_plain_loop_does_not_import_transformers_trainer():
-    check = "import hf_zero, sys; hf_zero.ZeroPlugin(2); assert 'transformers.trainer' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
-
-
-def test_every_public_name_is_there():
-    check = "import hf_zero; [getattr(hf_zero, name) for name in hf_zero.__all__]"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+def test_a_plain_loop_does_not_import_transformers_trainer_and_every_public_name_is_there():
+    plain = "import hf_zero, sys; hf_zero.ZeroPlugin(2); assert 'transformers.trainer' not in sys.modules"
+    public = "[getattr(hf_zero, name) for name in hf_zero.__all__]"
+    subprocess.run([sys.executable, "-c", f"{plain}; {public}"], check=True, timeout=120)
 
 
 def test_an_unknown_name_is_an_attribute_error():

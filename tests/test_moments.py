@@ -295,7 +295,7 @@ def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> No
         assert all(loss < 6 for loss in steps(model, optimizer, range(3, 5)))
 
 
-@pytest.mark.parametrize("kernels", ["never", "always"])
+@pytest.mark.parametrize("kernels", [pytest.param("never", marks=pytest.mark.slow), "always"])
 def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels):
     folder = {"folder": str(tmp_path)}
     run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={**folder, "kernels": kernels})

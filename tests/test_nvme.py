@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from test_offload import JOBS, OPTIMIZERS, assert_equal, in_pairs, one_step
+from test_offload import MATRIX, OPTIMIZERS, assert_equal, clipped_at, in_pairs, one_step
 from torch import nn
 from training import VOCABULARY, fused_adamw, gpt2
 
@@ -35,19 +35,17 @@ def nvme(path: Path, **more) -> dict:
     return {"offload": {"optimizer": "nvme", "nvme_path": str(path), **more}}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, tmp_path):
-    jobs = JOBS if world_size < 3 else {name: JOBS[name] for name in ("clip and accumulation", "sgd momentum")}
-    arguments = {"jobs": jobs, "offload": nvme(tmp_path), "stages": (0, 1, 2, 3)}
+@pytest.mark.parametrize(("world_size", "cells"), MATRIX)
+def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_path):
+    arguments = {"cells": cells(), "offload": nvme(tmp_path)}
     for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        assert len(found) == 4 * len(jobs)
+        assert len(found) == len(cells())
         assert_equal(found)
 
 
 @pytest.mark.parametrize("more", [{"param_dtype": "bfloat16"}, {"grad_accumulation": "local"}], ids=["bf16", "local"])
 def test_files_are_bitwise_with_masters_and_local_accumulation(more, tmp_path):
-    jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
-    arguments = {"jobs": jobs, "offload": nvme(tmp_path, window=1), "stages": (1, 2, 3), **more}
+    arguments = {"cells": clipped_at(1, 2, 3), "offload": nvme(tmp_path, window=1), **more}
     for world_size in (1, 2):
         for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
             assert_equal(found)

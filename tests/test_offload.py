@@ -48,25 +48,57 @@ OPTIMIZERS = {
     "nadam": partial(of_trained, partial(torch.optim.NAdam, lr=1e-3)),
     "adam amsgrad": partial(of_trained, partial(torch.optim.Adam, lr=1e-3, amsgrad=True, foreach=True)),
 }
-GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch, steps=6)
+GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch, steps=4)
 JOBS = {
     "plain": replace(GPT2, model_arguments={"dropout": 0.1}),
     "clip and accumulation": replace(GPT2, max_norm=0.3, accumulation=2),
-    "bert": Job(make_model=bert, make_batch=bert_batch, steps=4, max_norm=100.0),
-    "odd model": Job(make_model=Unruly, steps=6, model_arguments={"sleeping": "even steps"}),
+    "bert": Job(make_model=bert, make_batch=bert_batch, steps=3, max_norm=100.0),
+    "odd model": Job(make_model=Unruly, steps=4, model_arguments={"sleeping": "even steps"}),
     **{name: replace(GPT2, make_optimizer=make) for name, make in OPTIMIZERS.items()},
 }
 
 
-def in_pairs(rank: int, world_size: int, jobs: dict[str, Job], offload: dict, stages: tuple[int, ...], **more):
+EACH_STAGE = ("clip and accumulation", "odd model", "adamw")
+
+
+def some_cells() -> list[tuple[str, int]]:
+    """(job, stage): all stages of a few jobs, and of the others one each, in turn."""
+    others = [name for name in JOBS if name not in EACH_STAGE]
+    return [(name, stage) for name in EACH_STAGE for stage in range(4)] + [
+        (name, number % 4) for number, name in enumerate(others)
+    ]
+
+
+def every_cell() -> list[tuple[str, int]]:
+    return [(name, stage) for name in JOBS for stage in range(4)]
+
+
+def few_cells() -> list[tuple[str, int]]:
+    return [(name, stage) for name in ("clip and accumulation", "sgd momentum") for stage in range(4)]
+
+
+# World size and cells of the matrix that the short run and the long one go through.
+MATRIX = [
+    pytest.param(1, some_cells, id="1"),
+    pytest.param(2, some_cells, id="2"),
+    pytest.param(1, every_cell, id="1-every", marks=pytest.mark.slow),
+    pytest.param(2, every_cell, id="2-every", marks=pytest.mark.slow),
+    pytest.param(3, few_cells, id="3", marks=pytest.mark.slow),
+]
+
+
+def in_pairs(rank: int, world_size: int, cells: list[tuple[str, int]], offload: dict, **more):
     """(job, stage, without offload, with it), trained in one process group."""
     found = []
-    for name, job in jobs.items():
-        for stage in stages:
-            plain = train(rank, world_size, replace(job, settings=settings_of(stage, {}, **more)))
-            moved = train(rank, world_size, replace(job, settings=settings_of(stage, offload, **more)))
-            found.append((name, stage, plain, moved))
+    for name, stage in cells:
+        plain = train(rank, world_size, replace(JOBS[name], settings=settings_of(stage, {}, **more)))
+        moved = train(rank, world_size, replace(JOBS[name], settings=settings_of(stage, offload, **more)))
+        found.append((name, stage, plain, moved))
     return found
+
+
+def clipped_at(*stages: int) -> list[tuple[str, int]]:
+    return [("clip and accumulation", stage) for stage in stages]
 
 
 def assert_equal(found: list[tuple[str, int, Outcome, Outcome]]) -> None:
@@ -76,19 +108,17 @@ def assert_equal(found: list[tuple[str, int, Outcome, Outcome]]) -> None:
         assert not np.isnan(moved.losses).any()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size):
-    jobs = JOBS if world_size < 3 else {name: JOBS[name] for name in ("clip and accumulation", "sgd momentum")}
-    arguments = {"jobs": jobs, "offload": CPU, "stages": (0, 1, 2, 3)}
+@pytest.mark.parametrize(("world_size", "cells"), MATRIX)
+def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size, cells):
+    arguments = {"cells": cells(), "offload": CPU}
     for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        assert len(found) == 4 * len(jobs)
+        assert len(found) == len(cells())
         assert_equal(found)
 
 
 def test_host_memory_is_bitwise_with_local_accumulation_and_bf16():
-    jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
     for more in ({"grad_accumulation": "local"}, {"param_dtype": "bfloat16"}):
-        arguments = {"jobs": jobs, "offload": CPU, "stages": (1, 2, 3), **more}
+        arguments = {"cells": clipped_at(1, 2, 3), "offload": CPU, **more}
         if "grad_accumulation" in more:
             assert_equal(in_pairs(0, 1, **arguments))
         for found in run_ranks(in_pairs, world_size=2, time_limit_s=80, keyword_arguments=arguments):
@@ -101,12 +131,11 @@ def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, in
 
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
-    jobs = {"clip and accumulation": JOBS["clip and accumulation"]}
     host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}
     files = {"offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.4}}
     stages = {1: (0, 2, 3), 2: (1, 2, 3), 3: (3,)}[world_size]
-    cases = [{"jobs": jobs, "offload": offload, "stages": stages} for offload in (host, files)]
-    cases.append({"jobs": jobs, "offload": host, "stages": stages[-1:], "param_dtype": "bfloat16"})
+    cases = [{"cells": clipped_at(*stages), "offload": offload} for offload in (host, files)]
+    cases.append({"cells": clipped_at(stages[-1]), "offload": host, "param_dtype": "bfloat16"})
     for found in run_ranks(in_turn, world_size=world_size, time_limit_s=120, keyword_arguments={"cases": cases}):
         assert len(found) == 2 * len(stages) + 1
         assert_equal(found)

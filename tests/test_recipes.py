@@ -2,15 +2,15 @@
 
 import json
 import math
+import os
 import re
-import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from launching import CONFIGS, ROOT, launch, launch_command, own_environment
+from launching import CONFIGS, ROOT, launch, launch_forked, run_forked
 from recipes.arguments import DataArguments, ModelArguments, parse_arguments
 from recipes.classification import ClassificationArguments, load_classification
 from recipes.columns import TEXT_NAMES, find_columns
@@ -44,15 +44,10 @@ NO_DROPOUT = {
 REVIEWS = [("a warm and funny film", "good"), ("dull from start to end", "bad"), ("the cast is a joy", "good")] * 12
 
 
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("caches")
-
-
-def run(name: str, output: Path, caches: Path, *arguments: object, zero: object = 2) -> dict[str, float]:
+def run(name: str, output: Path, *arguments: object, zero: object = 2) -> dict[str, float]:
     """Run a recipe on two ranks, and return its results."""
     script = SCRIPTS / f"finetune_{name}.py"
-    done = launch(script, "--zero", zero, "--output_dir", output, *arguments, caches=caches)
+    done = launch_forked(script, "--zero", zero, "--output_dir", output, *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((output / RESULTS_NAME).read_text(encoding="utf-8"))
 
@@ -72,13 +67,13 @@ def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), "zero3_offload_cpu.yaml"])
-def test_bert_learns_reloads_and_resumes(zero, tmp_path, caches):
+def test_bert_learns_reloads_and_resumes(zero, tmp_path):
     size = (
         *("--config_overrides", TINY_BERT, "--max_train_samples", 256, "--max_seq_length", 32),
         *("--disable_tqdm", "true"),
     )
     schedule = ("--warmup_steps", 0, "--learning_rate", 5e-3, "--save_steps", 8)
-    bert = partial(run, "bert", tmp_path, caches, *size, *schedule, zero=in_configs(zero))
+    bert = partial(run, "bert", tmp_path, *size, *schedule, zero=in_configs(zero))
     first = bert("--max_steps", 8)
     assert first["processes"] == 2
     assert first["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
@@ -93,17 +88,19 @@ def test_bert_learns_reloads_and_resumes(zero, tmp_path, caches):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert list(model.config.id2label.values()) == list(PACKAGES)
     assert tokenizer.decode(tokenizer("Cancel the task.").input_ids) == "[CLS] cancel the task.[SEP]"
-    classify = ["python", SCRIPTS / "classify.py", tmp_path, "Cancel the task."]
-    said = subprocess.run(classify, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert re.search(rf"label: ({'|'.join(PACKAGES)}), probability: 0\.\d+", said)
+    classified = run_forked(
+        SCRIPTS / "classify.py", [tmp_path, "Cancel the task."], environment=os.environ, processes=1
+    )
+    assert classified.returncode == 0, classified.stderr
+    assert re.search(rf"label: ({'|'.join(PACKAGES)}), probability: 0\.\d+", classified.stdout)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("zero", ["zero2.yaml", pytest.param(3, marks=pytest.mark.slow)])
-def test_gpt_learns_and_reloads(zero, tmp_path, caches):
+def test_gpt_learns_and_reloads(zero, tmp_path):
     size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 512, "--max_eval_samples", 64)
     schedule = ("--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true")
-    results = run("gpt", tmp_path, caches, *size, *schedule, zero=in_configs(zero))
+    results = run("gpt", tmp_path, *size, *schedule, zero=in_configs(zero))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert results["perplexity"] < len(tokenizer) / 2
@@ -115,14 +112,14 @@ def test_gpt_learns_and_reloads(zero, tmp_path, caches):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("zero", ["zero2_offload_cpu.yaml", pytest.param("zero3.yaml", marks=pytest.mark.slow)])
-def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tmp_path, caches):
+def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tmp_path):
     common = (
         *("--config_overrides", f"{TINY_BERT},{NO_DROPOUT['bert']}", "--max_train_samples", 96, "--max_seq_length", 32),
         *("--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--num_train_epochs", 2),
         *("--num_warmup_steps", 2, "--max_grad_norm", 0.5),
     )
     # 96 rows on 2 ranks make 12 batches, so 6 steps an epoch: step 8 lies in the second one.
-    loop = partial(run, "accelerate", tmp_path / "run", caches, *common, zero=in_configs(zero))
+    loop = partial(run, "accelerate", tmp_path / "run", *common, zero=in_configs(zero))
     whole = loop("--checkpointing_steps", 8)
     assert whole["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
     uninterrupted = load_file(tmp_path / "run" / "model.safetensors")
@@ -139,15 +136,14 @@ def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tm
 @pytest.mark.parametrize(
     "name", ["bert", pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.slow)]
 )
-def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, caches):
+def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, monkeypatch):
     few = ("--max_train_samples", 32, "--max_eval_samples", 16, "--num_train_epochs", 1, "--output_dir", tmp_path)
     size = ("--config_overrides", TINY_GPT, "--block_size", 32)
     if name != "gpt":
         size = ("--config_overrides", TINY_BERT, "--max_seq_length", 16)
     script, config = SCRIPTS / f"finetune_{name}.py", CONFIGS / "accelerate" / "one_gpu.yaml"
-    command = launch_command(script, "--zero", CONFIGS / "zero3.yaml", *few, *size, config=config)
-    environment = own_environment(caches) | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = launch_forked(script, "--zero", CONFIGS / "zero3.yaml", *few, *size, config=config)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads((tmp_path / RESULTS_NAME).read_text(encoding="utf-8"))["processes"] == 1
     kind = AutoModelForCausalLM if name == "gpt" else AutoModelForSequenceClassification
@@ -156,12 +152,12 @@ def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, caches):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name, extension", [("bert", "tsv"), pytest.param("gpt", "txt", marks=pytest.mark.slow)])
-def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_path, caches, name, extension):
+def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_path, name, extension):
     """At learning rate 0, one pass over the training rows has the loss that evaluation on the same rows has."""
     text = write(tmp_path / f"reviews.{extension}", REVIEWS[:32])
     small = f"{TINY_BERT if name == 'bert' else TINY_GPT},{NO_DROPOUT[name]}"
     results = run(
-        *(name, tmp_path / "out", caches, "--train_file", text, "--validation_file", text),
+        *(name, tmp_path / "out", "--train_file", text, "--validation_file", text),
         *("--config_overrides", small, "--max_seq_length" if name == "bert" else "--block_size", 16),
         *("--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--per_device_eval_batch_size", 2),
         *("--learning_rate", 0, "--num_train_epochs", 1, "--max_train_samples", 16, "--max_eval_samples", 16),
@@ -173,11 +169,11 @@ def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_pa
 
 
 @pytest.mark.timeout(120)
-def test_a_mistake_ends_a_run_with_its_paragraph_and_no_traceback(tmp_path, caches):
+def test_a_mistake_ends_a_run_with_its_paragraph_and_no_traceback(tmp_path):
     text = write(tmp_path / "reviews.tsv", REVIEWS)
     script = SCRIPTS / "finetune_bert.py"
     done = launch(
-        script, "--train_file", text, "--label_column", "stars", "--output_dir", tmp_path / "out", caches=caches
+        script, "--train_file", text, "--label_column", "stars", "--output_dir", tmp_path / "out", caches=tmp_path
     )
     assert done.returncode != 0
     assert "The train data has no column 'stars'; it has: sentence, label." in done.stderr

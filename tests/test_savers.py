@@ -2,14 +2,16 @@
 
 import io
 import re
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import clean_state_dict_for_safetensors
-from launching import launch
+from launching import launch, launch_forked
 from ranks import run_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
@@ -249,22 +251,27 @@ if accelerator.is_main_process:
 """
 
 
+def forked(script: Path, *arguments: object, caches: Path) -> subprocess.CompletedProcess:
+    return launch_forked(script, *arguments)
+
+
 @pytest.mark.parametrize(
-    ("what", "named"),
+    ("start", "what", "named"),
     [
-        ("state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
-        ("save_state", r"only some ranks came to accelerator\.save_state; ranks \[1\] have ended"),
+        (launch, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
+        (forked, "save_state", r"only some ranks came to accelerator\.save_state; ranks \[1\] have ended"),
         pytest.param(
+            launch,
             "forward",
             r"rank 1 has come to the end of its script(.|\n)*all-gather parameters of bucket \d failed",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_script_whose_main_process_goes_on_alone_ends_soon_and_says_why(what, named, tmp_path):
+def test_a_script_whose_main_process_goes_on_alone_ends_soon_and_says_why(start, what, named, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(DONE_BY_ONE)
-    result = launch(script, what, tmp_path / "state", caches=tmp_path)
+    result = start(script, what, tmp_path / "state", caches=tmp_path)
     assert result.returncode != 0
     assert re.search(named, result.stderr), result.stderr
     assert "Exception ignored" not in result.stderr

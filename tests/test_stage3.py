@@ -200,7 +200,7 @@ def evaluating_between_steps(run: Run) -> None:
     run.seen.append(run.evaluate())
 
 
-@pytest.mark.parametrize("make", [gpt2, bert])
+@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
 def test_evaluation_between_steps_sees_the_whole_model_and_disturbs_nothing(make):
     run_on_ranks(
         same_as_ddp,
@@ -298,7 +298,7 @@ def assert_base_is_only_a_shard(run: Run) -> None:
     assert all(p.grad is None for p in frozen)
 
 
-@pytest.mark.parametrize("make", [gpt2, bert])
+@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
 def test_lora_trains_over_a_sharded_frozen_base_and_its_adapter_reloads(make):
     run_on_ranks(adapts, make=make)
 
@@ -529,7 +529,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("make", [gpt2, bert])
+@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
 def test_no_setting_changes_a_digit(make):
     make_batch = bert_batch if make is bert else gpt2_batch
     run_on_ranks(same_as_ddp, script=three_steps, variants=SETTINGS, make=make, make_batch=make_batch)
@@ -986,7 +986,7 @@ def test_sharded_accumulation_is_close():
 
 
 def with_compiled_layers() -> nn.Module:
-    model = gpt2()
+    model = gpt2(layers=2)
     for layer in model.transformer.h:
         layer.forward = torch.compile(layer.forward, backend="eager")
     return model

@@ -1,7 +1,9 @@
 """What runs on an accelerator only, run on a stand-in for one: see standin_device.cpp for how it misbehaves."""
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -135,7 +137,32 @@ def goes_on(settings: dict, folder: Path) -> bool:
     return steps(model, optimizer, engine, unscaled, range(2, 5)) == expected
 
 
-def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> None:
+# What is run on one rank too, where there are no collectives.
+ON_ONE_RANK = [
+    *("stage 0", "stage 2", "stage 3", "half of it", "early steps", "early steps in files"),
+    *("parameters in cpu, state in cpu", "parameters in nvme, state in none"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """Names of what is trained: settings that change no digit, those that do, both with a loss scale, both resumed."""
+
+    exact: Sequence[str] = tuple(EXACT)
+    inexact: Sequence[str] = tuple(INEXACT)
+    scaled: Sequence[str] = tuple(SCALED)
+    saved: Sequence[str] = (*SAVED, *INEXACT)
+
+
+CELLS = [
+    pytest.param(1, Cells(exact=ON_ONE_RANK, inexact=["8-bit moments"], scaled=SCALED[2:3], saved=SAVED[:1]), id="1"),
+    pytest.param(2, Cells(scaled=["half of it", "early steps in files"], saved=[*SAVED, "a step late"]), id="2"),
+    pytest.param(1, Cells(), id="1-all", marks=pytest.mark.slow),
+    pytest.param(2, Cells(), id="2-all", marks=pytest.mark.slow),
+]
+
+
+def on_the_device(rank: int, world_size: int, library: Path, folder: str, cells: Cells) -> None:
     compiled = standin_device.register(library)
     compiled.keep_to(rank + 1)
 
@@ -144,17 +171,18 @@ def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> Non
 
     with standin_device.process_group(rank, world_size, folder):
         plain = run(None)
-        for name, settings in EXACT.items():
-            assert all(map(torch.equal, run(settings), plain)), name
-        for name, (settings, elsewhere) in INEXACT.items():
+        for name in cells.exact:
+            assert all(map(torch.equal, run(EXACT[name]), plain)), name
+        for name in cells.inexact:
+            settings, elsewhere = INEXACT[name]
             found = run(settings)
             assert all(map(torch.equal, run(settings | elsewhere), found)), name
             assert torch.stack(found[:3]).tolist() == pytest.approx(torch.stack(plain[:3]).tolist(), rel=0.02), name
-        for name in SCALED:
+        for name in cells.scaled:
             assert all(map(torch.equal, train(_placed(EXACT[name], folder), scaled=True), plain)), f"{name}, scaled"
-        saved = [EXACT[name] for name in SAVED] + [settings | elsewhere for settings, elsewhere in INEXACT.values()]
-        for number, settings in enumerate(saved):
-            assert goes_on(_placed(settings, folder), Path(folder) / f"checkpoint-{number}"), settings
+        for number, name in enumerate(cells.saved):
+            settings = EXACT[name] if name in EXACT else INEXACT[name][0] | INEXACT[name][1]
+            assert goes_on(_placed(settings, folder), Path(folder) / f"checkpoint-{number}"), name
     assert compiled.deferred() > 0
     assert compiled.hazards() == compiled.crossings() == []
     assert compiled.contexts() == {rank + 1}
@@ -167,9 +195,9 @@ def _placed(settings: dict, folder: str) -> dict:
     return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_training_on_a_device_that_does_everything_late(world_size, library, tmp_path):
-    arguments = {"library": library, "folder": str(tmp_path)}
+@pytest.mark.parametrize(("world_size", "cells"), CELLS)
+def test_training_on_a_device_that_does_everything_late(world_size, cells, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path), "cells": cells}
     run_ranks(on_the_device, world_size=world_size, time_limit_s=300, keyword_arguments=arguments)
 
 

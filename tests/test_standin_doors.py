@@ -12,7 +12,7 @@ from torch import nn
 
 pytestmark = [pytest.mark.timeout(600), standin_device.needs_compiler]
 
-STEPS = 6
+STEPS = 4
 SETTINGS = {"max_steps": STEPS, "warmup_steps": 2, "dropout": 0.0}
 
 

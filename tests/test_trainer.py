@@ -48,18 +48,38 @@ def ddp(tmp_path_factory):
     return outcome
 
 
-@pytest.mark.parametrize("model", ["bert", "gpt2"])
+# Each door with each model in the long run; each door, each stage and both models in the short one.
+DOORS = [
+    "flag 0",
+    "flag 1",
+    "flag 2",
+    "flag 3",
+    "callback 2",
+    "both 1",
+    "seq2seq 3",
+    "callback 3",
+    "both 3",
+    "seq2seq 2",
+]
+SHORT = {("flag 0", "bert"), ("flag 1", "gpt2"), ("flag 2", "bert"), ("flag 3", "gpt2"), ("flag 3", "bert")} | {
+    ("callback 2", "gpt2"),
+    ("both 1", "bert"),
+    ("seq2seq 3", "gpt2"),
+}
+
+
 @pytest.mark.parametrize(
-    "door",
+    ("door", "model"),
     [
-        *("flag 0", "flag 1", "flag 2", "flag 3", "callback 2", "both 1", "seq2seq 3"),
-        *(pytest.param(door, marks=pytest.mark.slow) for door in ("callback 3", "both 3", "seq2seq 2")),
+        pytest.param(door, model, marks=[] if (door, model) in SHORT else pytest.mark.slow)
+        for model in ("bert", "gpt2")
+        for door in DOORS
     ],
 )
 def test_every_door_has_ddps_losses_with_dropout_and_warmup(door, model, ddp, tmp_path):
     expected = ddp(model)
     for outcome in run_on_ranks(run, door=door, model=model, output_dir=str(tmp_path)):
-        assert len(outcome["losses"]) == 20
+        assert len(outcome["losses"]) == 8
         assert outcome["losses"] == expected["losses"]
         assert np.allclose(outcome["norms"], expected["norms"], rtol=1e-6, atol=0)
         assert outcome["state"] == expected["state"]
@@ -76,14 +96,14 @@ def test_every_door_has_ddps_losses_with_dropout_and_warmup(door, model, ddp, tm
     "door", ["flag 1", "flag stage=2,grad_accumulation=local", "flag stage=3,grad_accumulation=local"]
 )
 def test_local_accumulation_through_trainer_is_bitwise(door, ddp, tmp_path):
-    overrides = {"gradient_accumulation_steps": 2, "max_steps": 8}
+    overrides = {"gradient_accumulation_steps": 2, "max_steps": 4}
     outcome = run_on_ranks(run, door=door, model="gpt2", output_dir=str(tmp_path), **overrides)[0]
     assert outcome["losses"] == ddp("gpt2", **overrides)["losses"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    "overrides", [{"max_grad_norm": 0.3}, {"gradient_accumulation_steps": 4, "max_steps": 6}], ids=str
+    "overrides", [{"max_grad_norm": 0.3}, {"gradient_accumulation_steps": 4, "max_steps": 3}], ids=str
 )
 def test_clipping_and_sharded_accumulation_are_close(overrides, stage, ddp, tmp_path):
     outcome = run_on_ranks(run, door=f"flag {stage}", model="bert", output_dir=str(tmp_path), **overrides)[0]
@@ -94,12 +114,12 @@ def test_clipping_and_sharded_accumulation_are_close(overrides, stage, ddp, tmp_
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bf16_autocast_is_close(stage, ddp, tmp_path):
-    overrides = {"bf16": True, "max_steps": 10}
+    overrides = {"bf16": True}
     outcome = run_on_ranks(run, door=f"flag {stage}", model="bert", output_dir=str(tmp_path), **overrides)[0]
     assert np.allclose(outcome["losses"], ddp("bert", **overrides)["losses"], rtol=1e-5, atol=0)
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 2}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -107,8 +127,8 @@ def test_resumed_run_continues_bit_for_bit(stage, tmp_path):
     door = f"flag {stage}"
     whole = run_on_ranks(run, door=door, model="bert", output_dir=str(tmp_path / "whole"), **SAVING)
     kept = sorted(p.name for p in (tmp_path / "whole").glob("checkpoint-*"))
-    assert kept == ["checkpoint-15", "checkpoint-20"]
-    checkpoint = tmp_path / "whole" / "checkpoint-15"
+    assert kept == ["checkpoint-6", "checkpoint-8"]
+    checkpoint = tmp_path / "whole" / "checkpoint-6"
     files = {p.name for p in (checkpoint / "zero").iterdir()}
     writers = 1 if stage == 0 else 2
     assert files == {"manifest.json", *(f"rank-{r:05d}-of-00002.safetensors" for r in range(writers))} | (
@@ -120,15 +140,15 @@ def test_resumed_run_continues_bit_for_bit(stage, tmp_path):
         run, door=door, model="bert", output_dir=str(tmp_path / "resumed"), resume=str(checkpoint), seed=77, **SAVING
     )
     for a, b in zip(whole, resumed):
-        assert b["losses"][-5:] == a["losses"][-5:]
+        assert b["losses"][-2:] == a["losses"][-2:]
         assert b["state"] == a["state"]
-    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "resumed" / "checkpoint-20").state_dict()
+    reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "resumed" / "checkpoint-8").state_dict()
     assert {name: value.tolist() for name, value in reloaded.items()} == whole[0]["state"]
 
 
 def whole_and_resumed(rank: int, world_size: int, root: str, door: str) -> dict:
     whole = run(rank, world_size, door, "bert", f"{root}/whole", **SAVING)
-    checkpoint = f"{root}/whole/checkpoint-15"
+    checkpoint = f"{root}/whole/checkpoint-6"
     resumed = run(rank, world_size, door, "bert", f"{root}/resumed", resume=checkpoint, seed=77, **SAVING)
     return {"whole": whole, "resumed": resumed}
 
@@ -140,7 +160,7 @@ def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(
         whole, resumed = outcome["whole"], outcome["resumed"]
         assert resumed["losses"] == whole["losses"] and resumed["state"] == whole["state"]
         assert 0 < whole["log"]["zero/gradient_error"] < 0.1
-    weights = [load_file(tmp_path / f / "checkpoint-20" / "model.safetensors") for f in ("whole", "resumed")]
+    weights = [load_file(tmp_path / f / "checkpoint-8" / "model.safetensors") for f in ("whole", "resumed")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     # What is saved are the masters, not what is left of them after the wire: few values of a block are equal.
     assert len(weights[0]["bert.embeddings.word_embeddings.weight"].flatten()[256:512].unique()) > 250
@@ -150,18 +170,18 @@ def test_a_run_of_steps_apart_resumes_bit_for_bit_from_a_save_between_outer_step
     for outcome in run_on_ranks(whole_and_resumed, root=str(tmp_path), door="flag stage=1,comm.sync_every=4"):
         assert outcome["resumed"]["losses"] == outcome["whole"]["losses"]
         assert outcome["resumed"]["state"] == outcome["whole"]["state"]
-    kinds = {row.kind for row in Manifest.read(tmp_path / "whole" / "checkpoint-15" / "zero").rows}
+    kinds = {row.kind for row in Manifest.read(tmp_path / "whole" / "checkpoint-6" / "zero").rows}
     moments = {"exp_avg", "exp_avg_sq"}
     assert kinds == {"outer.momentum_buffer", *moments, *(f"replica.1.{kind}" for kind in moments)}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resume_leaves_the_weights_in_the_checkpoint_until_they_are_in_buckets(stage, tmp_path):
-    make_trainer(f"flag {stage}", "gpt2", tmp_path, **SAVING, max_steps=5).train()
+    make_trainer(f"flag {stage}", "gpt2", tmp_path, **SAVING, max_steps=2).train()
     trainer = make_trainer(f"flag {stage}", "gpt2", tmp_path, seed=77)
-    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-5"))
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-2"))
     assert all(is_loaded(parameter) for parameter in trainer.model.parameters())
-    expected = load_file(tmp_path / "checkpoint-5" / "model.safetensors")
+    expected = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
     loaded = trainer.model.state_dict()
     assert expected and all(torch.equal(loaded[name], value) for name, value in expected.items())
     in_file = {parameter.data_ptr() for parameter in trainer.model.parameters()}
@@ -176,14 +196,14 @@ def test_a_resume_leaves_the_weights_in_the_checkpoint_until_they_are_in_buckets
 @pytest.mark.parametrize("stage", [2, 3])
 def test_resume_true_takes_the_newest(stage, tmp_path):
     door = f"flag {stage}"
-    run_on_ranks(run, door=door, model="bert", output_dir=str(tmp_path), **SAVING, max_steps=10)
+    run_on_ranks(run, door=door, model="bert", output_dir=str(tmp_path), **SAVING, max_steps=4)
     outcome = run_on_ranks(run, door=door, model="bert", output_dir=str(tmp_path), resume=True, **SAVING)[0]
-    assert len(outcome["losses"]) == 20
+    assert len(outcome["losses"]) == 8
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (2, 3), (3, 1)])
 def test_another_world_size_and_stage_can_resume(before, after, tmp_path):
-    run_on_ranks(run, door=f"flag {before}", model="bert", output_dir=str(tmp_path), **SAVING, max_steps=10)
+    run_on_ranks(run, door=f"flag {before}", model="bert", output_dir=str(tmp_path), **SAVING, max_steps=4)
     outcome = run_on_ranks(
         run,
         world_size=3,
@@ -192,7 +212,7 @@ def test_another_world_size_and_stage_can_resume(before, after, tmp_path):
         output_dir=str(tmp_path),
         resume=True,
         **SAVING,
-        max_steps=12,
+        max_steps=6,
     )[0]
     assert np.isfinite(outcome["losses"]).all()
 
@@ -205,7 +225,7 @@ def test_a_run_goes_on_bit_for_bit_with_and_without_sharded_parameters(before, a
         door=f"flag {after}",
         model="bert",
         output_dir=str(tmp_path / "resumed"),
-        resume=str(tmp_path / "whole" / "checkpoint-15"),
+        resume=str(tmp_path / "whole" / "checkpoint-6"),
         seed=77,
         **SAVING,
     )
@@ -223,7 +243,7 @@ def test_load_best_model_at_end(stage, tmp_path):
     overrides = {
         **SAVING,
         "eval_strategy": "steps",
-        "eval_steps": 5,
+        "eval_steps": 2,
         "load_best_model_at_end": True,
         "learning_rate": 0.05,
     }
@@ -377,22 +397,22 @@ def bad_resume(rank: int, world_size: int, output_dir: str, where: str, says: st
 
 def test_resume_from_what_is_no_checkpoint(tmp_path):
     run_on_ranks(
-        run, door="ddp", model="bert", output_dir=str(tmp_path), save_strategy="steps", save_steps=5, max_steps=5
+        run, door="ddp", model="bert", output_dir=str(tmp_path), save_strategy="steps", save_steps=2, max_steps=2
     )
     (tmp_path / "empty").mkdir()
     for where, says in [
-        (str(tmp_path / "nowhere"), "there is no folder .*nowhere.*checkpoint-5"),
+        (str(tmp_path / "nowhere"), "there is no folder .*nowhere.*checkpoint-2"),
         (str(tmp_path / "empty"), "it holds no model weights"),
     ]:
         run_on_ranks(bad_resume, world_size=1, output_dir=str(tmp_path), where=where, says=says)
 
 
 def test_damaged_state_is_refused_by_name(tmp_path):
-    run_on_ranks(run, door="flag 2", model="bert", output_dir=str(tmp_path), **SAVING, max_steps=5)
-    zero = tmp_path / "checkpoint-5" / "zero"
+    run_on_ranks(run, door="flag 2", model="bert", output_dir=str(tmp_path), **SAVING, max_steps=2)
+    zero = tmp_path / "checkpoint-2" / "zero"
     text = (zero / "manifest.json").read_text()
     manifest = json.loads(text)
-    check = partial(run_on_ranks, bad_resume, output_dir=str(tmp_path), where=str(tmp_path / "checkpoint-5"))
+    check = partial(run_on_ranks, bad_resume, output_dir=str(tmp_path), where=str(tmp_path / "checkpoint-2"))
     (zero / "manifest.json").unlink()
     check(says="holds no manifest.json, so it is no finished hf_zero checkpoint")
     (zero / "manifest.json").write_text(json.dumps({**manifest, "rows": manifest["rows"][1:]}))

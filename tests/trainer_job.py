@@ -43,7 +43,7 @@ def make_trainer(
     settings = {
         "output_dir": str(output_dir),
         "per_device_train_batch_size": 4,
-        "max_steps": 20,
+        "max_steps": 8,
         "logging_steps": 1,
         "warmup_steps": 5,
         "learning_rate": 1e-3,

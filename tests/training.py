@@ -40,12 +40,12 @@ def bert(dropout: float = 0.0) -> nn.Module:
     )
 
 
-def gpt2(dropout: float = 0.0) -> nn.Module:
+def gpt2(dropout: float = 0.0, layers: int = 3) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_embd=40,
-            n_layer=3,
+            n_layer=layers,
             n_head=4,
             n_positions=LENGTH,
             resid_pdrop=dropout,
@@ -128,7 +128,7 @@ class Job:
     make_batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]] = gpt2_batch
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer | list[torch.optim.Optimizer]] | None = None
     settings: dict | None = None
-    steps: int = 20
+    steps: int = 8
     accumulation: int = 1
     max_norm: float | None = None
     batch_size: int = 2

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from memory import status_bytes
 from peers import make_fsdp2
-from ranks import run_ranks
+from ranks import PRELOADED_MODULES, run_ranks
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -251,6 +251,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.model, options.repeats = "tiny", 1
+    PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.callback"])
     machine = describe_run(options)
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:
         saves, loads = measure(options, Path(folder))

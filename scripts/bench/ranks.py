@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,8 +26,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Imported once, by the process that forks the ranks.
+# Imported once, by the process that forks the ranks: each rank would else spend its first seconds on them.
 PRELOADED_MODULES = ["torch", "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2"]
+
+# Where that process finds modules that no package has.
+PRELOAD_FOLDERS = [Path(__file__).resolve().parent]
 
 
 class RankFailedError(RuntimeError):
@@ -70,7 +74,7 @@ def _run(
 ) -> list[Any]:
     deadline_s = time.monotonic() + time_limit_s
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED_MODULES)
+    start_forking()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks = _Ranks()
         try:
@@ -87,6 +91,21 @@ def _run(
         finally:
             ranks.kill()
     return results
+
+
+def start_forking() -> None:
+    """Starts the process that ranks are forked from, unless it runs."""
+    forkserver.set_forkserver_preload([*PRELOADED_MODULES, "frozen_heap"])
+    before = os.environ.get("PYTHONPATH")
+    # It is told this process's `sys.path`, and in Python before 3.13 does not look there.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PRELOAD_FOLDERS), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager

@@ -1,0 +1,394 @@
+"""Breaks the engine on purpose, one place at a time, and shows that the short suite's tests fail of it.
+
+    python scripts/mutation_check.py                  # all breaks: some ten minutes on two cores
+    python scripts/mutation_check.py wrong-divisor    # those named
+
+Each break is made in a copy of the tree, and the tests named beside it are run there until the first that fails. A break that
+no test fails of is printed as NOT CAUGHT, and the exit status is 1. However tests are merged or cut, they have to catch them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "hf_zero"
+COPIED = (PACKAGE, "tests", "scripts", "configs", "pyproject.toml", "README.md")
+SECONDS_A_BREAK = 240
+
+# pytest's exit statuses.
+PASSED, FAILED = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break:
+    """One fault.
+
+    Attributes:
+        place: qualified name of the function, or method, that it is made in; the file is found by it.
+        old, new: the text of that function that is replaced, and what by.
+        tests: files below tests/, of which those are run that `only` selects.
+        only: pytest's `-k`.
+    """
+
+    name: str
+    place: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    only: str = ""
+
+
+BREAKS = (
+    Break(
+        name="wrong-divisor",
+        place="GradientStore.__init__",
+        old="1.0 / world_size",
+        new="1.0 / (world_size + 1)",
+        tests=("test_equivalence.py",),
+        only="plain-gpt2",
+    ),
+    Break(
+        name="reduction-never-waited-for",
+        place="GradientStore.finish",
+        old="            handle.finish()\n",
+        new="",
+        tests=("test_equivalence.py",),
+        only="plain-gpt2",
+    ),
+    Break(
+        name="gathered-layer-never-waited-for",
+        place="Unit.finish_unshard",
+        old="self._handles.pop(0).finish()",
+        new="self._handles.pop(0)",
+        tests=("test_equivalence.py",),
+        only="plain-gpt2",
+    ),
+    Break(
+        name="bucket-not-gathered-after-the-step",
+        place="ParameterGather.start",
+        old="for bucket in buckets:",
+        new="for bucket in list(buckets)[1:]:",
+        tests=("test_equivalence.py",),
+        only="plain-gpt2",
+    ),
+    Break(
+        name="read-that-does-not-wait-for-the-gather",
+        place="ParameterGather.guard",
+        old="                home.guard()",
+        new="                pass",
+        tests=("test_standin_device.py", "test_early_steps.py", "test_equivalence.py"),
+        only="everything_late or plain-gpt2",
+    ),
+    Break(
+        name="skipped-row",
+        place="rows_of_shard",
+        old="return tuple(rows)",
+        new="return tuple(rows[:-1] or rows)",
+        tests=("test_layout.py",),
+    ),
+    Break(
+        name="skipped-row-in-training",
+        place="rows_of_shard",
+        old="return tuple(rows)",
+        new="return tuple(rows[:-1] or rows)",
+        tests=("test_equivalence.py",),
+        only="plain-gpt2",
+    ),
+    Break(
+        name="padding-left-dirty",
+        place="clear_padding",
+        old="for gap in layout.padding:",
+        new="for gap in ():",
+        tests=("test_undefined_memory.py",),
+    ),
+    Break(
+        name="another-ranks-part-of-the-gradient",
+        place="ShardedStore._own_part",
+        old="flat[bucket.own_interval.start : bucket.own_interval.stop]",
+        new="flat[: bucket.layout.shard_numel]",
+        tests=("test_equivalence.py",),
+        only="plain-gpt2",
+    ),
+    Break(
+        name="another-ranks-secondary-shard",
+        place="ForwardGather.start",
+        old="[self.node.place]",
+        new="[0]",
+        tests=("test_hybrid.py",),
+        only="secondary_shards",
+    ),
+    Break(
+        name="groups-never-summed-over-replicas",
+        place="HybridReduction.start",
+        old="self._transport.start_all_reduce(out, label)",
+        new="self._transport.start_all_reduce(out.clone(), label)",
+        tests=("test_hybrid.py",),
+        only="several_shard_groups_have",
+    ),
+    Break(
+        name="gradients-not-unscaled",
+        place="_OverShards._unscale_grads_",
+        old="scale, clean = inv_scale, found_inf\n",
+        new="scale, clean = torch.ones_like(inv_scale), found_inf\n",
+        tests=("test_loss_scale.py",),
+        only="autocast_in_fp16",
+    ),
+    Break(
+        name="overflow-not-agreed-upon",
+        place="_OverShards._unscale_grads_",
+        old="engine.nonfinite.agree(optimizer, mine)",
+        new="mine",
+        tests=("test_loss_scale.py",),
+        only="autocast_in_fp16",
+    ),
+    Break(
+        name="clip-by-this-ranks-norm",
+        place="NormByTorch._norm",
+        old="self._transport.agree_sum(mine.reshape(1), _NORM)[0]",
+        new="mine",
+        tests=("test_equivalence.py",),
+        only="biting_clip and gpt2",
+    ),
+    Break(
+        name="clip-forgotten",
+        place="StateHolder.scale_gradients",
+        old="scale_gradients(rows, coefficient)",
+        new="scale_gradients(rows, None)",
+        tests=("test_equivalence.py",),
+        only="biting_clip and gpt2",
+    ),
+    Break(
+        name="master-not-written-back",
+        place="Bucket.write_back",
+        old="self.memory.write_own(self.master, self.tier.uplink)",
+        new="pass",
+        tests=("test_equivalence.py",),
+        only="bf16_parameters",
+    ),
+    Break(
+        name="master-of-the-parameters-dtype",
+        place="resolve_precision",
+        old="torch.float32 if param.itemsize < 4 else param",
+        new="param",
+        tests=("test_equivalence.py",),
+        only="bf16_parameters",
+    ),
+    Break(
+        name="second-micro-batch-overwrites-the-first",
+        place="add_or_set",
+        old="row.tensor.grad.add_(",
+        new="row.tensor.grad.copy_(",
+        tests=("test_equivalence.py",),
+        only="sharded_accumulation",
+    ),
+    Break(
+        name="unused-parameter-not-agreed-upon",
+        place="Gradients._agree",
+        old="if is_used and not slot.used:",
+        new="if False:",
+        tests=("test_equivalence.py",),
+        only="unused_twice_used",
+    ),
+    Break(
+        name="buffers-not-sent",
+        place="ModelBuffers.after_forward",
+        old="self._wanted and not under_no_sync",
+        new="False",
+        tests=("test_equivalence.py",),
+        only="unused_twice_used",
+    ),
+    Break(
+        name="layers-not-freed",
+        place="GatheredMemory.drop",
+        old="        self._reservation.release()\n",
+        new="",
+        tests=("test_stage3.py",),
+        only="holds_no_more_than_the_layers_in_use",
+    ),
+    Break(
+        name="gradient-shards-not-freed",
+        place="PooledGradients.release",
+        old="self._shards.pop(bucket, None)",
+        new="pass",
+        tests=(
+            "test_bucket_sizes.py",
+            "test_memory.py",
+            "test_offload.py",
+            "test_gradients.py",
+            "test_late_gradients.py",
+        ),
+        only="not slow",
+    ),
+    Break(
+        name="checkpoint-without-a-moment",
+        place="state_rows",
+        old="for kind, there in tensors.items():",
+        new="for kind, there in list(tensors.items())[:-1]:",
+        tests=("test_checkpoint.py",),
+        only="another_world_size",
+    ),
+    Break(
+        name="saved-row-read-from-a-wrong-place",
+        place="pieces_for",
+        old="in_source=common.shift(-interval.start)",
+        new="in_source=Interval(0, common.numel)",
+        tests=("test_checkpoint.py",),
+        only="another_world_size",
+    ),
+    Break(
+        name="hash-not-compared",
+        place="_faults_of_file",
+        old="found != record.xxh3[index]",
+        new="False",
+        tests=("test_commit.py",),
+        only="flipped_bit",
+    ),
+    Break(
+        name="residual-dropped",
+        place="quantise_reference",
+        old="residual[part].copy_(error)",
+        new="pass",
+        tests=("test_quantised_wire.py",),
+        only="without_error_feedback",
+    ),
+    Break(
+        name="residual-of-one-rank-alone-resumed",
+        place="Residuals.fill",
+        old="place.add_(",
+        new="place.copy_(",
+        tests=("test_quantised_wire.py",),
+        only="residuals_are_saved",
+    ),
+    Break(
+        name="delayed-step-never-taken-over",
+        place="Delayed._before_step",
+        old="self.shadows[bucket].take_over(stepped[bucket])",
+        new="pass",
+        tests=("test_delayed_steps.py",),
+        only="one_rank_trains",
+    ),
+    Break(
+        name="early-step-taken-twice",
+        place="SteppedEarly._before_step",
+        old="row.tensor.grad = None",
+        new="pass",
+        tests=("test_early_steps.py",),
+        only="whatever_comes_between",
+    ),
+    Break(
+        name="state-in-files-not-filled",
+        place="FileState._exchange",
+        old="view.copy_(value.view(view.shape))",
+        new="pass",
+        tests=("test_nvme.py",),
+        only="takes_them_back or bitwise_at_every_stage",
+    ),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="of breaks; all of them without a name")
+    chosen = parser.parse_args(argv).names
+    unknown = set(chosen) - {each.name for each in BREAKS}
+    if unknown:
+        parser.error(f"no break is named {', '.join(sorted(unknown))}")
+    missed = []
+    by_name = {each.name: each for each in BREAKS}
+    for each in [by_name[name] for name in chosen] or BREAKS:
+        began_s = time.monotonic()
+        caught_by = run(each)
+        print(f"{each.name:42} {time.monotonic() - began_s:4.0f} s  {caught_by or 'NOT CAUGHT'}", flush=True)
+        if caught_by is None:
+            missed.append(each.name)
+    return 1 if missed else 0
+
+
+def run(fault: Break, root: Path = ROOT) -> str | None:
+    """Makes the break in a copy of the tree; returns the first test that fails of it, or None."""
+    with tempfile.TemporaryDirectory(prefix="break-") as folder:
+        tree = Path(folder)
+        copy_tree(root, tree)
+        path, text = broken(fault, tree)
+        path.write_text(text)
+        files = [f"tests/{name}" for name in fault.tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--durations=0", "--tb=no"]
+        command += ["-m", "not slow", *files, *(["-k", fault.only] if fault.only else [])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+        try:
+            done = subprocess.run(
+                command, cwd=tree, env=environment, capture_output=True, text=True, timeout=SECONDS_A_BREAK
+            )
+        except subprocess.TimeoutExpired:
+            return f"the time limit of {SECONDS_A_BREAK} s"
+    if done.returncode == PASSED:
+        return None
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode != FAILED or not failed:
+        raise RuntimeError(f"{fault.name}: its tests did not run:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+    return failed[0].split(" - ")[0]
+
+
+def copy_tree(root: Path, tree: Path) -> None:
+    """Copies what tests need of the repository."""
+    for name in COPIED:
+        source = root / name
+        if source.is_dir():
+            shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        else:
+            shutil.copy(source, tree / name)
+
+
+def broken(fault: Break, tree: Path) -> tuple[Path, str]:
+    """The file that has the break's function, and what it is to hold.
+
+    Raises:
+        LookupError: there is no such function, or not one; or it has the text not once.
+    """
+    found = [
+        (path, text.replace(body, body.replace(fault.old, fault.new)))
+        for path, text in sources(tree).items()
+        for body in functions_named(text, fault.place)
+        if body.count(fault.old) == 1
+    ]
+    if len(found) != 1:
+        raise LookupError(
+            f"the break {fault.name!r} fits {len(found)} functions {fault.place!r} with {fault.old!r}; give it the name and text "
+            "that the engine has now"
+        )
+    return found[0]
+
+
+def sources(tree: Path) -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted((tree / PACKAGE).rglob("*.py"))}
+
+
+def functions_named(text: str, place: str) -> list[str]:
+    """The source of each function of that qualified name in a file."""
+    *owners, name = place.split(".")
+    if f"def {name}(" not in text:
+        return []
+    nodes = [ast.parse(text)]
+    for owner in owners:
+        nodes = [
+            child for node in nodes for child in node.body if isinstance(child, ast.ClassDef) and child.name == owner
+        ]
+    bodies = [
+        child for node in nodes for child in node.body if isinstance(child, ast.FunctionDef) and child.name == name
+    ]
+    lines = text.splitlines(keepends=True)
+    return ["".join(lines[body.lineno - 1 : body.end_lineno]) for body in bodies]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
