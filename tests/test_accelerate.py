@@ -424,7 +424,7 @@ def test_other_sharders_are_refused(fresh_state, monkeypatch):
 
 def test_mixed_precision_has_one_owner(fresh_state):
     with pytest.raises(ConfigError, match="two owners of the cast"):
-        Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ZeroPlugin(param_dtype="bfloat16"))
+        Accelerator(cpu=True, mixed_precision="bf16", parallelism_config=ZeroPlugin(param_dtype="float16"))
 
 
 def planned_rows(rank: int, world_size: int, accumulation: int) -> list[str]:

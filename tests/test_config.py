@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
-from hf_zero.engine.buckets.precision import check_cast_owner
+from hf_zero.engine.buckets.precision import check_cast_owner, settle_casts
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 
@@ -43,7 +43,7 @@ def test_frozen_and_keyword_only():
             "unknown key `offload.optimiser`; the nearest known one is `offload.optimizer`",
         ),
         ({"learning_rate": 1e-3}, "unknown key `learning_rate`; it is said in the training arguments or the script"),
-        ({"weather": 1}, "unknown key `weather`; nothing known is near it. Known: stage,"),
+        ({"humidity": 1}, "unknown key `humidity`; nothing known is near it. Known: stage,"),
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
@@ -92,6 +92,12 @@ def test_frozen_and_keyword_only():
         ({"comm": {"shard_group_size": 4.5}}, "`comm.shard_group_size` is 4.5; allowed: auto, a whole number from 2"),
         ({"comm": {"timeout_s": 0}}, "`comm.timeout_s` is 0; allowed: a number of seconds from 0.001"),
         ({"param_dtype": "bf16"}, "`param_dtype` is 'bf16'; allowed: auto, float32, bfloat16, float16"),
+        ({"stage": 3, "gather_dtype": "float16"}, "`gather_dtype` is 'float16'; allowed: auto, float32, bfloat16"),
+        ({"gather_dtype": "bfloat16"}, "`gather_dtype` is of stage 3"),
+        (
+            {"stage": 3, "gather_dtype": "bfloat16", "param_dtype": "float16"},
+            "`gather_dtype: bfloat16` is for float32 parameters, and `param_dtype: float16` leaves none",
+        ),
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
         ({"grad_buffers": 0}, "`grad_buffers` is 0; allowed: a whole number from 1"),
@@ -225,15 +231,38 @@ def test_bytes_in_words(text, nbytes):
     assert parse_bytes("x", text) == nbytes
 
 
+@pytest.mark.parametrize(
+    ("settings", "mixed_precision", "gathered"),
+    [
+        ({"stage": 3}, "bf16", "bfloat16"),
+        ({"stage": 3}, "no", "auto"),
+        ({"stage": 3}, "fp16", "auto"),
+        ({"stage": 2}, "bf16", "auto"),
+        ({"stage": 3, "param_dtype": "float32"}, "bf16", "auto"),
+        ({"stage": 3, "param_dtype": "bfloat16"}, "bf16", "auto"),
+        ({"stage": 3, "gather_dtype": "float32"}, "bf16", "float32"),
+        ({"stage": 3, "gather_dtype": "bfloat16"}, "no", "bfloat16"),
+    ],
+)
+def test_bf16_mixed_precision_decides_what_stage_3_gathers(settings, mixed_precision, gathered):
+    assert settle_casts(ZeroConfig(**settings), mixed_precision).gather_dtype == gathered
+
+
 def test_one_owner_of_the_cast():
     assert "accelerate" in check_cast_owner(ZeroConfig(), "bf16")
     assert check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "no") == "the engine, parameters to bfloat16"
     assert check_cast_owner(ZeroConfig(), "no").startswith("nobody")
-    with pytest.raises(ConfigError, match="two owners of the cast"):
-        check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "bf16")
+    both = check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "bf16")
+    assert both == "the engine, parameters to bfloat16; autocast to bf16 (accelerate) for what is not"
+    assert check_cast_owner(ZeroConfig(param_dtype="float32"), "bf16") == "autocast to bf16 (accelerate)"
+    with pytest.raises(ConfigError, match=r"autocasts to bfloat16 and the config says `param_dtype: float16`.*or both"):
+        check_cast_owner(ZeroConfig(param_dtype="float16"), "bf16")
     assert "accelerate" in check_cast_owner(ZeroConfig(), "fp16")
     assert check_cast_owner(ZeroConfig(param_dtype="float16"), "no") == "the engine, parameters to float16"
-    with pytest.raises(ConfigError, match=r"mixed_precision='fp16' autocasts.*`param_dtype: float16` without"):
-        check_cast_owner(ZeroConfig(param_dtype="bfloat16"), "fp16")
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(ConfigError, match=r"mixed_precision='fp16' autocasts.*`param_dtype: float16` without"):
+            check_cast_owner(ZeroConfig(param_dtype=dtype), "fp16")
+    with pytest.raises(ConfigError, match="autocasts to float16 and the config says `gather_dtype: bfloat16`"):
+        check_cast_owner(ZeroConfig(stage=3, gather_dtype="bfloat16"), "fp16")
     with pytest.raises(ConfigError, match="'fp8' is not built yet"):
         check_cast_owner(ZeroConfig(), "fp8")

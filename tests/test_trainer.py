@@ -112,11 +112,15 @@ def test_clipping_and_sharded_accumulation_are_close(overrides, stage, ddp, tmp_
     assert np.allclose(outcome["norms"], expected["norms"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_bf16_autocast_is_close(stage, ddp, tmp_path):
+@pytest.mark.parametrize(
+    ("zero", "error"),
+    # Stage 3 gathers bfloat16, and so normalises, too, with rounded weights.
+    [("2", 1e-5), ("stage=3,param_dtype=float32", 1e-5), ("3", 1e-2)],
+)
+def test_bf16_autocast_is_close(zero, error, ddp, tmp_path):
     overrides = {"bf16": True}
-    outcome = run_on_ranks(run, door=f"flag {stage}", model="bert", output_dir=str(tmp_path), **overrides)[0]
-    assert np.allclose(outcome["losses"], ddp("bert", **overrides)["losses"], rtol=1e-5, atol=0)
+    outcome = run_on_ranks(run, door=f"flag {zero}", model="bert", output_dir=str(tmp_path), **overrides)[0]
+    assert np.allclose(outcome["losses"], ddp("bert", **overrides)["losses"], rtol=error, atol=0)
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}

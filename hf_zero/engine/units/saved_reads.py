@@ -19,9 +19,7 @@ def gathered_again(units: Iterable[Unit], gather: Callable[[Unit], None]) -> Ite
         units: whole for now.
         gather: makes one whole during a backward.
     """
-    # What is gathered exactly into memory of its own lasts as long as autograd keeps it.
-    passing = [(unit, bucket) for unit in units for bucket in unit.buckets if not bucket.memory.is_shown_exactly]
-    unit_at = {bucket.flat.untyped_storage().data_ptr(): unit for unit, bucket in passing}
+    unit_at = {bucket.memory.shown.untyped_storage().data_ptr(): unit for unit in units for bucket in unit.buckets}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None]:
         return tensor, unit_at.get(tensor.untyped_storage().data_ptr())

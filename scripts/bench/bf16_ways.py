@@ -1,0 +1,226 @@
+"""Does training under bf16 mixed precision go as well at stage 3, which gathers bfloat16, as under DDP with autocast?
+
+    python scripts/bench/bf16_ways.py PATH/TO/sst2              # two minutes on two cores
+    python scripts/bench/bf16_ways.py PATH/TO/sst2 --steps 20   # does the harness run?
+
+The folder holds `train.tsv` and `dev.tsv` of the Stanford Sentiment Treebank: a sentence, a tab, and 0 or 1 a line. A small BERT
+learns them from nothing through accelerate with `mixed_precision="bf16"`, on two ranks, with three seeds: under DDP, at stage 3,
+and at stage 3 with `param_dtype: float32`, which leaves the casts to autocast. Ways are compared by the loss on the dev set
+as it falls, seed by seed; what another seed changes of it is the noise that they are held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from ranks import PRELOADED_MODULES, run_ranks
+from rich.console import Console
+from rich.table import Table
+from step import BENCH_FOLDER, describe_run
+from transformers import BertConfig, BertForSequenceClassification
+
+BASELINE = "DDP, autocast"
+WAYS = {
+    BASELINE: None,
+    "stage 3": {"stage": 3},
+    "stage 3, param_dtype: float32": {"stage": 3, "param_dtype": "float32"},
+}
+WORLD_SIZE = 2
+LENGTH = 32
+PADDING, UNKNOWN = 0, 1
+TIME_LIMIT_S = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How long and how large a run is."""
+
+    steps: int = 200
+    evaluate_every: int = 20
+    batch_size: int = 16
+    vocabulary: int = 4000
+    width: int = 64
+    layers: int = 2
+    lr: float = 5e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What one run leaves: dev losses as training goes on, and figures of its last step on rank 0.
+
+    Attributes:
+        sent_bytes: by collective, of the last step; {} under DDP.
+    """
+
+    dev_losses: list[float]
+    train_losses: list[float]
+    dev_accuracy: float
+    sent_bytes: dict[str, int]
+
+
+def read(path: Path, words: dict[str, int] | None, size: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, int]]:
+    """Token ids (sentences, LENGTH), labels, and the vocabulary: `words`, or the `size` most frequent of this file."""
+    rows = [line.rsplit("\t", 1) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if words is None:
+        counts = Counter(word for sentence, _ in rows for word in sentence.split())
+        words = {word: place + 2 for place, (word, _) in enumerate(counts.most_common(size - 2))}
+    ids = torch.full((len(rows), LENGTH), PADDING)
+    for row, (sentence, _) in enumerate(rows):
+        found = [words.get(word, UNKNOWN) for word in sentence.split()[:LENGTH]]
+        ids[row, : len(found)] = torch.tensor(found)
+    return ids, torch.tensor([int(label) for _, label in rows]), words
+
+
+def train(rank: int, world_size: int, folder: str, way: str, seed: int, run: Run) -> Curve:
+    """One run, as a rank sees it. Every way has the same weights and batches with the same seed."""
+    # As a launcher sets them. The group has met already; accelerate only asks that an address is there.
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    from accelerate import Accelerator
+
+    from hf_zero import ZeroPlugin, engine_of
+
+    torch.set_num_threads(1)
+    ids, labels, words = read(Path(folder) / "train.tsv", None, run.vocabulary)
+    dev_ids, dev_labels, _ = read(Path(folder) / "dev.tsv", words, run.vocabulary)
+    settings = WAYS[way]
+    plugin = {} if settings is None else {"parallelism_config": ZeroPlugin(**settings)}
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", **plugin)
+    torch.manual_seed(seed)
+    model = make_model(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    engine = None if settings is None else engine_of(accelerator.unwrap_model(model))
+    order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(1000 * seed + rank)
+    train_losses, dev_losses, accuracy, sent = [], [], 0.0, {}
+    for step in range(run.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = run.lr * min(1.0, (step + 1) / 25)
+        first = (step * world_size + rank) * run.batch_size
+        rows = order[torch.arange(first, first + run.batch_size) % len(order)]
+        before = sent_bytes(engine)
+        loss = model(**batch(ids[rows], labels[rows])).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        sent = {kind: nbytes - before.get(kind, 0) for kind, nbytes in sent_bytes(engine).items()}
+        train_losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if (step + 1) % run.evaluate_every == 0:
+            dev_loss, accuracy = evaluate(model, dev_ids, dev_labels)
+            dev_losses.append(dev_loss)
+    return Curve(dev_losses=dev_losses, train_losses=train_losses, dev_accuracy=accuracy, sent_bytes=sent)
+
+
+def make_model(run: Run) -> BertForSequenceClassification:
+    config = BertConfig(
+        vocab_size=run.vocabulary,
+        hidden_size=run.width,
+        num_hidden_layers=run.layers,
+        num_attention_heads=4,
+        intermediate_size=4 * run.width,
+        max_position_embeddings=LENGTH,
+    )
+    return BertForSequenceClassification(config).train()
+
+
+def batch(ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": (ids != PADDING).long(), "labels": labels}
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Loss and accuracy on the dev set, which every rank goes through as a whole."""
+    model.eval()
+    outputs = [model(**batch(i, t)) for i, t in zip(ids.split(128), labels.split(128))]
+    model.train()
+    right = sum((out.logits.argmax(-1) == t).sum().item() for out, t in zip(outputs, labels.split(128)))
+    loss = sum(out.loss.item() * len(t) for out, t in zip(outputs, labels.split(128)))
+    return loss / len(labels), right / len(labels)
+
+
+def sent_bytes(engine: Any) -> dict[str, int]:
+    rows = () if engine is None else engine.comm_report().rows
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[row.kind] += row.bytes_sent
+    return dict(found)
+
+
+def distance(first: list[float], second: list[float]) -> float:
+    """The mean difference of two curves, whichever is above the other."""
+    return fmean(abs(a - b) for a, b in zip(first, second, strict=True))
+
+
+def compare(curves: dict[str, list[Curve]]) -> dict[str, dict[str, float]]:
+    """Of each way, the mean distance from DDP's curve with the same seed; beside it that between DDP's with two seeds."""
+    ddp = curves[BASELINE]
+    noise = fmean(distance(a.dev_losses, b.dev_losses) for a, b in combinations(ddp, 2))
+    found = {}
+    for way, of_way in curves.items():
+        distances = [distance(a.dev_losses, b.dev_losses) for a, b in zip(of_way, ddp)]
+        offsets = [a - b for mine, theirs in zip(of_way, ddp) for a, b in zip(mine.dev_losses, theirs.dev_losses)]
+        found[way] = {"mean_distance": fmean(distances), "mean_offset": fmean(offsets), "between_seeds": noise}
+    return found
+
+
+def show(curves: dict[str, list[Curve]], compared: dict[str, dict[str, float]]) -> None:
+    columns = ("way", "dev loss at the end", "dev accuracy", "distance from DDP", "between seeds", "MB sent a step")
+    table = Table(*columns, title="bf16 mixed precision: a small BERT on SST-2")
+    for way, of_way in curves.items():
+        mean, last = compared[way], [curve.dev_losses[-1] for curve in of_way]
+        table.add_row(
+            way,
+            ", ".join(f"{loss:.4f}" for loss in last),
+            ", ".join(f"{curve.dev_accuracy:.1%}" for curve in of_way),
+            f"{mean['mean_distance']:.4f} (offset {mean['mean_offset']:+.4f})",
+            f"{mean['between_seeds']:.4f}",
+            f"{sum(of_way[0].sent_bytes.values()) / 1e6:.2f}" if of_way[0].sent_bytes else "",
+        )
+    Console().print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="with train.tsv and dev.tsv")
+    parser.add_argument("--steps", type=int, default=Run.steps)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=BENCH_FOLDER / "results" / "bf16_ways.json")
+    arguments = parser.parse_args()
+    run = Run(steps=arguments.steps, evaluate_every=min(Run.evaluate_every, arguments.steps))
+    PRELOADED_MODULES.extend(
+        ["accelerate", "transformers.models.bert.modeling_bert", "hf_zero.integrations.accelerate"]
+    )
+    # Without the folders, which are this machine's.
+    about = describe_run(argparse.Namespace(steps=arguments.steps, seeds=arguments.seeds))
+    curves: dict[str, list[Curve]] = {way: [] for way in WAYS}
+    for seed in range(arguments.seeds):
+        for way in WAYS:
+            given = {"folder": str(arguments.folder), "way": way, "seed": seed, "run": run}
+            found = run_ranks(train, world_size=WORLD_SIZE, time_limit_s=TIME_LIMIT_S, keyword_arguments=given)
+            curves[way].append(found[0])
+    compared = compare(curves)
+    show(curves, compared)
+    kept = {way: [asdict(curve) for curve in of_way] for way, of_way in curves.items()}
+    arguments.out.write_text(
+        json.dumps({"run": about | asdict(run), "compared": compared, "curves": kept}, indent=1) + "\n"
+    )
+    print(f"kept in {arguments.out}")
+    # Within noise: no farther from DDP than DDP with another seed is.
+    return int(any(found["mean_distance"] > found["between_seeds"] for found in compared.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
