@@ -2,12 +2,13 @@
 
 import pickle
 import time
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .groups.groups import Groups
-from .transport import CommunicationError
+from .transport import CommunicationError, Value
 
 _GLANCE_S = 0.02
 
@@ -33,7 +34,7 @@ class Aside:
         """From now on, gives up after `seconds`: this process wants to end."""
         self._deadline_s = time.monotonic() + seconds
 
-    def exchange(self, value: object) -> list:
+    def exchange(self, value: Value) -> list[Value]:
         """Every rank's picklable value, in rank order.
 
         Raises:
@@ -51,7 +52,7 @@ class Aside:
     def _key(self, rank: int) -> str:
         return f"{self._count}/{rank}"
 
-    def _take(self, rank: int) -> object:
+    def _take(self, rank: int) -> Any:
         patience_s = time.monotonic() + self._timeout_s
         # Not the store's own wait: its connection could not be told meanwhile to give up sooner.
         while not self._store.check([self._key(rank)]):
