@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -156,7 +156,7 @@ class Bucket:
         tier: Tier,
     ):
         self.layout = layout
-        self.key: BucketKey = layout.key
+        self.key = cast(BucketKey, layout.key)
         self.precision = precision
         self.memory = memory
         self.whole = whole

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
@@ -104,6 +104,10 @@ class ParameterMemory(ABC):
     @abstractmethod
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
         """Whether that is so of all of them, which have elements; False where that is not known at a glance."""
+
+
+MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval], ParameterMemory]
+"""(layout, param dtype, training device, this rank's shard) → memory for a bucket."""
 
 
 def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:

@@ -7,13 +7,19 @@ gather the parameter inside a forward or backward, where all ranks come by, and 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..engine_reference import engine_attached_to
 from .nested import leaves
+
+if TYPE_CHECKING:
+    # Mixed into classes of tensors: a type checker takes their attributes for inherited.
+    from torch import Tensor as _TensorBase
+else:
+    _TensorBase = object
 
 look_only = torch._C.DisableTorchFunctionSubclass
 """A context in which torch asks nobody: for loops of the engine's own that look at many parameters and read none."""
@@ -67,10 +73,12 @@ class ShardedParametersError(RuntimeError):
     """An operation that needs whole parameters met sharded ones."""
 
 
-class ShardedValues:
+class ShardedValues(_TensorBase):
     """Mixed into the class of a tensor whose values are sharded."""
 
     __slots__ = ()
+
+    _whole_kind: ClassVar[type[nn.Parameter]]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -100,7 +108,7 @@ class ShardedAlias(ShardedValues, torch.Tensor):
 
 def hide_values(parameter: nn.Parameter) -> None:
     """Has torch ask before each operation on a parameter, whose values are sharded from now on."""
-    kind = type(parameter)
+    kind: Any = type(parameter)
     if not issubclass(kind, ShardedValues):
         parameter.__class__ = _hiding(kind)
 
@@ -118,7 +126,7 @@ def are_hidden(parameter: torch.Tensor) -> bool:
 
 
 @cache
-def _hiding(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def _hiding(kind: type) -> type[nn.Parameter]:
     return type(f"Sharded{kind.__name__}", (ShardedValues, kind), {"_whole_kind": kind})
 
 
@@ -174,6 +182,6 @@ def _name_of(parameter: nn.Parameter) -> str:
 def _spelling(func: Callable) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
-        attribute = f"p.{getattr(func.__self__, '__name__', 'attribute')}"
+        attribute = f"p.{getattr(getattr(func, '__self__', None), '__name__', 'attribute')}"
         return f"`{attribute}`" if name == "__get__" else f"setting `{attribute}`"
     return f"`{_SPELLED.get(name, name)}`"

@@ -1,6 +1,5 @@
 """Buckets whose parameters, or shards of them, lie in memory that the other ranks can read."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,7 +8,7 @@ from ...comm.peers.peer_memory import PeerMemory
 from ...device import Reservation, reserve
 from ...layout.intervals import Interval
 from ...layout.slots import BucketLayout
-from .memory import ParameterMemory, ShardMemory, WholeMemory
+from .memory import MakeMemory, ShardMemory, WholeMemory
 
 
 class SharedWholeMemory(WholeMemory):
@@ -61,8 +60,6 @@ class SharedShardMemory(ShardMemory):
         self.own.copy_(self.flat[self._shard.start : self._shard.stop])
 
 
-def memory_of(
-    peers: PeerMemory, *, sharded: bool
-) -> Callable[[BucketLayout, torch.dtype, torch.device, Interval], ParameterMemory]:
+def memory_of(peers: PeerMemory, *, sharded: bool) -> MakeMemory:
     """What makes memory for buckets whose parameters are `sharded`, or whole on each rank."""
     return partial(SharedShardMemory if sharded else SharedWholeMemory, peers=peers)

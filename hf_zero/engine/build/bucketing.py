@@ -19,7 +19,7 @@ from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.bucket_sizes import choose_sizes
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
-from ..buckets.memory import WholeMemory
+from ..buckets.memory import MakeMemory, WholeMemory
 from ..buckets.offloaded_memory import memory_in
 from ..buckets.precision import resolve_precision, untrained_precision
 from ..buckets.shared_memory import memory_of
@@ -230,7 +230,7 @@ def build_buckets(
     """
     parameter_of = dict(part.parameters)
     buckets = []
-    make_memory = WholeMemory
+    make_memory: MakeMemory = WholeMemory
     if wire.peers is not None:
         make_memory = memory_of(wire.peers, sharded=part.sharded)
     elif part.sharded:

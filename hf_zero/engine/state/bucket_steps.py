@@ -32,13 +32,13 @@ def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
 class Walk(Protocol):
     """How the buckets' state comes and goes, one after the other."""
 
-    def walk(self, shards: Sequence[Any], spared: int) -> Generator[tuple[Any, Any], None, None]: ...
+    def walk(self, shards: Sequence[Any], *, spared: int) -> Generator[tuple[Any, Any], None, None]: ...
 
 
 class InTurn:
     """One bucket after another, with nothing to be fetched."""
 
-    def walk(self, buckets: Sequence[Bucket], spared: int) -> Generator[tuple[Bucket, None], None, None]:
+    def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
         yield from ((bucket, None) for bucket in buckets)
 
 
@@ -189,7 +189,7 @@ class BucketSteps:
         failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
         if not self._transport.agree_max(failed, _WORD).item():
             return
-        mine = self._broken and (self._broken.errno, self._broken.strerror)
+        mine = None if self._broken is None else (self._broken.errno, self._broken.strerror)
         theirs = self._transport.exchange(mine)
         if self._broken is None:
             rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)

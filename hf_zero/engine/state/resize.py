@@ -69,8 +69,10 @@ def put_state_back(
             group["params"] = [replacement.get(parameter, parameter) for parameter in group["params"]]
             for parameter in group["params"]:
                 name = name_of.get(parameter)
-                if states.get(name) and _can_be_fitted(states[name], shapes[name], parameter.shape):
-                    old_shape = shapes[name]
+                if name is None or not states.get(name):
+                    continue
+                old_shape = shapes[name]
+                if _can_be_fitted(states[name], old_shape, parameter.shape):
                     optimizer.state[parameter] = {
                         kind: _fitted(value, old_shape, parameter.shape) for kind, value in states[name].items()
                     }

@@ -58,7 +58,7 @@ def choose_wire(
         everyone: the transport of all ranks.
     """
     peers = choose_peer_memory(config, groups, transport, everyone, device)
-    exact = ExactGather(transport) if peers is None else SharedGather(peers)
+    exact: Gather = ExactGather(transport) if peers is None else SharedGather(peers)
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(transport), gather=exact, forward=exact, backward=exact, exact=exact)
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
@@ -71,8 +71,8 @@ def choose_wire(
     gather = exact if weights is None else QuantisedGather(transport, groups, weights)
     forward = backward = gather
     if groups.node is not None:
-        forward = ForwardGather(gather, transport, groups.node)
-        backward = BackwardGather(forward, transport)
+        keeping = ForwardGather(gather, transport, groups.node)
+        forward, backward = keeping, BackwardGather(keeping, transport)
     align = USUAL_ALIGNMENT
     if not weights is gradients is None:
         # Shards of gradients are cut once more between several groups.

@@ -27,7 +27,7 @@ class _Record:
     def take(self, units: Iterable[Unit]) -> None:
         for unit in units:
             self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
-            self._shards.update((bucket, bucket.memory.snapshot()) for bucket in unit.buckets)
+            self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
     def renew(self, unit: Unit) -> None:
         """Takes what the unit is now for what it was: its edits have been kept."""
@@ -130,7 +130,7 @@ class WholeParameters:
         Args:
             wanted: False takes part in the gathers without keeping copies.
         """
-        if self.is_lent:
+        if self._lent is not None:
             yield self._lent
             return
         parameters = set(module.parameters())

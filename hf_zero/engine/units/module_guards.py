@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class ShardedParameters(dict):
     def __deepcopy__(self, memo: dict):
         raise _refusal("copied")
 
-    def __reduce_ex__(self, protocol: int):
+    def __reduce_ex__(self, protocol: SupportsIndex):
         raise _refusal("pickled")
 
 
@@ -109,7 +109,7 @@ class ReplacedMethod:
     def __deepcopy__(self, memo: dict):
         raise _refusal("copied")
 
-    def __reduce_ex__(self, protocol: int):
+    def __reduce_ex__(self, protocol: SupportsIndex):
         raise _refusal("pickled")
 
 
