@@ -1,7 +1,7 @@
 """Loading a pretrained model without a copy of it on each rank."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ _HEADER_BYTES = 64 * 1024
 
 
 @contextmanager
-def init(plugin: object = None) -> Iterator[None]:
+def init(plugin: Any = None) -> Iterator[None]:
     """`with hf_zero.init(plugin): model = AutoModel.from_pretrained(path)`: weights stay in their files until prepared.
 
     Inside, `from_pretrained` leaves each weight a view of its memory-mapped file, in the file's dtype. When the model is
@@ -110,7 +110,7 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     return True
 
 
-def _describe_files(files: Sequence[str]) -> str:
+def _describe_files(files: Iterable[str | Path]) -> str:
     """Sizes and headers of the files, by which ranks see that they read the same model."""
     described = []
     for file in map(Path, files):
