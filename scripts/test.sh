@@ -11,6 +11,7 @@ if [[ "${1:-}" == "--slow" ]]; then
 fi
 ruff check .
 ruff format --check .
+python -m mypy
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # A file's tests stay in one process, for what they share; ranks and time limits are made for a machine that does other work too.
 exec python -m pytest -n 2 --dist loadfile ${selection[@]+"${selection[@]}"} "$@"
