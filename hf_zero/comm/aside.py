@@ -2,7 +2,7 @@
 
 import pickle
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -28,7 +28,8 @@ class Aside:
         self._count = 0
         if groups.world_size > 1:
             # A store's connection serves one call at a time: a wait on a shared one would hold training up.
-            self._store = dist.PrefixStore(f"hf_zero/aside/{name}", _get_default_store().clone())
+            # Of more types than torch's stubs say.
+            self._store: Any = dist.PrefixStore(f"hf_zero/aside/{name}", cast(Any, _get_default_store()).clone())
 
     def hurry(self, seconds: float) -> None:
         """From now on, gives up after `seconds`: this process wants to end."""

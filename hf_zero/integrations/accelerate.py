@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -267,7 +267,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
                 yield
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = _listed(parameters)
         engine = self._engine_with(parameters)
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -275,7 +275,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = _listed(parameters)
         engine = self._engine_with(parameters)
         if engine is None:
             super().clip_grad_value_(parameters, clip_value)
@@ -417,6 +417,10 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
         if getattr(self, "zero_config", None) is not plugin.config:
             # The shared state came from an earlier Accelerator, which had no plugin or another one.
             plugin.attach(self)
+
+
+def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
+    return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:

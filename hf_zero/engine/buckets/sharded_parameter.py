@@ -7,7 +7,7 @@ gather the parameter inside a forward or backward, where all ranks come by, and 
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -56,10 +56,11 @@ def _looks() -> frozenset[Callable]:
 
 
 _LOOKS = _looks()
-_ALIASING = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach})
+_DATA: Any = torch.Tensor.data
+_ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
 """What hands out the same values under another name; whoever gets it may only want its dtype."""
 
-_REPLACING = frozenset({torch.Tensor.data.__set__, torch.Tensor.set_})
+_REPLACING = frozenset({_DATA.__set__, torch.Tensor.set_})
 
 _SPELLED = {
     "__reduce_ex__": "pickling",
@@ -92,7 +93,7 @@ class ShardedValues(_TensorBase):
                 _bring(_parameter_behind(tensor), func)
         return func(*_whole(args), **_whole(kwargs))
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
         name = _name_of(_parameter_behind(self))
         return f"{type(self).__name__}({name}, shape={tuple(self.shape)}, dtype={self.dtype}, on other ranks)"
 
@@ -141,7 +142,7 @@ def unreadable(name: str, operation: str) -> ShardedParametersError:
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter:
-    return tensor._parameter if isinstance(tensor, ShardedAlias) else tensor
+    return tensor._parameter if isinstance(tensor, ShardedAlias) else cast(nn.Parameter, tensor)
 
 
 def _alias_of(parameter: nn.Parameter) -> torch.Tensor:

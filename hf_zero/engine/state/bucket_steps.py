@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -170,7 +170,7 @@ class BucketSteps:
             self._broken = error
         self._raise_together()
         for row in (row for rows in rows_of.values() for row in rows):
-            self._gradients[row] = row.tensor.grad
+            self._gradients[row] = cast(torch.Tensor, row.tensor.grad)
             row.tensor.grad = None
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:

@@ -157,7 +157,7 @@ class InMemory(StateHolder):
     def values(self, row: Row, name: str, value: Any) -> Any:
         return value
 
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         return tensor
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:

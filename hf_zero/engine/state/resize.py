@@ -1,7 +1,7 @@
 """Optimizer state of whole parameters, some of which have come back with another number of rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ def resize_whole(
     """
     before = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in before.items()}
-    model.resize_token_embeddings(num_tokens, **kwargs)
+    cast(Any, model).resize_token_embeddings(num_tokens, **kwargs)
     _renew_resized(model, shapes)
     put_state_back(optimizers, states, shapes, before, dict(model.named_parameters()))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch import nn
@@ -194,4 +195,4 @@ def parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> 
     """The parameters of a module, a parameter or several, as a list."""
     if isinstance(target, nn.Module):
         return list(target.parameters())
-    return [target] if isinstance(target, torch.Tensor) else list(target)
+    return [cast(nn.Parameter, target)] if isinstance(target, torch.Tensor) else list(target)

@@ -300,5 +300,6 @@ class Unsharding:
 def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         yield tensor
-        if tensor._is_view() and tensor._base.requires_grad:
-            yield tensor._base
+        base = tensor._base
+        if base is not None and base.requires_grad:
+            yield base

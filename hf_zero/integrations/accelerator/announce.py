@@ -112,7 +112,7 @@ def _dtypes(engine: ZeroEngine) -> str:
     """Of parameters, of gradients as they travel, of the step, and of the masters that are kept from step to step."""
     precisions = [bucket.precision for bucket in engine.buckets]
     masters = [bucket.precision.master if bucket.keeps_master else None for bucket in engine.buckets]
-    kinds = {
+    kinds: dict[str, list] = {
         "param": [precision.param for precision in precisions],
         "reduce": [precision.reduce for precision in precisions],
         "step": [precision.master for precision in precisions],

@@ -100,12 +100,13 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     if any(tensors[name].shape != view.shape for name, view in views.items()):
         return False
     for name, view in views.items():
-        if isinstance(tensors[name], torch.nn.Parameter):
-            wanted = wanted_dtype(tensors[name])
-            tensors[name].data = view
-            mark_loaded(tensors[name], wanted)
+        tensor = tensors[name]
+        if isinstance(tensor, torch.nn.Parameter):
+            wanted = wanted_dtype(tensor)
+            tensor.data = view
+            mark_loaded(tensor, wanted)
         else:
-            tensors[name].copy_(view)
+            tensor.copy_(view)
     model.__dict__[FILES_ATTRIBUTE] = _describe_files(files)
     return True
 
