@@ -1,4 +1,4 @@
-"""README.md as its reader types it: example after example and line after line, in one folder.
+"""A page of the documentation as its reader types it: example after example and line after line, in one folder.
 
 A Python example is saved under the name in its first line. A line of a bash block is run as it stands, unless its own comment
 says that this machine cannot (`# 8 GPUs`) or that it takes minutes, which only a test marked slow runs.
@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,10 +61,14 @@ class Line:
         return "minutes" in self.comment
 
     @property
-    def is_for_others(self) -> bool:
-        """Whether this machine cannot run it, or it would run this very test."""
+    def hindrance(self) -> str | None:
+        """Why it is not run here, in words; None where it is."""
+        if self.command == RUNS_THE_TESTS:
+            return "would run this very test"
         gpus = re.match(r"(\d+) GPUs?\b", self.comment)
-        return self.command == RUNS_THE_TESTS or (gpus is not None and torch.cuda.device_count() < int(gpus[1]))
+        if gpus is not None and torch.cuda.device_count() < int(gpus[1]):
+            return f"needs {gpus[0]}, and there are {torch.cuda.device_count()}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +99,35 @@ def steps_of(text: str) -> Iterator[Block | Line]:
                 yield Line(command=command.strip(), comment=comment.strip())
 
 
-class Walk:
-    """One reader's folder. Lines run once, each after those before it that take no minutes.
+class Folder:
+    """A reader's folder: what a fresh copy of the repository has, as far as lines name it, and the lines typed in it.
 
     Args:
-        folder: gets what a fresh copy of the repository has, as far as the document's lines name it.
         hub: what `hf-zero push` takes for the Hub.
+        examples: of any page, for the lines of all.
     """
 
-    def __init__(self, text: str, folder: Path, hub: HubServer):
+    def __init__(self, path: Path, hub: HubServer, examples: Iterable[Block]):
+        self.path = path
+        self.hub = hub
+        self.outcomes: dict[Line, Outcome] = {}
+        for name in ("configs", "scripts", "pyproject.toml"):
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, path / name)
+        for block in examples:
+            self.save(block)
+
+    def save(self, block: Block) -> None:
+        """What a reader does with an example."""
+        (self.path / block.name).write_text(block.text, encoding="utf-8")
+
+
+class Walk:
+    """One page's lines in order. Each runs once in a folder, after those of its page before it that take no minutes."""
+
+    def __init__(self, text: str, folder: Folder):
         self.folder = folder
-        self._hub = hub
         self.steps = list(steps_of(text))
         self._at = 0
-        self._outcomes: dict[Line, Outcome] = {}
-        for name in ("configs", "scripts", "pyproject.toml"):
-            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, folder / name)
 
     def run(self, line: Line) -> Outcome:
         """The outcome of a line, in a folder where everything before it has been done."""
@@ -118,25 +135,29 @@ class Walk:
         for step in self.steps[self._at : last]:
             self._do(step)
         self._at = max(self._at, last)
-        if line not in self._outcomes:
-            self._outcomes[line] = self._typed(line)
-        return self._outcomes[line]
+        if line not in self.folder.outcomes:
+            self.folder.outcomes[line] = self._typed(line)
+        return self.folder.outcomes[line]
 
     def _do(self, step: Block | Line) -> None:
         if isinstance(step, Block):
-            (self.folder / step.name).write_text(step.text, encoding="utf-8")
-        elif not (step.is_for_others or step.is_slow or step in self._outcomes):
-            self._outcomes[step] = self._typed(step)
+            self.folder.save(step)
+        elif not (step.hindrance or step.is_slow or step in self.folder.outcomes):
+            self.folder.outcomes[step] = self._typed(step)
 
     def _typed(self, line: Line) -> Outcome:
         if line.command.startswith("hf-zero "):
             return self._in_this_process(line)
         # No caches and no settings of whoever runs the tests.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
-        own = {"HF_HOME": str(self.folder / "caches"), "HF_HUB_OFFLINE": "1", "HF_ZERO_VENV": str(self._environment())}
+        own = {
+            "HF_HOME": str(self.folder.path / "caches"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_ZERO_VENV": str(self._environment()),
+        }
         done = subprocess.run(
             ["bash", "-c", line.command],
-            cwd=self.folder,
+            cwd=self.folder.path,
             env=inherited | own,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -148,17 +169,17 @@ class Walk:
     def _in_this_process(self, line: Line) -> Outcome:
         """The command hf-zero without the seconds that a new interpreter takes to import torch."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(self.folder)
+            patch.chdir(self.folder.path)
             patch.setenv("HF_TOKEN", TOKEN)
             for name in CLIENT_SETTINGS:
                 patch.setattr(constants, name, getattr(constants, name))
-            talk_to(self._hub.url)
+            talk_to(self.folder.hub.url)
             result = CliRunner().invoke(app, shlex.split(line.command)[1:])
         return Outcome(status=result.exit_code, said=result.output)
 
     def _environment(self) -> Path:
         """What `scripts/venv.sh` takes for an environment with everything installed: this one."""
-        venv = self.folder / ".venv"
+        venv = self.folder.path / ".venv"
         if not venv.exists():
             (venv / "bin").mkdir(parents=True)
             (venv / "bin" / "python").symlink_to(sys.executable)

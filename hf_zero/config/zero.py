@@ -47,6 +47,9 @@ class ZeroConfig:
             and 3.
         param_dtype: dtype of the parameters in forward and backward; `auto` keeps the model's. A 16-bit one is trained
             through an fp32 master copy held by the shard; float16 needs loss scaling too, which accelerate and Trainer then do.
+        gather_dtype: dtype in which stage 3 gathers float32 parameters for forward and backward; their shards, what is saved and
+            what `gathered` shows stay float32. `auto` is bfloat16 under bf16 mixed precision of accelerate or Trainer, unless
+            `param_dtype` says another dtype, and float32 everywhere else.
         rounding: how a bfloat16 parameter is made of the optimizer's float32 update: `nearest`, from a master that the shard
             keeps; `stochastic`, by chance in proportion to the distance, from the parameter itself, so that no master is kept.
         moments: `32bit` leaves the optimizer's moments as it makes them; `8bit` keeps them in blocks of 256 8-bit codes with a
@@ -82,6 +85,7 @@ class ZeroConfig:
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
     kernels: str = AUTO
+    gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
     reshard_after_forward: bool | Literal["auto"] = field(default=True, metadata={"stage": 3})
     persist_below_numel: int = field(default=0, metadata={"stage": 3})
@@ -107,6 +111,7 @@ class ZeroConfig:
             )
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
+        self._check_gather_dtype()
         whole_number("prefetch_units", self.prefetch_units, 0)
         whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
@@ -134,6 +139,14 @@ class ZeroConfig:
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
+
+    def _check_gather_dtype(self) -> None:
+        one_of("gather_dtype", self.gather_dtype, (AUTO, "float32", "bfloat16"))
+        if self.gather_dtype != AUTO and self.param_dtype not in (AUTO, "float32"):
+            raise ConfigError(
+                f"hf_zero config: `gather_dtype: {self.gather_dtype}` is for float32 parameters, and `param_dtype: "
+                f"{self.param_dtype}` leaves none. Leave one of the two out."
+            )
 
     def _check_moments(self) -> None:
         one_of("moments", self.moments, ("32bit", "8bit"))

@@ -23,7 +23,7 @@ class DtypeRow:
         reduce: in which it travels between the ranks.
         accumulation: of a gradient that waits for further micro-batches.
         step: of the reduced gradient, and of the tensors that the optimizer updates.
-        master: of the copy that is kept from step to step.
+        master: of the copy that is kept from step to step; the shard itself where stage 3 casts what it gathers.
         moments: of the optimizer's state with one value an element, between steps.
     """
 
@@ -59,7 +59,7 @@ def dtypes_of(precision: Precision, config: ZeroConfig, moments: Iterable[torch.
         reduce=_name(precision.reduce),
         accumulation=_name(accumulation),
         step=_name(precision.master),
-        master=_name(precision.master) if precision.keeps_master else "none",
+        master=_name(precision.master) if precision.keeps_master or precision.casts else "none",
         moments=", ".join(sorted({_name(dtype) for dtype in moments})) or "none",
     )
 

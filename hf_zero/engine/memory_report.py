@@ -1,6 +1,6 @@
 """What this rank holds, counted from what is there."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,7 @@ def report_memory(
     return MemoryReport(
         rows=(
             *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
-            *_gradient_rows(buckets, trained, gradient_bytes),
+            *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
             *_state_rows(buckets, trained, optimizers, places.holder),
             *(row for row in _in_tiers("outer steps", buckets, places.outer.held_bytes) if row.bytes),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
@@ -88,14 +88,14 @@ def _parameter_rows(
     sharded: ShardedModel,
     where: str,
 ) -> list[MemoryRow]:
-    trained_bytes = sum(parameter.nbytes for parameter in trained)
+    trained_bytes = _kept_bytes(trained, sharded)
     parameter_bytes = sum(bucket.memory.lasting_bytes for bucket in buckets)
     # Below stage 3 all are whole, and none is kept so beside others that are not.
     small = [parameter for parameter in trained if parameter not in sharded.unit_of]
     kept_whole = 0 if sharded.is_empty else sum(parameter.nbytes for parameter in small)
     frozen = set(model.parameters()) - set(trained)
     buffer_bytes = sum(buffer.nbytes for buffer in model.buffers())
-    frozen_ddp = sum(p.nbytes for p in frozen) + buffer_bytes
+    frozen_ddp = _kept_bytes(frozen, sharded) + buffer_bytes
     frozen_here = sum(p.nbytes for p in frozen if p not in sharded.unit_of) + buffer_bytes
     apart = MemoryRow(kind="frozen parameters", bytes=sharded.own_bytes(trained=False), ddp_bytes=0, where=where)
     is_apart = apart.where != "device" and apart.bytes > 0
@@ -114,10 +114,13 @@ def _parameter_rows(
     ]
 
 
-def _gradient_rows(
-    buckets: Sequence[Bucket], trained: Sequence[nn.Parameter], held_bytes: Mapping[str, int]
-) -> list[MemoryRow]:
-    trained_bytes = sum(parameter.nbytes for parameter in trained)
+def _kept_bytes(parameters: Iterable[nn.Parameter], sharded: ShardedModel) -> int:
+    """Bytes of whole parameters in the dtype that they are kept in, as DDP holds them."""
+    units = sharded.unit_of
+    return sum(p.numel() * units[p][1].bucket.precision.kept.itemsize if p in units else p.nbytes for p in parameters)
+
+
+def _gradient_rows(buckets: Sequence[Bucket], trained_bytes: int, held_bytes: Mapping[str, int]) -> list[MemoryRow]:
     kept = {kind: held_bytes[kind] for kind in ("gradient residuals", "secondary shards")}
     # Where whole gradients last, they are on the device, and their reduced shards are copied from there.
     where = dict.fromkeys([] if held_bytes["gradient buffers"] else ["device"])

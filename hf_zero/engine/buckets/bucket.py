@@ -32,12 +32,14 @@ class BucketKey(NamedTuple):
     Attributes:
         trained: whether they take gradients.
         dtype: theirs in the model, before `param_dtype`.
+        gathered_dtype: that they are cast to when they are gathered at stage 3; None where they are not.
         optimizer: the number of the one that has them, in the order given to the engine; -1 where none has.
         group: its number in that optimizer's `param_groups`; -1 where there is none.
     """
 
     trained: bool
     dtype: torch.dtype
+    gathered_dtype: torch.dtype | None
     optimizer: int
     group: int
 
@@ -409,8 +411,11 @@ class Bucket:
 
     def _adopt_with_master(self, slot: ParameterSlot) -> None:
         as_loaded = slot.parameter.detach()
-        is_wanted_so = wanted_dtype(slot.parameter) == self.precision.param
+        is_wanted_so = wanted_dtype(slot.parameter) == self.precision.kept
         self.adopt(slot)
+        if self.precision.casts and self.trained:
+            # Inside `gathered` the parameter has another dtype than in a pass, and what stands for its gradient has one.
+            slot.parameter.grad_dtype = None
         forget_loaded(slot.parameter)
         for row in self.rows if self.precision.has_master else ():
             if row.slot is slot:

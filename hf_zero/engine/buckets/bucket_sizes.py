@@ -9,6 +9,7 @@ from torch import nn
 from ...comm.cost import cost_of
 from ...comm.groups.groups import Groups
 from ...config import ZeroConfig
+from .gathered_dtypes import GatheredDtypes
 from .mapped_parameters import wanted_dtype
 from .precision import resolve_precision
 
@@ -45,9 +46,12 @@ def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: t
     whatever its size, since it is gathered and reduced as a whole; others have the size that costs least by comm/cost.py.
     """
     trained = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
-    itemsize = {dtype: resolve_precision(config, dtype).reduce.itemsize for dtype in {wanted_dtype(p) for p in trained}}
+    gathered = GatheredDtypes(model, config)
+    # What `persist_below_numel` keeps whole is small.
+    dtypes = {p: (wanted_dtype(p), gathered.of(p, sharded=config.stage == 3)) for p in trained}
+    itemsize = {of: resolve_precision(config, of[0], gathered=of[1]).reduce.itemsize for of in set(dtypes.values())}
     smallest = min(itemsize.values())
-    total_bytes = sum(p.numel() * itemsize[wanted_dtype(p)] for p in trained)
+    total_bytes = sum(p.numel() * itemsize[dtypes[p]] for p in trained)
     if isinstance(config.bucket_bytes, int):
         numel = max(1, config.bucket_bytes // smallest)
         return BucketSizes(numel=numel, layer_numel=numel)

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
@@ -26,10 +26,12 @@ class ParameterMemory(ABC):
 
     Attributes:
         flat: (numel,) of the param dtype.
+        shown: (numel,) what parameters are views of while they are whole: `flat`, or shards of another dtype as they are.
         is_readable: whether parameters are whole now.
     """
 
     flat: torch.Tensor
+    shown: torch.Tensor
     is_readable: bool
 
     @property
@@ -106,10 +108,6 @@ class ParameterMemory(ABC):
         """Whether that is so of all of them, which have elements; False where that is not known at a glance."""
 
 
-MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval], ParameterMemory]
-"""(layout, param dtype, training device, this rank's shard) → memory for a bucket."""
-
-
 def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
     # Of a tensor without elements, the address says nothing.
     is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
@@ -129,7 +127,7 @@ class WholeMemory(ParameterMemory):
     is_readable = True
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
-        self.flat = self._allocate(layout.numel, dtype, device)
+        self.shown = self.flat = self._allocate(layout.numel, dtype, device)
         self._own = self.flat[shard.start : shard.stop]
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -176,6 +174,9 @@ class GatheredMemory(ParameterMemory):
         reservation: of `flat`.
         shard: this rank's interval of it.
 
+    The shard may be of another dtype than `flat`, which forward and backward read. It is cast to that for them, and gathered
+    `exactly`, as it is, to be looked at, edited and saved.
+
     Attributes:
         read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
     """
@@ -183,7 +184,7 @@ class GatheredMemory(ParameterMemory):
     def __init__(self, reservation: Reservation, shard: Interval):
         self._shard = shard
         self._reservation = reservation
-        self.flat = reservation.flat
+        self.shown = self.flat = reservation.flat
         self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
         self.is_readable = False
         self.read_as: torch.dtype | None = None
@@ -194,9 +195,33 @@ class GatheredMemory(ParameterMemory):
     def passing_bytes(self) -> int:
         """Bytes that `gather` takes and `drop` gives back."""
 
+    @property
+    def casts(self) -> bool:
+        """Whether the shard is of another dtype than `flat`."""
+        return self.own.dtype != self.flat.dtype
+
+    @property
+    def is_shown_exactly(self) -> bool:
+        """Whether parameters are whole in the dtype of the shard, which is not that of forward and backward."""
+        return self.shown is not self.flat
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that an exact `gather` takes."""
+        return self.flat.numel() * self.own.itemsize if self.casts else self.passing_bytes
+
+    @property
+    def own_place(self) -> torch.Tensor:
+        """This rank's part of `shown`."""
+        return self.shown[self._shard.start : self._shard.stop]
+
     @abstractmethod
-    def gather(self) -> AbstractContextManager[None]:
-        """Gives `flat` memory, to be filled from each rank's `source` by an all-gather that is started inside."""
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        """Gives `shown` memory, to be filled from each rank's `source` by an all-gather that is started inside.
+
+        Args:
+            exactly: in the dtype of the shard, where `flat` has another.
+        """
 
     @abstractmethod
     def arrive(self) -> None:
@@ -218,9 +243,17 @@ class GatheredMemory(ParameterMemory):
     def keep_edits(self) -> None:
         """Takes this rank's part of an edited `flat` into the shard."""
 
+    def _make_room(self, *, exactly: bool) -> None:
+        self.is_readable = True
+        if exactly and self.casts:
+            self.shown = torch.empty(self.flat.numel(), dtype=self.own.dtype, device=self.flat.device)
+        else:
+            self._reservation.restore()
+
     def drop(self) -> None:
         """Gives back everything but the shard."""
         self.is_readable = False
+        self.shown = self.flat
         self._reservation.release()
         # `p.data.zero_()` on an absent parameter would have made it read as 0.
         self._absent.fill_(float("nan"))
@@ -251,6 +284,8 @@ class GatheredMemory(ParameterMemory):
             return
         if self._absences is None:
             self._absences = [self._absent.expand(place.shape) for place in places]
+        if self.is_shown_exactly:
+            places = list(map(self._shown_at, places))
         change = show_values if self.is_readable else hide_values
         with look_only():
             for parameter, values in zip(parameters, places if self.is_readable else self._absences):
@@ -259,18 +294,35 @@ class GatheredMemory(ParameterMemory):
 
     def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         show_values(parameter)
-        values = place if self.is_readable else self._absent
+        values = self._shown_at(place) if self.is_readable else self._absent
         values = values if self.read_as is None else values.to(self.read_as)
         parameter.data = values.expand(place.shape)
         if not self.is_readable:
             hide_values(parameter)
 
+    def hang_absent(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Lets a parameter that is not gathered be looked at in another dtype."""
+        show_values(parameter)
+        parameter.data = self._absent.to(dtype).expand(parameter.shape)
+        hide_values(parameter)
+
     def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
         # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
-        return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, place))
+        return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, self._shown_at(place)))
 
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
-        return all(map(are_hidden, parameters)) or (self.is_readable and _lie_at(parameters, places))
+        if all(map(are_hidden, parameters)):
+            return True
+        if self.is_shown_exactly:
+            places = list(map(self._shown_at, places))
+        return self.is_readable and _lie_at(parameters, places)
+
+    def _shown_at(self, place: torch.Tensor) -> torch.Tensor:
+        """The elements of `shown` that are at `place` in `flat`."""
+        if not self.is_shown_exactly:
+            return place
+        start = place.storage_offset() - self.flat.storage_offset()
+        return self.shown[start : start + place.numel()].view(place.shape)
 
 
 class ShardMemory(GatheredMemory):
@@ -294,9 +346,8 @@ class ShardMemory(GatheredMemory):
     def passing_bytes(self) -> int:
         return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
 
-    def gather(self) -> AbstractContextManager[None]:
-        self._reservation.restore()
-        self.is_readable = True
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        self._make_room(exactly=exactly)
         return nullcontext()
 
     def arrive(self) -> None:
@@ -324,3 +375,44 @@ class ApartShardMemory(ShardMemory):
 
     def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
         return reserve_apart(numel, dtype, device, kept)
+
+
+class CastShardMemory(ShardMemory):
+    """A shard beside the buffer that parameters are gathered in, which is of another dtype.
+
+    Args:
+        kept: dtype of the shard.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+    ):
+        super().__init__(layout, dtype, device, shard)
+        self._own = allocate(layout.shard_numel, kept, device)
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, slice(0, 0))
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._own
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self._own if self.is_shown_exactly else self.own_place
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes
+
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        self._make_room(exactly=exactly)
+        if not self.is_shown_exactly:
+            self.source.copy_(self._own)
+        return nullcontext()
+
+    def snapshot(self) -> torch.Tensor | None:
+        return None
+
+    def keep_edits(self) -> None:
+        self._own.copy_(self.own_place)

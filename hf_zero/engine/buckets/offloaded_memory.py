@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -10,14 +11,14 @@ from ...layout.intervals import Interval
 from ...layout.slots import BucketLayout
 from ...offload.parameter_shards import OffloadedParameters, ParameterShard, ParameterTier, Region
 from ...offload.uplink import Uplink
-from .memory import ApartShardMemory, GatheredMemory, ShardMemory
+from .memory import ApartShardMemory, CastShardMemory, GatheredMemory, ShardMemory
 
-MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval], GatheredMemory]
-"""(layout, param dtype, training device, this rank's interval) → the memory of a sharded bucket."""
+MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval, torch.dtype], GatheredMemory]
+"""(layout, param dtype, training device, this rank's interval, dtype of its shard) → the memory of a sharded bucket."""
 
 
 class OffloadedMemory(GatheredMemory):
-    """The shard is in another tier, and is copied into its place in `flat` for each gather.
+    """The shard is in another tier, and is copied into its place in `shown` for each gather.
 
     Args:
         values: the shard.
@@ -25,9 +26,16 @@ class OffloadedMemory(GatheredMemory):
     """
 
     def __init__(
-        self, layout: BucketLayout, device: torch.device, shard: Interval, values: ParameterShard, queue: SideQueue
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Interval,
+        *,
+        values: ParameterShard,
+        queue: SideQueue,
     ):
-        super().__init__(reserve(layout.numel, values.values.dtype, device, slice(0, 0)), shard)
+        super().__init__(reserve(layout.numel, dtype, device, slice(0, 0)), shard)
         self._values = values
         self._queue = queue
         self._copied = queue.mark()
@@ -38,7 +46,7 @@ class OffloadedMemory(GatheredMemory):
 
     @property
     def source(self) -> torch.Tensor:
-        return self.flat[self._shard.start : self._shard.stop]
+        return self.own_place
 
     @property
     def writable_own(self) -> torch.Tensor | None:
@@ -57,11 +65,13 @@ class OffloadedMemory(GatheredMemory):
         return self.flat.nbytes
 
     @contextmanager
-    def gather(self) -> Iterator[None]:
+    def gather(self, *, exactly: bool) -> Iterator[None]:
         values = self._values.fetched()
-        self._reservation.restore()
-        self.is_readable = True
+        self._make_room(exactly=exactly)
         with self._queue.aside():
+            if values.dtype != self.source.dtype:
+                # Cast where it arrives: a copy between devices that casts would do so on the host, which would wait for it.
+                values = values.to(self.flat.device, non_blocking=True)
             self.source.copy_(values, non_blocking=True)
             yield
         self._copied = self._queue.mark()
@@ -108,11 +118,26 @@ def memory_in(tier: ParameterTier, device: torch.device, *, rounded: bool) -> Ma
         rounded: what is gathered has other values than the shards.
     """
     if not isinstance(tier, OffloadedParameters):
-        return ApartShardMemory if rounded else ShardMemory
+        return partial(_on_device, ApartShardMemory if rounded else ShardMemory)
     queue = side_queue(device)
 
-    def make(layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval) -> GatheredMemory:
-        values = tier.shard(f"bucket {layout.index}", layout.shard_numel, dtype)
-        return OffloadedMemory(layout, device, shard, values, queue)
+    def make(
+        layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+    ) -> GatheredMemory:
+        values = tier.shard(f"bucket {layout.index}", layout.shard_numel, kept)
+        return OffloadedMemory(layout, dtype, device, shard, values=values, queue=queue)
 
     return make
+
+
+def _on_device(
+    as_kept: type[ShardMemory],
+    layout: BucketLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: Interval,
+    kept: torch.dtype,
+) -> GatheredMemory:
+    if kept != dtype:
+        return CastShardMemory(layout, dtype, device, shard, kept)
+    return as_kept(layout, dtype, device, shard)

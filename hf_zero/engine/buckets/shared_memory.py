@@ -1,14 +1,16 @@
 """Buckets whose parameters, or shards of them, lie in memory that the other ranks can read."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 
 from ...comm.peers.peer_memory import PeerMemory
-from ...device import Reservation, reserve
+from ...device import Reservation, allocate, reserve
 from ...layout.intervals import Interval
 from ...layout.slots import BucketLayout
-from .memory import MakeMemory, ShardMemory, WholeMemory
+from .memory import ParameterMemory, ShardMemory, WholeMemory
 
 
 class SharedWholeMemory(WholeMemory):
@@ -31,35 +33,56 @@ class SharedWholeMemory(WholeMemory):
 class SharedShardMemory(ShardMemory):
     """A shard that peers read, beside the buffer that all of them are gathered in.
 
+    Args:
+        kept: dtype of the shard. Where it is not that of forward and backward, peers read a copy that is.
+
     Attributes:
-        shared: the shard, and the other ranks'.
+        shared: what peers read of this rank, and this rank of them.
     """
 
     def __init__(
-        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, peers: PeerMemory
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Interval,
+        kept: torch.dtype,
+        *,
+        peers: PeerMemory,
     ):
         super().__init__(layout, dtype, device, shard)
         whole = Interval(0, layout.shard_numel)
         self.shared = peers.share(layout.shard_numel, dtype, [whole] * peers.group.size)
+        self._own = self.shared.own if kept == dtype else allocate(layout.shard_numel, kept, device)
 
     def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
         return reserve(numel, dtype, device, slice(0, 0))
 
     @property
     def own(self) -> torch.Tensor:
-        return self.shared.own
+        return self._own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self._own.nbytes + (self.shared.own.nbytes if self.casts else 0)
 
     @property
     def passing_bytes(self) -> int:
         return self.flat.nbytes
 
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        if self.casts and not exactly:
+            # No peer reads it still: a gather ends on all ranks.
+            self.shared.own.copy_(self._own)
+        return super().gather(exactly=exactly)
+
     def snapshot(self) -> torch.Tensor | None:
         return None
 
     def keep_edits(self) -> None:
-        self.own.copy_(self.flat[self._shard.start : self._shard.stop])
+        self.own.copy_(self.own_place)
 
 
-def memory_of(peers: PeerMemory, *, sharded: bool) -> MakeMemory:
+def memory_of(peers: PeerMemory, *, sharded: bool) -> Callable[..., ParameterMemory]:
     """What makes memory for buckets whose parameters are `sharded`, or whole on each rank."""
     return partial(SharedShardMemory if sharded else SharedWholeMemory, peers=peers)

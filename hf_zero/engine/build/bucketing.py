@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -18,8 +19,9 @@ from ...offload.placement import Placement
 from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.bucket_sizes import choose_sizes
+from ..buckets.gathered_dtypes import GatheredDtypes
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
-from ..buckets.memory import MakeMemory, WholeMemory
+from ..buckets.memory import ParameterMemory, WholeMemory
 from ..buckets.offloaded_memory import memory_in
 from ..buckets.precision import resolve_precision, untrained_precision
 from ..buckets.shared_memory import memory_of
@@ -172,6 +174,7 @@ def build_parts(
     start_alike = partial(take_rank_0s, device=device, transport=transport)
     intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
     sizes, count = choose_sizes(model, config, groups, device), 0
+    gathered = GatheredDtypes(model, config)
     trained_numel = sum(parameter.numel() for parameter in owner)
     placement = Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel)
     for part in parts_of(model, config, groups, device):
@@ -182,6 +185,7 @@ def build_parts(
             config,
             groups,
             wire,
+            gathered,
             bucket_numel=sizes.layer_numel if part.is_layer else sizes.numel,
             first_index=count,
             device=device,
@@ -208,6 +212,7 @@ def build_buckets(
     config: ZeroConfig,
     groups: Groups,
     wire: Wire,
+    gathered: GatheredDtypes,
     *,
     bucket_numel: int,
     first_index: int,
@@ -223,6 +228,7 @@ def build_buckets(
         intact: of each optimizer, whether its parameters must not be cut.
         bucket_numel: elements a bucket should not pass.
         wire: how parameters and gradients travel.
+        gathered: which parameters are cast for forward and backward.
         placement: of state in tiers.
         parameter_tier: where shards of parameters live.
         prepare: called with each parameter before its values are taken.
@@ -230,13 +236,13 @@ def build_buckets(
     """
     parameter_of = dict(part.parameters)
     buckets = []
-    make_memory: MakeMemory = WholeMemory
+    make_memory: Callable[..., ParameterMemory] = WholeMemory
     if wire.peers is not None:
         make_memory = memory_of(wire.peers, sharded=part.sharded)
     elif part.sharded:
         make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
     layouts = plan_buckets(
-        _specs(part, owner, intact),
+        _specs(part, owner, intact, gathered),
         bucket_numel=bucket_numel,
         shards=groups.shard_size,
         first_index=first_index,
@@ -246,22 +252,30 @@ def build_buckets(
         parameters = [parameter_of[slot.name] for slot in layout.slots]
         for parameter in parameters:
             prepare(parameter)
-        trained, dtype = parameters[0].requires_grad, wanted_dtype(parameters[0])
+        key = cast(BucketKey, layout.key)
         numel = sum(p.numel() for p in parameters)
-        tier = placement.next_tier(numel) if trained else placement.device_tier
+        tier = placement.next_tier(numel) if key.trained else placement.device_tier
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
         weights = None if part.sharded else wire.weight_format
         precision = (
-            resolve_precision(config, dtype, apart=apart, weights=weights, adds_in_master=wire.reduction.adds_in_wider)
-            if trained
-            else untrained_precision(dtype)
+            resolve_precision(
+                config,
+                key.dtype,
+                gathered=key.gathered_dtype,
+                apart=apart,
+                weights=weights,
+                adds_in_master=wire.reduction.adds_in_wider,
+            )
+            if key.trained
+            else untrained_precision(key.dtype, key.gathered_dtype)
         )
+        place = (layout, precision.param, device, layout.shard(groups.shard_rank))
         buckets.append(
             Bucket(
                 layout,
                 parameters,
                 precision,
-                make_memory(layout, precision.param, device, layout.shard(groups.shard_rank)),
+                make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
                 shard_rank=groups.shard_rank,
                 whole=keeps_rows_whole(config, groups, parameter_of.values(), placement),
                 tier=tier,
@@ -271,12 +285,15 @@ def build_buckets(
     return buckets
 
 
-def _specs(part: Part, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool]) -> list[ParameterSpec]:
+def _specs(
+    part: Part, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool], gathered: GatheredDtypes
+) -> list[ParameterSpec]:
     """What the layout has to know of a part's parameters: those of one key may share a bucket."""
     specs = []
     for name, parameter in part.parameters:
         place = owner.get(parameter, (-1, -1))
-        key = BucketKey(parameter.requires_grad, wanted_dtype(parameter), *place)
+        gathered_dtype = gathered.of(parameter, sharded=part.sharded)
+        key = BucketKey(parameter.requires_grad, wanted_dtype(parameter), gathered_dtype, *place)
         specs.append(
             ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=place[0] >= 0 and intact[place[0]])
         )

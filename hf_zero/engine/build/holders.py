@@ -170,7 +170,7 @@ def _is_in_memory(parameter: nn.Parameter) -> bool:
 
 def _itemsize(config: ZeroConfig, parameter: nn.Parameter) -> int:
     dtype = wanted_dtype(parameter)
-    return (resolve_precision(config, dtype).param if parameter.requires_grad else dtype).itemsize
+    return (resolve_precision(config, dtype).kept if parameter.requires_grad else dtype).itemsize
 
 
 def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Transport) -> None:

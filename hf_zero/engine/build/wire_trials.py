@@ -18,6 +18,7 @@ from ...device import allocate, wait_for_device
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.quantise import CODES, BlockFormat, dequantise, dequantise_sum, quantise
 from ..buckets.bucket_sizes import choose_sizes
+from ..buckets.gathered_dtypes import GatheredDtypes
 from ..buckets.mapped_parameters import wanted_dtype
 from ..buckets.precision import resolve_precision, untrained_precision
 from .bucketing import parts_of
@@ -57,11 +58,13 @@ def _sizes(
     """Elements of the largest bucket, and the dtype in which most elements travel; None where nothing does."""
     numels: Counter[torch.dtype] = Counter()
     largest, sizes = 0, choose_sizes(model, config, groups, device)
+    gathered = GatheredDtypes(model, config)
     for part in parts_of(model, config, groups, device):
         # Frozen parameters are gathered too (stage 3).
         travelling = [p for _, p in part.parameters if p.requires_grad or kind == "weights"]
         for parameter in travelling:
-            numels[_dtype_of(kind, config, parameter)] += parameter.numel()
+            cast_to = gathered.of(parameter, sharded=part.sharded)
+            numels[_dtype_of(kind, config, parameter, cast_to)] += parameter.numel()
         most = sizes.layer_numel if part.is_layer else sizes.numel
         largest = max(largest, min(most, sum(parameter.numel() for parameter in travelling)))
     if not numels:
@@ -69,9 +72,12 @@ def _sizes(
     return largest, numels.most_common(1)[0][0]
 
 
-def _dtype_of(kind: str, config: ZeroConfig, parameter: nn.Parameter) -> torch.dtype:
+def _dtype_of(kind: str, config: ZeroConfig, parameter: nn.Parameter, gathered: torch.dtype | None) -> torch.dtype:
     dtype = wanted_dtype(parameter)
-    precision = resolve_precision(config, dtype) if parameter.requires_grad else untrained_precision(dtype)
+    is_trained = parameter.requires_grad
+    precision = (
+        resolve_precision(config, dtype, gathered=gathered) if is_trained else untrained_precision(dtype, gathered)
+    )
     return precision.reduce if kind == "gradients" else precision.param
 
 

@@ -15,7 +15,13 @@ _KIND = "all-gather parameters"
 
 
 class Gather(ABC):
-    """Fills buckets' flat buffers from every rank's own part."""
+    """Fills buckets' flat buffers from every rank's own part.
+
+    Attributes:
+        is_exact: shards of another dtype than that of forward and backward are gathered as they are.
+    """
+
+    is_exact = False
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Handle:
@@ -43,11 +49,19 @@ class _Forgetful(Gather):
 class ExactGather(_Forgetful):
     """Parameters as the ranks have them."""
 
+    is_exact = True
+
     def __init__(self, transport: Transport):
         self._transport = transport
 
     def start(self, bucket: Bucket) -> Handle:
-        return self._transport.start_all_gather(bucket.flat, bucket.memory.source, bucket.label(_KIND))
+        return self._transport.start_all_gather(bucket.memory.shown, bucket.memory.source, bucket.label(_KIND))
+
+
+class CastGather(ExactGather):
+    """Parameters in the dtype of forward and backward, to which each rank casts its shard."""
+
+    is_exact = False
 
 
 class SharedGather(_Forgetful):

@@ -12,7 +12,7 @@ from ...comm.transport import Transport
 from ...config import ZeroConfig
 from ...kernels.quantise import CODES, BlockFormat
 from ...layout.slots import USUAL_ALIGNMENT, Alignment
-from .gathers import ExactGather, Gather, QuantisedGather, SharedGather
+from .gathers import CastGather, ExactGather, Gather, QuantisedGather, SharedGather
 from .quantised_reductions import QuantisedReduction, choose_route
 from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
@@ -58,9 +58,15 @@ def choose_wire(
         everyone: the transport of all ranks.
     """
     peers = choose_peer_memory(config, groups, transport, everyone, device)
-    exact: Gather = ExactGather(transport) if peers is None else SharedGather(peers)
+    as_kept: Gather = ExactGather(transport) if peers is None else SharedGather(peers)
+    exact = in_passes = as_kept
+    if config.gather_dtype == "bfloat16":
+        # Peers read copies of shards in that dtype.
+        exact, in_passes = ExactGather(transport), CastGather(transport) if peers is None else as_kept
     if groups.shard_size == 1:
-        return Wire(reduction=ReplicatedReduction(transport), gather=exact, forward=exact, backward=exact, exact=exact)
+        return Wire(
+            reduction=ReplicatedReduction(transport), gather=as_kept, forward=in_passes, backward=in_passes, exact=exact
+        )
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
     order = StepsInOrder()
     if gradients is None:
@@ -68,10 +74,10 @@ def choose_wire(
     else:
         route = choose_route(transport, groups, gradients, order, error_feedback=config.comm.error_feedback)
         reduction = QuantisedReduction(transport, route, _exact_reduction(transport, groups, order, of="a sample"))
-    gather = exact if weights is None else QuantisedGather(transport, groups, weights)
-    forward = backward = gather
+    gather = as_kept if weights is None else QuantisedGather(transport, groups, weights)
+    forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
-        keeping = ForwardGather(gather, transport, groups.node)
+        keeping = ForwardGather(forward, transport, groups.node)
         forward, backward = keeping, BackwardGather(keeping, transport)
     align = USUAL_ALIGNMENT
     if not weights is gradients is None:

@@ -1,7 +1,7 @@
 """Whole parameters for a while: to read, to edit, to save."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -157,9 +157,25 @@ class WholeParameters:
                 unit, slot = self._unit_of[parameter]
                 unit.hang(slot)
 
-    def lend_names(self) -> AbstractContextManager[None]:
-        """Has the model's own methods hand out sharded parameters by name and shape; values cannot be read. Not collective."""
-        return nullcontext() if self.is_lent else self._lending({})
+    @contextmanager
+    def lend_names(self) -> Iterator[None]:
+        """Has the model's own methods hand out sharded parameters by name, shape and the dtype that they are saved in.
+
+        Values cannot be read. Not collective.
+        """
+        absent = [
+            (unit, slot)
+            for unit, slot in self._unit_of.values()
+            if slot.bucket.precision.casts and unit.is_sharded and not self.is_lent
+        ]
+        try:
+            for unit, slot in absent:
+                unit.memories[slot.bucket].hang_absent(slot.parameter, slot.bucket.precision.kept)
+            with nullcontext() if self.is_lent else self._lending({}):
+                yield
+        finally:
+            for unit, slot in absent:
+                unit.hang(slot)
 
     @contextmanager
     def _lending(self, copies: dict[nn.Parameter, torch.Tensor]) -> Iterator[None]:
@@ -172,7 +188,7 @@ class WholeParameters:
     def _keep_edits(self, units: Iterable[Unit]) -> None:
         for unit in units:
             for bucket in unit.buckets:
-                self._transport.broadcast(bucket.flat, Label(kind="broadcast edits", subject=bucket.name))
+                self._transport.broadcast(bucket.memory.shown, Label(kind="broadcast edits", subject=bucket.name))
             unit.keep_edits()
             for bucket in unit.buckets:
                 with self._holder.at_hand(bucket):
@@ -181,7 +197,7 @@ class WholeParameters:
                 record.renew(unit)
 
     def _refuse_unless_they_fit(self, units: Iterable[Unit]) -> None:
-        needed = sum(unit.passing_bytes for unit in units if unit.is_sharded)
+        needed = sum(unit.exact_bytes for unit in units if unit.is_sharded)
         free = min(self._transport.exchange(free_bytes(self._device)))
         if needed > free:
             raise MemoryError(

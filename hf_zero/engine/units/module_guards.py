@@ -182,7 +182,8 @@ class ModuleMethods:
         for slot in sharded:
             parameter = slot.parameter
             show_values(parameter)
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=slot.bucket.device)
+            kept = slot.bucket.precision.kept
+            parameter.data = torch.empty(parameter.shape, dtype=kept, device=slot.bucket.device)
             versions[slot] = parameter._version
         try:
             type(module)._load_from_state_dict(module, state_dict, prefix, *args)
@@ -195,7 +196,9 @@ class ModuleMethods:
             for _, slot in self._guards[inner].slots.values() if inner in self._guards else ():
                 here = torch.empty(0, dtype=slot.parameter.dtype, device=slot.bucket.device)
                 there = fn(here)
-                if (there.dtype, there.device) != (here.dtype, here.device):
+                # What is gathered in another dtype than it is kept in is of both.
+                dtypes = (here.dtype, slot.bucket.precision.kept)
+                if there.dtype not in dtypes or there.device != here.device:
                     raise ShardedParametersError(
                         f"hf_zero: {type(module).__name__} holds parameters that are sharded over the ranks (stage 3), such as "
                         f"{slot.name!r}, and cannot be moved or cast ({here.dtype} on {here.device} to {there.dtype} on "

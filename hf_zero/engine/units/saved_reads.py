@@ -19,7 +19,9 @@ def gathered_again(units: Iterable[Unit], gather: Callable[[Unit], None]) -> Ite
         units: whole for now.
         gather: makes one whole during a backward.
     """
-    unit_at = {bucket.flat.untyped_storage().data_ptr(): unit for unit in units for bucket in unit.buckets}
+    # What is gathered exactly into memory of its own lasts as long as autograd keeps it.
+    passing = [(unit, b) for unit in units for b, memory in unit.memories.items() if not memory.is_shown_exactly]
+    unit_at = {bucket.flat.untyped_storage().data_ptr(): unit for unit, bucket in passing}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None]:
         return tensor, unit_at.get(tensor.untyped_storage().data_ptr())

@@ -18,6 +18,7 @@ from ..travel.buffers import place_buffers
 from ..travel.wire import Wire
 from .gathered import WholeParameters
 from .module_guards import ModuleGuard, ModuleMethods
+from .norm_inputs import cast_norm_inputs
 from .schedule import Unsharding
 from .unit import Unit
 
@@ -75,6 +76,8 @@ class ShardedModel:
         guards = self._guard_modules()
         self._methods = ModuleMethods(model, guards, self.whole)
         self._handles = self._install_hooks(layers, guards)
+        if device.type == "cpu":
+            self._handles += cast_norm_inputs(module for module in guards if self._casts_weights_of(module))
         for module in model.modules() if guards else ():
             module.__dict__[_SYNCED_GENERATE] = True
 
@@ -193,6 +196,10 @@ class ShardedModel:
                 hook = WeakHook(self, ShardedModel._before_part_of_root)
                 handles.append(module.register_forward_pre_hook(hook, prepend=True))
         return handles
+
+    def _casts_weights_of(self, module: nn.Module) -> bool:
+        slots = [self.unit_of[p][1] for p in module._parameters.values() if p in self.unit_of]
+        return any(slot.bucket.precision.casts for slot in slots)
 
     # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
 

@@ -69,6 +69,11 @@ class Unit:
         """Bytes that being whole takes beyond the shard."""
         return sum(memory.passing_bytes for memory in self.memories.values())
 
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that being whole and exact takes beyond the shard."""
+        return sum(memory.exact_bytes for memory in self.memories.values())
+
     def start_fetch(self) -> None:
         """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
         for memory in self.memories.values():
@@ -86,7 +91,7 @@ class Unit:
         self.state, self.is_sharded = UnitState.UNSHARDING, False
         self.gather = gather
         for bucket, memory in self.memories.items():
-            with memory.gather():
+            with memory.gather(exactly=gather.is_exact):
                 self._handles.append(gather.start(bucket))
 
     def finish_unshard(self) -> None:

@@ -24,7 +24,7 @@ class OwnWeights:
 
 
 def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) -> Iterator[OwnWeights]:
-    """This rank's part of every parameter that lies in a bucket, in the parameter's dtype.
+    """This rank's part of every parameter that lies in a bucket, in the dtype that it is kept in.
 
     Where parameters have been through blocks, it is their master's. Ranks of a replicate group hold the same
     part; the first of them hands it out.
@@ -38,7 +38,7 @@ def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) 
                 yield OwnWeights(
                     parameter=row.slot.parameter,
                     interval=row.layout.in_parameter,
-                    values=master.to(bucket.precision.param),
+                    values=master.to(bucket.precision.kept),
                 )
             continue
         for slot in bucket.slots:

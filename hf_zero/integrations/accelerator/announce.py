@@ -45,7 +45,7 @@ def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = N
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
         ("dtypes", _dtypes(engine)),
-        ("who casts", cast_owner),
+        ("who casts", _casts(engine, cast_owner)),
         (
             "buckets",
             f"{len(engine.buckets)}, largest {in_units(largest)}, {_padding(engine)}; accumulation {accumulation}",
@@ -111,7 +111,7 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
 def _dtypes(engine: ZeroEngine) -> str:
     """Of parameters, of gradients as they travel, of the step, and of the masters that are kept from step to step."""
     precisions = [bucket.precision for bucket in engine.buckets]
-    masters = [bucket.precision.master if bucket.keeps_master else None for bucket in engine.buckets]
+    masters = [b.precision.master if b.keeps_master or b.precision.casts else None for b in engine.buckets]
     kinds: dict[str, list] = {
         "param": [precision.param for precision in precisions],
         "reduce": [precision.reduce for precision in precisions],
@@ -122,6 +122,12 @@ def _dtypes(engine: ZeroEngine) -> str:
         f"{kind} {'/'.join(sorted({str(dtype).removeprefix('torch.').lower() for dtype in found})) or 'none'}"
         for kind, found in kinds.items()
     )
+
+
+def _casts(engine: ZeroEngine, cast_owner: str) -> str:
+    """Who casts: what is gathered comes to forward and backward in its dtype already."""
+    gathered = {str(b.precision.param).removeprefix("torch.") for b in _all_buckets(engine) if b.precision.casts}
+    return "; ".join([*(f"the engine, gathered parameters to {dtype}" for dtype in sorted(gathered)), cast_owner])
 
 
 def _padding(engine: ZeroEngine) -> str:
@@ -239,7 +245,7 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
     precision = bucket.precision
     return BucketCost(
         layout=bucket.layout,
-        param_bytes=precision.param.itemsize,
+        param_bytes=precision.kept.itemsize,
         reduce_bytes=precision.reduce.itemsize,
         reduced_bytes=precision.reduced.itemsize,
         gradient_bytes=bucket.gradient_dtype.itemsize,
@@ -262,4 +268,4 @@ def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_values: int) -> in
     )
     state = state_values if bucket.tier.name == IN_FILES else 0
     separate = bucket.is_away and bucket.keeps_master
-    return params * precision.param.itemsize + (state + separate) * precision.master.itemsize
+    return params * precision.kept.itemsize + (state + separate) * precision.master.itemsize

@@ -71,8 +71,10 @@ class Layout(ABC):
         tensors = saved_tensors_of(engine.model)
 
         def make_files() -> dict[str, Any] | None:
-            files = _save_without_values(trainer, tensors, folder) if disk.leads else None
-            return None if files is None else self._make(files, tensors, folder)
+            # Parameters have the dtype of their values in here, which is not that of forward and backward everywhere.
+            with engine.sharded.whole.lend_names():
+                files = _save_without_values(trainer, tensors, folder) if disk.leads else None
+                return None if files is None else self._make(files, tensors, folder)
 
         places = together(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
         return None if places is None else self._plan(engine, tensors, places, folder)
