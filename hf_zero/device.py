@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import torch
@@ -85,7 +86,7 @@ def enter_thread(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
-def _runtime(device: torch.device) -> object | None:
+def _runtime(device: torch.device) -> Any | None:
     """CUDA's runtime, or what another accelerator has of it; None where there is none."""
     module = torch.get_device_module(device)
     return module.cudart() if hasattr(module, "cudart") else None
@@ -115,8 +116,10 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def unpin(tensor: torch.Tensor, device: torch.device) -> None:
     """Undoes a `pin` that returned True."""
-    with current(device):
-        _runtime(device).cudaHostUnregister(tensor.data_ptr())
+    runtime = _runtime(device)
+    if runtime is not None:
+        with current(device):
+            runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -153,8 +156,8 @@ class _HostMoment(Moment):
     def __init__(self):
         self._seconds = time.perf_counter()
 
-    def seconds_until(self, later: "_HostMoment") -> float:
-        return later._seconds - self._seconds
+    def seconds_until(self, later: Moment) -> float:
+        return cast(_HostMoment, later)._seconds - self._seconds
 
 
 class _QueueMoment(Moment):
@@ -169,8 +172,8 @@ class _QueueMoment(Moment):
     def is_past(self) -> bool:
         return self._event.query()
 
-    def seconds_until(self, later: "_QueueMoment") -> float:
-        return 1e-3 * self._event.elapsed_time(later._event)
+    def seconds_until(self, later: Moment) -> float:
+        return 1e-3 * self._event.elapsed_time(cast(_QueueMoment, later)._event)
 
 
 def clock(device: torch.device) -> Callable[[], Moment]:
@@ -379,16 +382,20 @@ def pci_address(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    numbers = [getattr(found, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
-    return None if None in numbers else "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    names = [f"pci_{name}_id" for name in ("domain", "bus", "device")]
+    if not all(hasattr(found, name) for name in names):
+        return None
+    return "{:04x}:{:02x}:{:02x}.0".format(*(getattr(found, name) for name in names))
 
 
 def peak_bytes(device: torch.device) -> int:
     """The most memory the process has held: on an accelerator by the allocator, on the host the resident high-water mark."""
     if device.type == "cpu":
         status = Path("/proc/self/status")
-        if status.is_file():
-            return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text()).group(1)) * 1024
+        # Not every system that has the file says how high the mark was.
+        highest = re.search(r"VmHWM:\s+(\d+) kB", status.read_text()) if status.is_file() else None
+        if highest is not None:
+            return int(highest[1]) * 1024
         return psutil.Process().memory_info().rss
     return torch.get_device_module(device).max_memory_allocated(device)
 

@@ -11,6 +11,7 @@ if [[ "${1:-}" == "--slow" ]]; then
 fi
 ruff check .
 ruff format --check .
+python -m mypy
 # Some hundred processes import the package and the tests: what Python has compiled is kept.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1

@@ -1,5 +1,6 @@
 """What importing the package costs, and that the command line of an install without extras is enough."""
 
+import importlib.resources
 import os
 import subprocess
 import sys
@@ -54,3 +55,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="no attribute 'ZeroPluggin'"):
         hf_zero.ZeroPluggin  # noqa: B018
+
+
+def test_type_checkers_are_told_that_the_package_is_typed():
+    assert (importlib.resources.files("hf_zero") / "py.typed").is_file()

@@ -72,7 +72,7 @@ def newest_first(output_dir: Path) -> Iterator[Path]:
 
 def step_of(checkpoint: Path) -> int:
     """The N of a folder `checkpoint-N`."""
-    return int(_NUMBERED.match(checkpoint.name).group(1))
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def find_good(

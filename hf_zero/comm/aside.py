@@ -2,12 +2,13 @@
 
 import pickle
 import time
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .groups.groups import Groups
-from .transport import CommunicationError
+from .transport import CommunicationError, Value
 
 _GLANCE_S = 0.02
 
@@ -27,13 +28,14 @@ class Aside:
         self._count = 0
         if groups.world_size > 1:
             # A store's connection serves one call at a time: a wait on a shared one would hold training up.
-            self._store = dist.PrefixStore(f"hf_zero/aside/{name}", _get_default_store().clone())
+            # Of more types than torch's stubs say.
+            self._store: Any = dist.PrefixStore(f"hf_zero/aside/{name}", cast(Any, _get_default_store()).clone())
 
     def hurry(self, seconds: float) -> None:
         """From now on, gives up after `seconds`: this process wants to end."""
         self._deadline_s = time.monotonic() + seconds
 
-    def exchange(self, value: object) -> list:
+    def exchange(self, value: Value) -> list[Value]:
         """Every rank's picklable value, in rank order.
 
         Raises:
@@ -51,7 +53,7 @@ class Aside:
     def _key(self, rank: int) -> str:
         return f"{self._count}/{rank}"
 
-    def _take(self, rank: int) -> object:
+    def _take(self, rank: int) -> Any:
         patience_s = time.monotonic() + self._timeout_s
         # Not the store's own wait: its connection could not be told meanwhile to give up sooner.
         while not self._store.check([self._key(rank)]):

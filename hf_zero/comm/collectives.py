@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from .control.control import control_of
 from .control.gather_order import GatherOrder
-from .control.lookout import watch_over
+from .control.lookout import Lookout, watch_over
 from .control.meetings import Meetings
 from .groups.groups import Groups, RankGroup
 from .ledger import Ledger
 from .names import all_gather_flat, reduce_scatter_flat
 from .profiling import hidden_from_profiler, shown
-from .transport import Handle, Label, Transport
+from .transport import Handle, Label, Transport, Value
 
 
 class CollectiveTransport(Transport):
@@ -30,7 +30,8 @@ class CollectiveTransport(Transport):
         self._gathers = GatherOrder(groups.gather.ranks)
         self._control = control_of(groups, self.watch, self._gathers)
         self._name = self.exchange(uuid.uuid4().hex, "exchange of a name")[0]
-        self._meetings = Meetings(groups.world, self.watch, self._name) if groups.backend != "fake" else None
+        watch = self.watch
+        self._meetings = Meetings(groups.world, watch, self._name) if isinstance(watch, Lookout) else None
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None
@@ -101,7 +102,7 @@ class CollectiveTransport(Transport):
             self._meetings.meet(purpose, timeout_s)
             self.exchange(None, purpose)
 
-    def exchange(self, value: object, purpose: str = "exchange of a few values") -> list[object]:
+    def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return self._control.exchange(value, purpose)
 
     def _everyones(self, values: torch.Tensor, label: Label) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from .groups.groups import RankGroup
-from .transport import Handle, Label, Transport
+from .transport import Handle, Label, Transport, Value
 
 
 class LocalTransport(Transport):
@@ -44,7 +44,7 @@ class LocalTransport(Transport):
     def meet(self, purpose: str, timeout_s: float) -> None:
         """One rank is all ranks."""
 
-    def exchange(self, value: object, purpose: str = "exchange of a few values") -> list[object]:
+    def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return [value]
 
     def _nothing(self, label: Label) -> Handle:

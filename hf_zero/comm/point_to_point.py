@@ -28,6 +28,7 @@ class PointToPointTransport(CollectiveTransport):
     def __init__(self, groups: Groups, timeout_s: float, ledger: Ledger | None = None):
         super().__init__(groups, ledger)
         self._timeout_s = timeout_s
+        self._control_group = groups.control_group
         # Of a rank in the control group, which is of all ranks of the world.
         self._places = {rank: place for place, rank in enumerate(groups.world.ranks)}
         finish_abandoned(timeout_s)
@@ -87,7 +88,7 @@ class PointToPointTransport(CollectiveTransport):
     ) -> Transfers:
         """Receives from each peer and sends to it what is at its place."""
         tag += label.channel
-        ranks, control = group.ranks, self._groups.control
+        ranks, control = group.ranks, self._control_group
         with self.watch.inside(label), shown("start", label), self._unseen():
             works = [(ranks[p], control.recv([received[p]], self._places[ranks[p]], tag)) for p in group.peers]
             works += [(ranks[p], control.send([sent[p]], self._places[ranks[p]], tag)) for p in group.peers]

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -58,6 +58,9 @@ class Handle:
                 complete()
         finally:
             ledger.ended(label.kind)
+
+
+Value = TypeVar("Value")
 
 
 class Transport(ABC):
@@ -137,7 +140,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def exchange(self, value: object, purpose: str = "exchange of a few values") -> list[object]:
+    def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         """Every rank's picklable `value`, in rank order.
 
         Args:

@@ -6,7 +6,7 @@ arguments or the script itself.
 
 from .checks import AUTO, DTYPES, ConfigError, parse_bytes
 from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
-from .zero import ZeroConfig
+from .zero import ConfigLike, ZeroConfig
 
 __all__ = [
     "AUTO",
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointConfig",
     "CommConfig",
     "ConfigError",
+    "ConfigLike",
     "OffloadConfig",
     "OuterConfig",
     "ZeroConfig",

@@ -5,9 +5,9 @@ import difflib
 import math
 import re
 import reprlib
-from typing import Any
+from typing import Any, Final
 
-AUTO = "auto"
+AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 _BYTES_PER_UNIT = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _BYTES_IN_WORDS = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?(?:e[+-]?[0-9]{1,3})?) *([a-z]*)")

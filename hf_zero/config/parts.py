@@ -1,6 +1,8 @@
 """The settings that stand below a key of their own: `offload`, `comm`, `comm.outer`, `checkpoint`."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 from .checks import (
     AUTO,
@@ -39,10 +41,10 @@ class OffloadConfig:
     """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
     `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
     the CPU."""
-    threads: int | str = AUTO
+    threads: int | Literal["auto"] = AUTO
     """CPU threads of steps on the host. `auto`: a rank's part of the host's cores beside an accelerator, and torch's own number
     where training is on the CPU."""
-    numa: int | str = AUTO
+    numa: int | Literal["auto", "none"] = AUTO
     """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
     the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
     delay: int = 0
@@ -130,6 +132,13 @@ class OffloadConfig:
             )
 
     @property
+    def files_folder(self) -> Path:
+        """`nvme_path`, without which nothing is kept in files."""
+        if self.nvme_path is None:
+            raise AssertionError("hf_zero: files are wanted, and there is no `offload.nvme_path`; please report this")
+        return Path(self.nvme_path)
+
+    @property
     def moves_state(self) -> bool:
         """Whether optimizer state lives elsewhere than on the training device."""
         return self.optimizer != "none"
@@ -159,10 +168,10 @@ class OuterConfig:
 class CommConfig:
     """How bytes travel between ranks."""
 
-    shard_group_size: int | str = AUTO
+    shard_group_size: int | Literal["auto"] = AUTO
     """Ranks that share one copy of the state; `auto` is the whole world. Neighbours, so that they may be those of one node.
     With `sync_every`, `auto` is the ranks of a node, or 1 where there is one node only."""
-    node_size: int | str = AUTO
+    node_size: int | Literal["auto"] = AUTO
     """Neighbouring ranks that are on one node; `auto` is what the launcher says."""
     secondary_shard: str = "none"
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from .checks import (
     AUTO,
@@ -27,8 +27,8 @@ from .elsewhere import meaning_elsewhere, refuse_files_of_others
 from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
 from .reading import read_yaml, settings_of
 
-_NESTED = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
-_NESTED_IN_COMM = {"outer": OuterConfig}
+_NESTED: dict[str, type] = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
+_NESTED_IN_COMM: dict[str, type] = {"outer": OuterConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +80,14 @@ class ZeroConfig:
     rounding: str = "nearest"
     moments: str = "32bit"
     reduce_dtype: str = AUTO
-    split_parameters: bool | str = AUTO
+    split_parameters: bool | Literal["auto"] = AUTO
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
-    reshard_after_forward: bool | str = field(default=True, metadata={"stage": 3})
+    reshard_after_forward: bool | Literal["auto"] = field(default=True, metadata={"stage": 3})
     persist_below_numel: int = field(default=0, metadata={"stage": 3})
     unit_modules: tuple[str, ...] | str = field(default=AUTO, metadata={"stage": 3})
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -215,7 +215,8 @@ class ZeroConfig:
     def _refuse_settings_beside_outer_steps(self) -> None:
         if self.comm.sync_every == 1:
             return
-        offload, others = self.offload, {}
+        offload = self.offload
+        others: dict[str, int | str] = {}
         if offload.optimizer == "nvme":
             others["offload.optimizer"] = offload.optimizer
         if offload.moves_params:
@@ -302,7 +303,7 @@ class ZeroConfig:
         return cls.from_dict(settings_of(text))
 
     @classmethod
-    def of(cls, value: "ZeroConfig | Mapping | str | Path | int | None", name: str = "config") -> "ZeroConfig":
+    def of(cls, value: "ConfigLike", name: str = "config") -> "ZeroConfig":
         """Whatever a user hands over as a config: a stage number, YAML path, flag text, mapping, config, or None.
 
         Args:
@@ -328,6 +329,9 @@ class ZeroConfig:
         return dataclasses.asdict(self)
 
 
+ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
+"""What `ZeroConfig.of` takes."""
+
 _FLAGS = "a stage (0, 1, 2, 3), settings such as stage=2,grad_accumulation=local, a .yaml path"
 _SPELT = ("zero", "one", "two", "three")
 
@@ -345,7 +349,8 @@ def _names(kind: type) -> list[str]:
 
 
 def _build(kind: type, settings: Mapping[str, Any], prefix: str):
-    nested = {ZeroConfig: _NESTED, CommConfig: _NESTED_IN_COMM}.get(kind, {})
+    sections: dict[type, dict[str, type]] = {ZeroConfig: _NESTED, CommConfig: _NESTED_IN_COMM}
+    nested = sections.get(kind, {})
     arguments = {}
     for name, value in settings.items():
         if not isinstance(name, str) or name not in _names(kind):

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..comm.transport import Label
 from ..comm.trial import Trial
-from ..config import ZeroConfig
+from ..config import ConfigLike, ZeroConfig
 from .buckets.bucket import rows_with_gradient
 from .build.assemble import Parts, assemble
 from .dtype_report import DtypeReport, report_dtypes
@@ -48,7 +48,7 @@ class ZeroEngine:
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        config: object = None,
+        config: ConfigLike = None,
         *,
         entry: nn.Module | None = None,
         device: torch.device | None = None,

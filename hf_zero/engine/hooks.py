@@ -17,8 +17,8 @@ class WeakHook:
         self._function = function
 
     def __call__(self, *args, **kwargs):
-        owner = self._owner()
-        return None if owner is None else self._function(owner, *args, **kwargs)
+        owner, function = self._owner(), self._function
+        return None if owner is None or function is None else function(owner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "WeakHook":
         return WeakHook(None, None)

@@ -38,6 +38,7 @@ class Places:
             return None
         read, written = files.moved_bytes
         return TrafficReport(
+            folder=files.folder.path,
             held_bytes=sum(shard.file.nbytes for shard in files.shards),
             window_bytes=self.holder.window_bytes(),
             read_bytes_a_step=read,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -26,12 +27,13 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficReport:
-    """Bytes of a rank's state and parameters in files: held there, in memory at most while they are stepped, and moved by the
-    last step and what came before it.
+    """Bytes of a rank's state and parameters in files below `folder`: held there, in memory at most while they are stepped, and
+    moved by the last step and what came before it.
 
     What is written wears a solid-state disk out: its maker says how many bytes it stands.
     """
 
+    folder: Path
     held_bytes: int
     window_bytes: int
     read_bytes_a_step: int

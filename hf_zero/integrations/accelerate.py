@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..checkpoint.foreign.find import is_foreign
 from ..comm.groups.groups import order_launches
-from ..config import ConfigError, ZeroConfig
+from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..engine.buckets.precision import check_cast_owner, settle_casts
 from ..engine.build.other_engines import refuse_other_engines
@@ -44,6 +44,12 @@ from .accelerator.states import folder_to_fill, numbered_states
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .trainer.resumed import say_resumed
 
+if TYPE_CHECKING:
+    # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.
+    from accelerate import Accelerator as _AcceleratorBase
+else:
+    _AcceleratorBase = object
+
 
 class ZeroPlugin(ParallelismConfig):
     """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
@@ -56,7 +62,7 @@ class ZeroPlugin(ParallelismConfig):
 
     _watch: StepWatch | None = None
 
-    def __init__(self, config: object = None, **settings: Any):
+    def __init__(self, config: ConfigLike = None, **settings: Any):
         LastWords.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -123,7 +129,8 @@ class ZeroPlugin(ParallelismConfig):
         check_environment(accelerator)
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
-            accelerator.__class__ = _with_engine(type(accelerator))
+            kind: type = type(accelerator)
+            accelerator.__class__ = _with_engine(kind)
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
@@ -132,11 +139,11 @@ class ZeroPlugin(ParallelismConfig):
 
 
 @cache
-def _with_engine(kind: type[Accelerator]) -> type[Accelerator]:
+def _with_engine(kind: type) -> type[Accelerator]:
     return type("ZeroAccelerator", (ZeroAcceleratorMixin, kind), {})
 
 
-class ZeroAcceleratorMixin:
+class ZeroAcceleratorMixin(_AcceleratorBase):
     """The methods of an Accelerator that know engines. Engines are built when a model and its optimizers are both there.
 
     Attributes:
@@ -148,6 +155,8 @@ class ZeroAcceleratorMixin:
     zero_config: ZeroConfig
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
+    _models: list[nn.Module]
+    _optimizers: list[Any]
     _zero_with_optimizer: bool = False
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
@@ -258,7 +267,7 @@ class ZeroAcceleratorMixin:
                 yield
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = _listed(parameters)
         engine = self._engine_with(parameters)
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -266,7 +275,7 @@ class ZeroAcceleratorMixin:
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = _listed(parameters)
         engine = self._engine_with(parameters)
         if engine is None:
             super().clip_grad_value_(parameters, clip_value)
@@ -400,7 +409,7 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
         zero_plugin: a ZeroPlugin, or anything that one can be made from.
     """
 
-    def __init__(self, *args, zero_plugin: object = None, **kwargs):
+    def __init__(self, *args, zero_plugin: ZeroPlugin | ConfigLike = None, **kwargs):
         if "parallelism_config" in kwargs:
             raise ConfigError("hf_zero: ZeroAccelerator takes zero_plugin, not parallelism_config.")
         plugin = zero_plugin if isinstance(zero_plugin, ZeroPlugin) else ZeroPlugin(zero_plugin)
@@ -408,6 +417,10 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
         if getattr(self, "zero_config", None) is not plugin.config:
             # The shared state came from an earlier Accelerator, which had no plugin or another one.
             plugin.attach(self)
+
+
+def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
+    return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:

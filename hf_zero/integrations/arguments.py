@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
@@ -11,9 +11,15 @@ from ..config.checks import cut
 from .accelerate import ZeroPlugin
 from .accelerator.environment import refuse_engines_of_the_launch
 
+if TYPE_CHECKING:
+    # Mixed into dataclasses of training arguments: a type checker takes their methods for inherited.
+    from transformers import TrainingArguments as _ArgumentsBase
+else:
+    _ArgumentsBase = object
+
 
 @dataclass(repr=False)
-class ZeroArguments:
+class ZeroArguments(_ArgumentsBase):
     """The flag `--zero`, for a dataclass of training arguments: `class Arguments(ZeroArguments, TrainingArguments)`.
 
     Args:
@@ -88,11 +94,12 @@ def with_zero(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
     if arguments is TrainingArguments:
         return ZeroTrainingArguments
 
-    return _made_of(arguments)
+    kind: type = arguments
+    return _made_of(kind)
 
 
 @cache
-def _made_of(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
+def _made_of(arguments: type) -> type[TrainingArguments]:
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # pickle finds classes by their names, and this one has none.
         if type(self) is made:
@@ -100,10 +107,12 @@ def _made_of(arguments: type[TrainingArguments]) -> type[TrainingArguments]:
         return super(made, self).__reduce_ex__(protocol)
 
     members = {"__module__": __name__, "__doc__": arguments.__doc__, "__reduce_ex__": __reduce_ex__}
-    made = dataclass(repr=False)(type(f"Zero{arguments.__name__}", (ZeroArguments, arguments), members))
+    made: type[TrainingArguments] = dataclass(repr=False)(
+        type(f"Zero{arguments.__name__}", (ZeroArguments, arguments), members)
+    )
     return made
 
 
 def _new(arguments: type[TrainingArguments]) -> TrainingArguments:
-    made = with_zero(arguments)
+    made: Any = with_zero(arguments)
     return made.__new__(made)

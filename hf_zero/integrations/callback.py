@@ -2,7 +2,7 @@
 
 from transformers import Trainer, TrainerCallback
 
-from ..config import ConfigError, ZeroConfig
+from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.zero import differences
 from .accelerate import ZeroAcceleratorMixin, ZeroPlugin
 from .frames import find_in_callers
@@ -17,7 +17,7 @@ class ZeroCallback(TrainerCallback):
             all defaults.
     """
 
-    def __init__(self, config: object = None):
+    def __init__(self, config: ZeroPlugin | ConfigLike = None):
         self._plugin = config if isinstance(config, ZeroPlugin) else ZeroPlugin(config)
         self._is_default = config is None
         self._trainer: Trainer | None = None

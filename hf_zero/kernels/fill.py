@@ -129,7 +129,7 @@ def _table(pieces: Sequence[Piece]) -> tuple[np.ndarray, bool]:
     starts = np.array([p.start for p in pieces], dtype=np.int64)
     counts = np.array([p.numel for p in pieces], dtype=np.int64)
     blocks = -(-counts // BLOCK_NUMEL)
-    of_piece = np.repeat(np.arange(len(pieces)), blocks)
+    of_piece: np.ndarray = np.repeat(np.arange(len(pieces)), blocks)
     first_program = np.cumsum(blocks) - blocks
     done = (np.arange(len(of_piece)) - first_program[of_piece]) * BLOCK_NUMEL
     left = np.minimum(counts[of_piece] - done, BLOCK_NUMEL)

@@ -9,7 +9,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,10 @@ class Kernel:
     def __init__(self, function: Callable[..., Any]):
         functools.update_wrapper(self, function)
         self._function = function
+
+    if TYPE_CHECKING:
+        # Kernels call each other inside of kernels only, in Triton's language.
+        def __call__(self, *arguments: Any, **constants: Any) -> Any: ...
 
     @functools.cached_property
     def jit(self) -> Any:

@@ -54,10 +54,10 @@ def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # Most parameters of a model are short, and are one part: their norms come from one call.
     is_short = [t.dtype is torch.float32 and 0 < t.numel() < PART_NUMEL for t in tensors]
     short = [t for t, one_part in zip(tensors, is_short) if one_part]
-    squares = torch.stack(torch._foreach_norm(short)).double().square_() if short else None
+    squares = torch.stack(torch._foreach_norm(short)).double().square_() if short else torch.empty(0)
     if len(short) == len(tensors):
         return squares
-    found = iter(() if squares is None else squares)
+    found = iter(squares)
     return torch.stack(
         [next(found) if one_part else sum_of_squares(t.reshape(-1)) for t, one_part in zip(tensors, is_short)]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -56,7 +56,7 @@ def write(results: Sequence[tuple[torch.Tensor | None, torch.Tensor]], found_inf
 
 def launch(step: Kernel, tensors: Sequence[torch.Tensor | None], scalars: Sequence[float], **constants: object) -> None:
     """Runs an optimizer's kernel over all elements of `tensors[0]`, the weights; nothing where there are none."""
-    numel = tensors[0].numel()
+    numel = cast(torch.Tensor, tensors[0]).numel()
     if numel:
         grid = (ceil_div(numel, BLOCK_NUMEL),)
         constants |= {"BLOCK": BLOCK_NUMEL, "INTERPRETED": is_interpreted(), "num_warps": NUM_WARPS}

@@ -32,7 +32,8 @@ def group(numels: Sequence[int], *, bucket_numel: int, shards: int) -> list[list
 
 def _take(candidates: list[int], left: dict[int, None], numels: Sequence[int], *, room: int, skips: bool) -> list[int]:
     """Moves candidates out of `left` while there is room; `skips`: past those that are too large."""
-    taken, total = [], 0
+    taken: list[int] = []
+    total = 0
     for index in candidates:
         if taken and total + numels[index] > room:
             if skips:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from .intervals import Interval, doubly_covered, uncovered
 
@@ -10,15 +10,15 @@ Source = TypeVar("Source")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(Generic[Source]):
     """Copy elements `in_source` of one saved piece to elements `in_target` of the wanted interval (both from 0)."""
 
-    source: object
+    source: Source
     in_source: Interval
     in_target: Interval
 
 
-def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece]:
+def pieces_for(wanted: Interval, saved: Iterable[tuple[Interval, Source]]) -> list[Piece[Source]]:
     """The copies that fill `wanted` from saved (interval, source) pairs, every element exactly once.
 
     Raises:

@@ -87,7 +87,7 @@ class ActivationsInHostMemory(Activations):
     def end(self) -> None:
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
-            hooks.__exit__()
+            hooks.__exit__(None, None, None)
         self._let_go(0)
 
     def moved(self) -> list["_Moved"]:
@@ -144,7 +144,7 @@ class ActivationsInHostMemory(Activations):
         before = moved.before
         for _ in range(_ON_THE_WAY):
             earlier = before() if before is not None else None
-            if earlier is None:
+            if before is None or earlier is None:
                 break
             if before not in self._ahead:
                 earlier.start_fetch(self._device, self._queue)
@@ -213,17 +213,13 @@ class _Moved:
     def start_fetch(self, device: torch.device, queue: SideQueue) -> None:
         """Begins to bring the bytes up, if they are not there."""
         if self._fetched is None and self._at_hand() is None:
-            there = torch.empty_like(self._values, device=device, pin_memory=False)
-            with queue.aside():
-                there.copy_(self._values, non_blocking=True)
-            self._fetched = there.untyped_storage(), queue.mark()
+            self._fetched = self._bring(device, queue)
 
     def storage(self, device: torch.device, queue: SideQueue) -> torch.UntypedStorage:
         """The bytes on the device, which later calls find there as long as somebody holds them."""
         held = self._at_hand()
         if held is None:
-            self.start_fetch(device, queue)
-            (held, mark), self._fetched = self._fetched, None
+            (held, mark), self._fetched = self._fetched or self._bring(device, queue), None
             mark.hold_up_device()
             self._in_use = StorageWeakRef(held)
         return held
@@ -234,6 +230,12 @@ class _Moved:
             # Its memory may be given to another tensor only when the copy has ended.
             self._fetched[1].hold_up_device()
             self._fetched = None
+
+    def _bring(self, device: torch.device, queue: SideQueue) -> tuple[torch.UntypedStorage, Mark]:
+        there = torch.empty_like(self._values, device=device, pin_memory=False)
+        with queue.aside():
+            there.copy_(self._values, non_blocking=True)
+        return there.untyped_storage(), queue.mark()
 
     def _at_hand(self) -> torch.UntypedStorage | None:
         return None if self._in_use is None else torch.UntypedStorage._new_with_weak_ptr(self._in_use.cdata)

@@ -1,7 +1,5 @@
 """The tiers that a config asks for, chosen once when the engine is built."""
 
-from pathlib import Path
-
 import torch
 
 from ..config import AUTO, OffloadConfig
@@ -34,17 +32,15 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
     if config.optimizer == "nvme":
         # A step that begins before its time leaves the parameters alone, and has to write somewhere.
         apart = config.speculate_bytes not in (AUTO, 0)
-        return NvmeTier(device, Path(config.nvme_path), config.window, cores, apart=apart)
+        return NvmeTier(device, config.files_folder, config.window, cores, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
-        return HostBesideFiles(device, Path(config.nvme_path), config.window, cores)
+        return HostBesideFiles(device, config.files_folder, config.window, cores)
     return HostTier(device, cores) if config.optimizer == "cpu" else DeviceTier(device)
 
 
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
     if config.params == "nvme":
-        files = tier
-        if not isinstance(tier, NvmeTier):
-            files = NvmeTier(device, Path(config.nvme_path), config.window, cores)
+        files = tier if isinstance(tier, NvmeTier) else NvmeTier(device, config.files_folder, config.window, cores)
         return FileParameters(device, files, config.window)
     return HostParameters(device, cores) if config.params == "cpu" else DeviceParameters()

@@ -81,7 +81,9 @@ class AlignedFile:
             try:
                 count = call(self._fd, [view[moved:]], offset + moved)
             except OSError as error:
-                raise self._error(error.errno, error.strerror, offset, moved, len(view), done) from error
+                raise self._error(
+                    error.errno or errno.EIO, str(error.strerror), offset, moved, len(view), done
+                ) from error
             if count == 0:
                 raise self._error(errno.EIO, "the file is shorter than it was", offset, moved, len(view), done)
             moved += count

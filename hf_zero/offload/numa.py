@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from ..config import AUTO, ConfigError
 
@@ -11,7 +12,7 @@ SYSTEM = Path("/sys")
 
 
 def near_cores(
-    setting: int | str,
+    setting: int | Literal["auto", "none"],
     allowed: frozenset[int],
     *,
     pci_address: str | None,
@@ -84,7 +85,7 @@ def _node_of(pci_address: str, system: Path) -> int | None:
 
 def _parsed(listed: str) -> frozenset[int]:
     """`0-3,8` → 0, 1, 2, 3, 8."""
-    spans = (re.fullmatch(r"(\d+)(?:-(\d+))?", part) for part in listed.strip().split(",") if part)
+    spans = re.finditer(r"(\d+)(?:-(\d+))?", listed)
     return frozenset(core for span in spans for core in range(int(span[1]), int(span[2] or span[1]) + 1))
 
 

@@ -129,14 +129,10 @@ class FileShard(ParameterShard):
         self.values = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
 
     def start_fetch(self) -> None:
-        if self._fetch is None:
-            self._mover.finish_write(self._stored)
-            buffer = self._mover.buffer(self._stored.region_bytes(self._kind))
-            self._fetch = self._mover.submit(self._stored.read_region, self._kind, buffer)
+        self._fetch = self._fetch or self._start_read()
 
     def fetched(self) -> torch.Tensor:
-        self.start_fetch()
-        fetch, self._fetch = self._fetch, None
+        fetch, self._fetch = self._fetch or self._start_read(), None
         return fetch.result()
 
     def forget(self) -> None:
@@ -147,14 +143,15 @@ class FileShard(ParameterShard):
 
     def write(self, values: torch.Tensor) -> None:
         self.forget()
-        self._mover.finish_write(self._stored)
-        buffer = self._mover.buffer(self._stored.region_bytes(self._kind))
-        dtype = self._stored.dtypes[self._kind]
+        stored = self._file
+        self._mover.finish_write(stored)
+        buffer = self._mover.buffer(stored.region_bytes(self._kind))
+        dtype = stored.dtypes[self._kind]
         buffer[: values.numel() * dtype.itemsize].view(dtype).copy_(values)
-        self._mover.start_write(self._stored, self._kind, buffer)
+        self._mover.start_write(stored, self._kind, buffer)
         if self.is_master:
             # Who steps on it reads the file by other threads, which know of no write under way.
-            self._mover.finish_write(self._stored)
+            self._mover.finish_write(stored)
 
     def write_part(self, interval: Interval, values: torch.Tensor) -> None:
         if self._stored is None:
@@ -165,8 +162,19 @@ class FileShard(ParameterShard):
         self._stored.write_part(self._kind, interval, values)
 
     def part(self, interval: Interval) -> torch.Tensor:
-        self._mover.finish_write(self._stored)
-        return self._stored.mapped_part(self._kind, interval)
+        self._mover.finish_write(self._file)
+        return self._file.mapped_part(self._kind, interval)
+
+    @property
+    def _file(self) -> StoredShard:
+        if self._stored is None:
+            raise AssertionError("hf_zero: a shard is looked for in its file before it has one; please report this")
+        return self._stored
+
+    def _start_read(self) -> Future[torch.Tensor]:
+        stored = self._file
+        self._mover.finish_write(stored)
+        return self._mover.submit(stored.read_region, self._kind, self._mover.buffer(stored.region_bytes(self._kind)))
 
 
 class FileMover:
@@ -198,7 +206,7 @@ class FileMover:
         stored.written_bytes += buffer.nbytes
         self._writing.append((stored, self._threads.submit(stored.write_region, kind, buffer)))
 
-    def finish_write(self, stored: StoredShard | None) -> None:
+    def finish_write(self, stored: StoredShard) -> None:
         """Returns when what was to be written to this file is there."""
         for other, written in self._writing:
             if other is stored:
@@ -289,6 +297,7 @@ class FileParameters(OffloadedParameters):
     """
 
     name = NvmeTier.name
+    files: NvmeTier
 
     def __init__(self, device: torch.device, files: NvmeTier, window: int):
         self.files = files

@@ -1,7 +1,7 @@
 """A walk over shards in files: the next ones are read while one is at hand, and those behind are written."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Protocol, TypeVar
@@ -49,7 +49,9 @@ class Window:
         """Bytes that the buffers of a walk over these take at most."""
         return min(self.size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
 
-    def walk(self, shards: Sequence[_Passing], *, spared: int = 0) -> Iterator[tuple[_Passing, torch.Tensor]]:
+    def walk(
+        self, shards: Sequence[_Passing], *, spared: int = 0
+    ) -> Generator[tuple[_Passing, torch.Tensor], None, None]:
         """(shard, buffer with its contents), one after another. What the caller leaves in the buffer is written.
 
         The last writes have ended when the iterator has.
@@ -86,7 +88,7 @@ class Window:
                 written.result()
         finally:
             # No thread may still use a buffer, or a file that is closed next.
-            wait([future for *_, future in (*reading, *writing)])
+            wait([*(read for *_, read in reading), *(written for _, written in writing)])
 
     def make_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory, uint8, for what is at hand during a step."""

@@ -147,14 +147,13 @@ def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> D
     """
     trained = [cost for cost in costs if cost.trained]
     parameters = sum(cost.own_numel * cost.param_bytes for cost in trained)
-    known = all(cost.state_values is not None for cost in trained)
     return DdpState(
         parameters=parameters,
         frozen=frozen,
         gradients=parameters,
         # A rank by itself has nothing to reduce.
         gradient_buckets=parameters if world_size > 1 else 0,
-        optimizer=sum(cost.state_values * cost.own_numel * cost.master_bytes for cost in trained) if known else None,
+        optimizer=_sum_if_known([_whole_state_bytes(cost) for cost in trained]),
     )
 
 
@@ -179,7 +178,6 @@ def plan_states(
         whole[cost.layout.shards == 1] += cost.layout.numel
     pooled = config.stage >= 2 and (whole[False] > 0 or any(cost.apart for cost in costs))
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
-    known = all(cost.state_values is not None for cost in costs)
     return StatePlan(
         parameters=sum(cost.parameter_bytes for cost in costs),
         frozen=frozen,
@@ -187,13 +185,25 @@ def plan_states(
         gradients=gradients,
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
         gradient_buffers=_buffer_bytes(costs, config.grad_buffers) if pooled else 0,
-        optimizer=sum(_state_bytes(cost, config) for cost in costs) if known else None,
+        optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
         beside=beside,
         in_files=in_files,
     )
 
 
-def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int:
+def _sum_if_known(parts: Sequence[int | None]) -> int | None:
+    """None where a part is not known."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _whole_state_bytes(cost: BucketCost) -> int | None:
+    return None if cost.state_values is None else cost.state_values * cost.own_numel * cost.master_bytes
+
+
+def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
+    if cost.state_values is None:
+        return None
     if config.quantises_moments:
         return cost.state_values * moment_bytes(cost.layout, cost.master_bytes)
     return cost.state_values * cost.layout.shard_numel * cost.master_bytes

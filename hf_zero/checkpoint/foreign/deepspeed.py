@@ -115,7 +115,7 @@ class DeepSpeedCheckpoint(ForeignCheckpoint):
             for run in runs:
                 for kind in kinds:
                     value = self._banks[run.rank][run.bank].get(kind)
-                    there = value.numel() if torch.is_tensor(value) else 0
+                    there = value.numel() if isinstance(value, torch.Tensor) else 0
                     if there < run.start + run.interval.numel:
                         raise CheckpointError(
                             f"hf_zero: {self.folder} ({self.origin}): rank {run.rank} has {there} elements of {kind} in bank "

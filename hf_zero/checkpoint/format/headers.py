@@ -100,8 +100,14 @@ def _header_of(path: Path) -> tuple[int, dict[str, TensorSpan]] | None:
     if not isinstance(entries, dict):
         return None
     start = 8 + header_bytes
-    spans = {name: _span_of(entry, start) for name, entry in entries.items() if name != "__metadata__"}
-    return None if None in spans.values() else (start, spans)
+    spans = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            span = _span_of(entry, start)
+            if span is None:
+                return None
+            spans[name] = span
+    return start, spans
 
 
 def _span_of(entry: Any, start: int) -> TensorSpan | None:

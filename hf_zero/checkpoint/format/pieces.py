@@ -112,6 +112,7 @@ def lay_out(
         CheckpointError: a dtype that the format has no name for.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    begins = {}
     end = 0
     # Wide ones first, so that each begins at a multiple of its element.
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -119,6 +120,7 @@ def lay_out(
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files do not have")
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        begins[name] = begin
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
@@ -131,7 +133,7 @@ def lay_out(
         else:
             # macOS: a full disk shows when the bytes are written.
             file.truncate(start + end)
-    return {name: start + entry["data_offsets"][0] for name, entry in header.items() if name in tensors}
+    return {name: start + begin for name, begin in begins.items()}
 
 
 def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambda _: None) -> None:

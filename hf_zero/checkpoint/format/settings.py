@@ -22,7 +22,7 @@ def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:
                 f"hf_zero: the checkpoint has {shown(repr(value), 80)} for the setting {shown(key, 80)!r}, which is {current!r} "
                 "here. It is damaged or of another optimizer; resume from another checkpoint."
             )
-        if torch.is_tensor(current):
+        if isinstance(current, torch.Tensor):
             current.fill_(value)
         else:
             group[key] = tuple(value) if isinstance(current, tuple) else value

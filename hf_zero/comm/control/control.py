@@ -8,6 +8,7 @@ different ones know it at once, and both say so.
 
 import pickle
 import struct
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .transfers import Transfers
 from .watch import Watch
 from .whereabouts import script_line
 
+_Value = TypeVar("_Value")
 _MESSAGE_BYTES = 1024
 _HEAD = struct.Struct("<QQQH")
 _LONGEST_PURPOSE = 200
@@ -37,7 +39,7 @@ class Control:
     """
 
     def __init__(self, groups: Groups, watch: Watch, order: GatherOrder | None):
-        self._group = groups.control
+        self._group = groups.control_group
         self._timeout_s = groups.timeout_s
         self._watch = watch
         self._ranks = groups.world.ranks
@@ -46,7 +48,7 @@ class Control:
         self._count = 0
         self._order = order or GatherOrder(())
 
-    def exchange(self, value: object, purpose: str) -> list[object]:
+    def exchange(self, value: _Value, purpose: str) -> list[_Value]:
         """Every rank's picklable value, in rank order.
 
         Raises:
@@ -127,7 +129,7 @@ class PretendedControl:
     def __init__(self, groups: Groups):
         self._size = groups.world.size
 
-    def exchange(self, value: object, purpose: str) -> list[object]:
+    def exchange(self, value: _Value, purpose: str) -> list[_Value]:
         return [value] * self._size
 
     def swap(self, values: torch.Tensor, purpose: object) -> torch.Tensor:

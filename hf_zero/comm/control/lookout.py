@@ -144,7 +144,8 @@ class Lookout(Watch):
         deadline_s = time.monotonic() + patience_s
         try:
             self._thread.ask(lambda store: self._seen_by(store).say_that_this_one_leaves(), _STORE_S)
-            look_s, seen = time.monotonic(), set()
+            look_s = time.monotonic()
+            seen: set[tuple] = set()
             while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
                 if time.monotonic() >= deadline_s:
                     return at_work
@@ -169,7 +170,8 @@ class Lookout(Watch):
     def _missed_by(self, store: dist.Store) -> tuple[bool, set[tuple]]:
         """Whether a rank waits in a collective that this one has not begun; and those in one of the script's own."""
         found = self._survey(store)
-        waiting = {(rank, each.where.torch_call, each.where.line) for rank, each in found.items() if each.is_in_torch}
+        where = {rank: each.where for rank, each in found.items() if each.where is not None}
+        waiting = {(rank, each.torch_call, each.line) for rank, each in where.items() if each.torch_call is not None}
         return any(each.waits_for(self.begun) for each in found.values()), waiting
 
     # ---- questions and answers, all in the thread of the store ----

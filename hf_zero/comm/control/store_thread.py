@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -33,7 +33,7 @@ class StoreThread:
 
     def __init__(self, each: Callable[[dist.Store], bool], period_s: float):
         # A connection serves one call at a time: on a shared one, a call here would hold training's up.
-        self._store = _get_default_store().clone()
+        self._store = cast(Any, _get_default_store()).clone()
         self._each = each
         self._period_s = period_s
         self.is_closing = False

@@ -41,15 +41,12 @@ class Absence:
     def is_waiting(self) -> bool:
         return self.where is not None and self.where.waits_in is not None and not self.is_over
 
-    @property
-    def is_in_torch(self) -> bool:
-        """It is in a collective that the script called by itself."""
-        return self.where is not None and self.where.torch_call is not None
-
     def waits_for(self, begun: Mapping[str, int]) -> bool:
         """Whether it waits in a collective that a rank that has begun so many of each kind has not begun."""
         where = self.where
-        return self.is_waiting and where.kind is not None and where.begun.get(where.kind, 0) > begun.get(where.kind, 0)
+        if where is None or where.kind is None:
+            return False
+        return self.is_waiting and where.begun.get(where.kind, 0) > begun.get(where.kind, 0)
 
     def __str__(self) -> str:
         who = f"rank {self.rank}"

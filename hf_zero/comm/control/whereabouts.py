@@ -48,7 +48,8 @@ class Whereabouts:
 
 def script_line() -> tuple[str, str | None]:
     """The line of the script that the main thread is in, and torch's collective that it called there by itself."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    main = threading.main_thread().ident
+    frame = None if main is None else sys._current_frames().get(main)
     innermost, torch_call = "", None
     while frame is not None:
         path = frame.f_code.co_filename

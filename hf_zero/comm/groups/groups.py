@@ -98,6 +98,15 @@ class Groups:
     shard_control: dist.ProcessGroup | None = None
     timeout_s: float = 1800.0
 
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """`control`, of ranks that talk."""
+        if self.control is None:
+            raise AssertionError(
+                f"hf_zero: ranks of the backend {self.backend} have no control group; please report this"
+            )
+        return self.control
+
     @classmethod
     def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
         """The groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
@@ -242,6 +251,8 @@ def _make(
         handle = own_group(ranks, timeout, backend, is_urgent=is_urgent) if len(ranks) > 1 else None
         if rank in ranks:
             own = RankGroup(ranks=ranks, place=ranks.index(rank), handle=handle)
+    if own is None:
+        raise AssertionError(f"hf_zero: rank {rank} is in none of the groups {groups}; please report this")
     return own
 
 

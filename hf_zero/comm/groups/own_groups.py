@@ -7,12 +7,15 @@ limit is ours too.
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 
 from .gloo_threads import in_batch
 
-_MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+_MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup | None]]" = (
+    weakref.WeakKeyDictionary()
+)
 """By the default group that they belong to. torch keeps each group that it ever made, with its connections and threads, until
 the default group goes; so engines that are built one after the other take the same ones."""
 
@@ -26,7 +29,7 @@ def own_group(
         backend: None for that of the default group.
         is_urgent: on an accelerator, its collectives go before kernels that wait for room.
     """
-    made = _MADE.setdefault(dist.group.WORLD, {})
+    made = _MADE.setdefault(cast(dist.ProcessGroup, dist.group.WORLD), {})
     key = (tuple(ranks), timeout, backend, is_urgent)
     if key not in made:
         options = urgent_options(backend, timeout) if is_urgent else None

@@ -5,8 +5,10 @@ multiprocessor is taken from training but for the barriers, and nothing is copie
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 
 from ...layout.intervals import Interval
@@ -42,7 +44,7 @@ class DevicePeers(PeerMemory):
 
     def share(self, numel: int, dtype: torch.dtype, parts: Sequence[Interval]) -> SharedBuffer:
         own = symmetric_memory.empty(numel, dtype=dtype, device=self._device)
-        signals = symmetric_memory.rendezvous(own, self.group.handle)
+        signals = symmetric_memory.rendezvous(own, cast(dist.ProcessGroup, self.group.handle))
         taken = [
             signals.get_buffer(place, (part.stop - part.start,), dtype, part.start) for place, part in enumerate(parts)
         ]

@@ -166,7 +166,7 @@ def meet_neighbours(group: RankGroup, transport: Transport, timeout_s: float) ->
     everyone = transport.exchange((home, name))
     found = everyone if len(everyone) == group.size else [everyone[rank] for rank in group.ranks]
     homes, names = zip(*found, strict=True)
-    if None in homes:
+    if listener is None or None in homes:
         raise OSError(f"rank {group.ranks[homes.index(None)]} is not on Linux, whose sockets and memory files it takes")
     if len(set(homes)) > 1:
         other = next(place for place, each in enumerate(homes) if each != homes[0])

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -114,9 +114,9 @@ class Row:
     @property
     def is_zeroed(self) -> bool:
         """Whether the script has zeroed the gradient since the last step, and no backward has come since."""
-        gradient = self.slot.parameter.grad
-        is_held = self.tensor.grad is not None or gradient is not self.slot.stand_in
-        return not is_held and gradient.state is GradientState.ZEROED
+        stand_in = self.slot.stand_in
+        is_held = self.tensor.grad is not None or self.slot.parameter.grad is not stand_in
+        return not is_held and stand_in.state is GradientState.ZEROED
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
@@ -158,7 +158,7 @@ class Bucket:
         tier: Tier,
     ):
         self.layout = layout
-        self.key: BucketKey = layout.key
+        self.key = cast(BucketKey, layout.key)
         self.precision = precision
         self.memory = memory
         self.whole = whole
@@ -368,11 +368,12 @@ class Bucket:
         # One that is away follows by `follow_edits` when it is back.
         if self.is_away:
             return
-        values = self.memory.read_own() if self.has_second_copy else None
-        for row in self.rows if values is not None else ():
-            master = row.of(self.master)
-            own = row.of(values).to(master.device)
-            master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
+        if self.has_second_copy:
+            values = self.memory.read_own()
+            for row in self.rows:
+                master = row.of(self.master)
+                own = row.of(values).to(master.device)
+                master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
         for slot in self.slots:
             slot.version = slot.parameter._version
 

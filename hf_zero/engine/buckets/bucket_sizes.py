@@ -8,7 +8,7 @@ from torch import nn
 
 from ...comm.cost import cost_of
 from ...comm.groups.groups import Groups
-from ...config import AUTO, ZeroConfig
+from ...config import ZeroConfig
 from .gathered_dtypes import GatheredDtypes
 from .mapped_parameters import wanted_dtype
 from .precision import resolve_precision
@@ -52,7 +52,7 @@ def choose_sizes(model: nn.Module, config: ZeroConfig, groups: Groups, device: t
     itemsize = {of: resolve_precision(config, of[0], gathered=of[1]).reduce.itemsize for of in set(dtypes.values())}
     smallest = min(itemsize.values())
     total_bytes = sum(p.numel() * itemsize[dtypes[p]] for p in trained)
-    if config.bucket_bytes != AUTO:
+    if isinstance(config.bucket_bytes, int):
         numel = max(1, config.bucket_bytes // smallest)
         return BucketSizes(numel=numel, layer_numel=numel)
     if device.type == "cpu" or groups.world_size == 1:

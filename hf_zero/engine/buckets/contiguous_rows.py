@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -35,7 +36,7 @@ def runs_of(rows: Iterable[Row], phase_of: Mapping[Row, Hashable] | None = None)
     found: list[list[tuple[Row, torch.Tensor]]] = []
     phases = phase_of or {}
     for row in sorted(rows, key=lambda row: (row.slot.bucket.layout.index, row.layout.in_shard.start)):
-        here = (row, row.tensor.grad.detach().contiguous())
+        here = (row, cast(torch.Tensor, row.tensor.grad).detach().contiguous())
         if found and _follows(found[-1][-1], here) and phases.get(row) == phases.get(found[-1][-1][0]):
             found[-1].append(here)
         else:

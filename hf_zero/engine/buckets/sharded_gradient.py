@@ -44,7 +44,7 @@ class ShardedGradient(torch.Tensor):
     state: GradientState
     _name: str
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch's own Parameter has it
 
     @staticmethod
     def __new__(cls, name: str, parameter: torch.Tensor, device: torch.device | None = None) -> "ShardedGradient":
@@ -90,11 +90,11 @@ class ShardedGradient(torch.Tensor):
         moved.state = GradientState.SPENT
         return moved
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
         return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls):

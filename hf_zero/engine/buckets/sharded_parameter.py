@@ -7,13 +7,19 @@ gather the parameter inside a forward or backward, where all ranks come by, and 
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from ..engine_reference import engine_attached_to
 from .nested import leaves
+
+if TYPE_CHECKING:
+    # Mixed into classes of tensors: a type checker takes their attributes for inherited.
+    from torch import Tensor as _TensorBase
+else:
+    _TensorBase = object
 
 look_only = torch._C.DisableTorchFunctionSubclass
 """A context in which torch asks nobody: for loops of the engine's own that look at many parameters and read none."""
@@ -50,10 +56,11 @@ def _looks() -> frozenset[Callable]:
 
 
 _LOOKS = _looks()
-_ALIASING = frozenset({torch.Tensor.data.__get__, torch.Tensor.detach, torch.detach})
+_DATA: Any = torch.Tensor.data
+_ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
 """What hands out the same values under another name; whoever gets it may only want its dtype."""
 
-_REPLACING = frozenset({torch.Tensor.data.__set__, torch.Tensor.set_})
+_REPLACING = frozenset({_DATA.__set__, torch.Tensor.set_})
 
 _SPELLED = {
     "__reduce_ex__": "pickling",
@@ -67,10 +74,12 @@ class ShardedParametersError(RuntimeError):
     """An operation that needs whole parameters met sharded ones."""
 
 
-class ShardedValues:
+class ShardedValues(_TensorBase):
     """Mixed into the class of a tensor whose values are sharded."""
 
     __slots__ = ()
+
+    _whole_kind: ClassVar[type[nn.Parameter]]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -84,7 +93,7 @@ class ShardedValues:
                 _bring(_parameter_behind(tensor), func)
         return func(*_whole(args), **_whole(kwargs))
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
         name = _name_of(_parameter_behind(self))
         return f"{type(self).__name__}({name}, shape={tuple(self.shape)}, dtype={self.dtype}, on other ranks)"
 
@@ -100,7 +109,7 @@ class ShardedAlias(ShardedValues, torch.Tensor):
 
 def hide_values(parameter: nn.Parameter) -> None:
     """Has torch ask before each operation on a parameter, whose values are sharded from now on."""
-    kind = type(parameter)
+    kind: Any = type(parameter)
     if not issubclass(kind, ShardedValues):
         parameter.__class__ = _hiding(kind)
 
@@ -118,7 +127,7 @@ def are_hidden(parameter: torch.Tensor) -> bool:
 
 
 @cache
-def _hiding(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def _hiding(kind: type) -> type[nn.Parameter]:
     return type(f"Sharded{kind.__name__}", (ShardedValues, kind), {"_whole_kind": kind})
 
 
@@ -133,7 +142,7 @@ def unreadable(name: str, operation: str) -> ShardedParametersError:
 
 
 def _parameter_behind(tensor: torch.Tensor) -> nn.Parameter:
-    return tensor._parameter if isinstance(tensor, ShardedAlias) else tensor
+    return tensor._parameter if isinstance(tensor, ShardedAlias) else cast(nn.Parameter, tensor)
 
 
 def _alias_of(parameter: nn.Parameter) -> torch.Tensor:
@@ -174,6 +183,6 @@ def _name_of(parameter: nn.Parameter) -> str:
 def _spelling(func: Callable) -> str:
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
-        attribute = f"p.{getattr(func.__self__, '__name__', 'attribute')}"
+        attribute = f"p.{getattr(getattr(func, '__self__', None), '__name__', 'attribute')}"
         return f"`{attribute}`" if name == "__get__" else f"setting `{attribute}`"
     return f"`{_SPELLED.get(name, name)}`"

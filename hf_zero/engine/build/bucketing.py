@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.bucket_sizes import choose_sizes
 from ..buckets.gathered_dtypes import GatheredDtypes
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
-from ..buckets.memory import WholeMemory
+from ..buckets.memory import ParameterMemory, WholeMemory
 from ..buckets.offloaded_memory import memory_in
 from ..buckets.precision import resolve_precision, untrained_precision
 from ..buckets.shared_memory import memory_of
@@ -235,7 +236,7 @@ def build_buckets(
     """
     parameter_of = dict(part.parameters)
     buckets = []
-    make_memory = WholeMemory
+    make_memory: Callable[..., ParameterMemory] = WholeMemory
     if wire.peers is not None:
         make_memory = memory_of(wire.peers, sharded=part.sharded)
     elif part.sharded:
@@ -251,7 +252,7 @@ def build_buckets(
         parameters = [parameter_of[slot.name] for slot in layout.slots]
         for parameter in parameters:
             prepare(parameter)
-        key: BucketKey = layout.key
+        key = cast(BucketKey, layout.key)
         numel = sum(p.numel() for p in parameters)
         tier = placement.next_tier(numel) if key.trained else placement.device_tier
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart

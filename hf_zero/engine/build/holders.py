@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import nn
@@ -60,7 +59,7 @@ def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
     faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
     if faults:
         raise ConfigError(faults[0])
-    return made
+    return cast(_Made, made)
 
 
 def choose_holder(
@@ -104,14 +103,14 @@ def choose_holder(
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
     """What copies for early steps may take on this rank, whose backward runs on `device`: host memory, or disk beside files."""
-    if config.speculate_bytes != AUTO:
+    if isinstance(config.speculate_bytes, int):
         return config.speculate_bytes
     if device.type == "cpu":
         # On the host, a step during backward would take the cores that backward runs on.
         return 0
     in_files = config.optimizer == "nvme"
     free, taken = (
-        (free_disk_bytes(Path(config.nvme_path)), needed.disk) if in_files else (available_host_bytes(), needed.host)
+        (free_disk_bytes(config.files_folder), needed.disk) if in_files else (available_host_bytes(), needed.host)
     )
     return max(0, free // ranks_on_this_host() - taken) // 2
 
@@ -140,7 +139,7 @@ def bytes_elsewhere(
         # At least: whole buckets move. Anchors of outer steps lie beside masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, groups)))
         # There are no more copies than there is state.
-        asked = 0 if offload.speculate_bytes == AUTO else offload.speculate_bytes
+        asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
         copies = moved if offload.delay else min(asked, moved)
         host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
     if offload.moves_params:
@@ -189,11 +188,14 @@ def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Tran
     kinds = {
         tier: " with ".join(f"offload.{n}: {t}" for n, t in wanted.items() if t == tier) for tier in ("cpu", "nvme")
     }
-    path = offload.nvme_path
-    short_of_memory = kinds["cpu"] and host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
-    short_of_disk = kinds["nvme"] and disk_fault(needed.disk, free_disk_bytes(Path(path)), ranks, path, kinds["nvme"])
+    short_of_memory = short_of_disk = None
+    if kinds["cpu"]:
+        short_of_memory = host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
+    if kinds["nvme"]:
+        path = offload.files_folder
+        short_of_disk = disk_fault(needed.disk, free_disk_bytes(path), ranks, str(offload.nvme_path), kinds["nvme"])
     for kind, fault in ((MemoryError, short_of_memory), (OSError, short_of_disk)):
-        faults = [theirs for theirs in transport.exchange(fault or None) if theirs is not None]
+        faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
         if faults:
             raise kind(faults[0])
 

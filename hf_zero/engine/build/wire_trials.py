@@ -47,7 +47,9 @@ def settle_formats(
     for trial in trials if groups.rank == 0 else ():
         text = f"hf_zero: comm.{trial.kind}: auto is {chosen[trial.kind]}: {trial}"
         print(text, file=sys.stderr, flush=True)
-    return replace(config, comm=replace(config.comm, **chosen)), tuple(trials)
+    comm = config.comm
+    comm = replace(comm, gradients=chosen.get("gradients", comm.gradients), weights=chosen.get("weights", comm.weights))
+    return replace(config, comm=comm), tuple(trials)
 
 
 def _sizes(

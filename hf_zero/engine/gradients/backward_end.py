@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -20,7 +21,7 @@ def has_tensors(value: object) -> bool:
     return next(_tensors(value), None) is not None
 
 
-def _tensors(value: object) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
         return

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -112,7 +113,7 @@ class Gradients:
 
     def take(self, slot: ParameterSlot) -> None:
         """Called when autograd has accumulated a gradient in `slot.parameter.grad`, for each parameter in each backward."""
-        gradient, bucket = slot.parameter.grad, slot.bucket
+        gradient, bucket = cast(torch.Tensor, slot.parameter.grad), slot.bucket
         if not self.end.armed:
             self.end.arm()
         if gradient.is_sparse:
@@ -132,7 +133,7 @@ class Gradients:
             return
         self._touched = slot.used = True
         if isinstance(gradient, ShardedGradient):
-            gradient = gradient.take_pending()
+            gradient = cast(torch.Tensor, gradient.take_pending())
         if self._place[bucket] < self._next:
             self._late.add(bucket)
             self._may_pass_over &= bucket not in self._passed_over

@@ -6,6 +6,7 @@ multiplied first, by reading it, to the same bits.
 
 import weakref
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -70,7 +71,7 @@ def clip_later(row: Row, coefficient: Coefficient) -> None:
     """Leaves it to who reads the row's gradient to multiply it."""
     if isinstance(row.tensor.grad, ClippedGradient):
         widen(row)
-    row.tensor.grad = ClippedGradient(row.tensor.grad, coefficient, row.tensor)
+    row.tensor.grad = ClippedGradient(cast(torch.Tensor, row.tensor.grad), coefficient, row.tensor)
 
 
 def take_coefficient(row: Row) -> Coefficient | None:

@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Collection
+from typing import cast
 
 import torch
 
@@ -56,7 +57,7 @@ class ShardedStore(GradientStore):
             if not slot.arrived:
                 gradient = slot.parameter.grad
                 slot.continues = isinstance(gradient, ShardedGradient)
-                if slot.continues:
+                if isinstance(gradient, ShardedGradient):
                     gradient.refuse_if_spent()
                     gradient = gradient.take_pending()
                 if gradient is not None:
@@ -91,7 +92,7 @@ class ShardedStore(GradientStore):
         shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
         for row in held:
             widen(row)
-            row.tensor.grad = row.of(shard).copy_(row.tensor.grad)
+            row.tensor.grad = row.of(shard).copy_(cast(torch.Tensor, row.tensor.grad))
         self._keep_shard(bucket, shard)
 
     def _leave(self, bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, going_on: Collection[Row]) -> Arrival:

@@ -8,6 +8,7 @@ ReplicatedGradients is in replicated_store.py, the two for sharded gradients are
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -182,8 +183,7 @@ class GradientStore(ABC):
         gradients, views = [gradient for _, gradient in small], [buffer.views[slot.number] for slot, _ in small]
         if any(gradient.dtype != buffer.flat.dtype for gradient in gradients):
             # Divided in their own dtype, as `put` does.
-            gradients = torch._foreach_mul(gradients, self._share)
-            torch._foreach_copy_(views, gradients)
+            torch._foreach_copy_(views, torch._foreach_mul(gradients, self._share))
             return
         torch._foreach_copy_(views, gradients)
         if self._share != 1.0:
@@ -220,7 +220,8 @@ def add_or_set(
     arrival = Arrival()
     for row in going_on:
         widen(row)
-        row.tensor.grad.add_(row.of(reduced).to(row.tensor.grad.device))
+        gradient = cast(torch.Tensor, row.tensor.grad)
+        gradient.add_(row.of(reduced).to(gradient.device))
     if home is not reduced and not going_on:
         arrival = downlink.start_copy(home, reduced)
     for row, view in zip(bucket.rows, bucket.row_views_of(home)):

@@ -52,7 +52,7 @@ class SteppedOnCopies(InMemory):
                 continue
             trial = try_step(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
             hindrance = hindrance_of(optimizer, bucket, trial)
-            if hindrance is not None:
+            if trial is None or hindrance is not None:
                 self.hindrance = hindrance
                 continue
             element_bytes = sum(dtype.itemsize for _, dtype in trial.kinds) + bucket.precision.master.itemsize

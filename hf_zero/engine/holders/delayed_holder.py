@@ -47,8 +47,10 @@ class Delayed(SteppedOnCopies):
             )
 
     def beside(self, row: Row) -> dict[str, Any]:
-        seen, _ = self._due.get(row.slot.bucket, (None, None))
-        for due, gradient, _ in seen.rows if seen is not None else ():
+        if row.slot.bucket not in self._due:
+            return {}
+        seen, _ = self._due[row.slot.bucket]
+        for due, gradient, _ in seen.rows:
             if due is row:
                 return {_GRADIENT: gradient, **_flat(seen.settings)}
         return {}

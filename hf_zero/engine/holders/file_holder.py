@@ -67,9 +67,18 @@ class InFiles(SteppedByBucket):
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         mine = {bucket: self._files[bucket].shard for bucket in buckets if bucket in self._files}
-        how = {"bring": self._bring, "put": self._put_back, "take_over": self._take_over}
         step = OwnStep(optimizer)
-        self._add(BucketSteps(optimizer, mine, self._tier.window, step=step, **how, transport=self._transport), step)
+        steps = BucketSteps(
+            optimizer,
+            mine,
+            self._tier.window,
+            step=step,
+            transport=self._transport,
+            bring=self._bring,
+            put=self._put_back,
+            take_over=self._take_over,
+        )
+        self._add(steps, step)
         for bucket in mine:
             self._put_earlier(optimizer, bucket)
 

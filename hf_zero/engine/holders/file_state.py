@@ -1,7 +1,7 @@
 """One bucket's state in its file, and what the optimizer's register has in place of it."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -60,7 +60,7 @@ class FileState:
         kept = dict(state)
         for name, dtype in self.shard.dtypes.items():
             value = kept.get(name)
-            if self._belongs(row, value) and not self._stand_ins.has(value):
+            if _belongs(value, row) and not self._stand_ins.has(value):
                 self.shard.write_part(name, row.layout.in_shard, value.reshape(-1))
                 kept[name] = self._stand_ins.of(row.tensor.shape, dtype)
         return kept
@@ -74,16 +74,13 @@ class FileState:
         """Memory beside the buffer that what is lent takes."""
         return 0
 
-    def _belongs(self, row: Row, value: Any) -> bool:
-        return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
-
     def _exchange(self, states: States, buffer: torch.Tensor, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Puts `instead` of its place in the buffer into the register for each state tensor, whose values then are there."""
         views = self.shard.views(buffer)
         for row, state in states.items():
             for name in views:
                 value = state.get(name)
-                if not self._belongs(row, value):
+                if not _belongs(value, row):
                     continue
                 view = row.of(views[name])
                 if not self._stand_ins.has(value) and value.data_ptr() != view.data_ptr():
@@ -123,8 +120,8 @@ class PackedFileState(FileState):
     def view(self, row: Row, kind: str) -> torch.Tensor | PackedPart:
         if kind == MASTER:
             return super().view(row, kind)
-        parts = (self.shard.mapped_part(name, cut) for name, cut in _regions_of(kind, self._whole))
-        return PackedPart(PackedState(*parts, self._codes[kind]), row.layout.in_shard)
+        codes, scales = (self.shard.mapped_part(name, cut) for name, cut in _regions_of(kind, self._whole))
+        return PackedPart(PackedState(codes, scales, self._codes[kind]), row.layout.in_shard)
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         kept = dict(state)
@@ -146,10 +143,16 @@ class PackedFileState(FileState):
 
     def _packed_in(self, buffer: torch.Tensor) -> dict[str, PackedState]:
         views = self.shard.views(buffer)
-        return {
-            name: PackedState(*(views[region] for region, _ in _regions_of(name, self._whole)), code)
-            for name, code in self._codes.items()
-        }
+        found = {}
+        for name, code in self._codes.items():
+            codes, scales = (views[region] for region, _ in _regions_of(name, self._whole))
+            found[name] = PackedState(codes, scales, code)
+        return found
+
+
+def _belongs(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
+    """Whether this is state with one value an element of the row."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
 
 
 def packed_kinds(names: Iterable[str], numel: int) -> list[Kind]:

@@ -43,5 +43,7 @@ class SteppedInTurn(SteppedByBucket, InMemory):
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         # No disk can fail under one rank alone, so none has to wait for a word from the others.
         mine, step = {bucket: bucket for bucket in buckets if self._passes(bucket)}, self._step_of(optimizer)
-        how = {"step": step, "bring": self._bring, "put": self._put_back}
-        self._add(BucketSteps(optimizer, mine, InTurn(), transport=LocalTransport(), **how), step)
+        steps = BucketSteps(
+            optimizer, mine, InTurn(), step=step, transport=LocalTransport(), bring=self._bring, put=self._put_back
+        )
+        self._add(steps, step)

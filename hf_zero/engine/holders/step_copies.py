@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -47,10 +47,10 @@ class Seen:
 def look(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
     group = optimizer.param_groups[bucket.key.group]
-    row_of = {id(row.tensor): row for row in bucket.rows if row.tensor.grad is not None}
-    rows = [row_of[id(tensor)] for tensor in group["params"] if id(tensor) in row_of]
+    has = {id(row.tensor): (row, gradient) for row in bucket.rows if (gradient := row.tensor.grad) is not None}
+    rows = [has[id(tensor)] for tensor in group["params"] if id(tensor) in has]
     # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
-    found = tuple((row, row.tensor.grad, optimizer.state.get(row.tensor, {})) for row in rows)
+    found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
     return Seen(found, settings_of(group), _marks(bucket, optimizer, found))
 
 
@@ -135,7 +135,7 @@ class Shadow:
     def take_over(self, stepped: "Stepped") -> None:
         """Makes the copies the state, and the state the next copies."""
         self._spare_master = self._bucket.master
-        self._bucket.exchange_master(stepped.master)
+        self._bucket.exchange_master(cast(torch.Tensor, stepped.master))
         for row, state in stepped.states.items():
             register = self._optimizer.state[row.tensor]
             self._spare_state.update({(row, name): old for name, old in elementwise_state(register, row).items()})
@@ -176,7 +176,7 @@ def step_doubles(
         double.grad = row.of(scratch).copy_(gradient)
     group = settings_of(seen.settings) | {"params": list(doubles.values())}
     # An empty entry would look like a step taken.
-    register = {doubles[row]: state for row, state in states.items() if state}
+    register: dict[torch.Tensor, dict[str, Any]] = {doubles[row]: state for row, state in states.items() if state}
     twin = double_of(optimizer, group, register)
     own_step(twin)
     return {row: dict(twin.state[double]) for row, double in doubles.items()}

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -177,7 +177,7 @@ class SGDForm(KernelForm):
         sgd(
             place.weights,
             place.gradient,
-            place.states.get("momentum_buffer"),
+            cast("torch.Tensor | None", place.states.get("momentum_buffer")),
             settings,
             copy=place.copy,
             multiplier=place.multiplier,
@@ -208,7 +208,7 @@ class LionForm(KernelForm):
         lion(
             place.weights,
             place.gradient,
-            place.states["exp_avg"],
+            cast(torch.Tensor, place.states["exp_avg"]),
             settings,
             copy=place.copy,
             multiplier=place.multiplier,
@@ -219,7 +219,7 @@ class LionForm(KernelForm):
         """With `decoupled_weight_decay`, so much of a weight goes each step as the group says when lr is what it began as."""
         # Releases before 0.2.3 have no such option.
         is_decoupled = getattr(self._optimizer, "decoupled_wd", False)
-        return float(group["weight_decay"]) / (self._optimizer._init_lr if is_decoupled else 1.0)
+        return float(group["weight_decay"]) / (cast(Any, self._optimizer)._init_lr if is_decoupled else 1.0)
 
 
 _FORMS: dict[type[torch.optim.Optimizer], type[KernelForm]] = {

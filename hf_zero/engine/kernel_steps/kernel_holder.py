@@ -111,7 +111,7 @@ class SteppedByKernels(_WithKernels, InMemory):
 
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         mine, kernel = _take(self._share, optimizer, buckets, self._nonfinite)
-        if mine:
+        if mine and kernel is not None:
             self._add(_in_turn(optimizer, mine, kernel), kernel)
 
 
@@ -127,7 +127,7 @@ class InEightBitsByKernels(_WithKernels, InEightBits):
         in_blocks, kernel_in_blocks = self._take_in_blocks(optimizer, packed)
         plain, kernel = _take(self._share, optimizer, others, self._nonfinite)
         for mine, step in ((in_blocks, kernel_in_blocks), (plain, kernel)):
-            if mine:
+            if mine and step is not None:
                 self._add(_in_turn(optimizer, mine, step), step)
         for bucket in in_blocks:
             self._put_earlier(optimizer, bucket)

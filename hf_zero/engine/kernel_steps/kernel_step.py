@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -18,6 +19,8 @@ from .flat_state import FlatState
 from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 
 _log = logging.getLogger(__name__)
+
+_Phase = TypeVar("_Phase", bound=Hashable)
 
 
 class KernelStep(BucketStep):
@@ -79,11 +82,12 @@ class KernelStep(BucketStep):
             self._form.step(group, phase, self._place(bucket, run, states, clip))
 
     def _runs(
-        self, rows: Sequence[Row], phase_of: Mapping[Row, Hashable]
-    ) -> Iterator[tuple[Run, Hashable, Coefficient | None]]:
+        self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
+    ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
         for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row)) for row in rows}):
-            yield run, *run.phase
+            phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
+            yield run, phase, clip
 
     def _place(
         self, bucket: Bucket, run: Run, states: Mapping[str, torch.Tensor | Coded], clip: Coefficient | None

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -32,13 +32,13 @@ def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
 class Walk(Protocol):
     """How the buckets' state comes and goes, one after the other."""
 
-    def walk(self, shards: Sequence[Any], spared: int) -> Generator[tuple[Any, Any], None, None]: ...
+    def walk(self, shards: Sequence[Any], *, spared: int) -> Generator[tuple[Any, Any], None, None]: ...
 
 
 class InTurn:
     """One bucket after another, with nothing to be fetched."""
 
-    def walk(self, buckets: Sequence[Bucket], spared: int) -> Generator[tuple[Bucket, None], None, None]:
+    def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
         yield from ((bucket, None) for bucket in buckets)
 
 
@@ -170,7 +170,7 @@ class BucketSteps:
             self._broken = error
         self._raise_together()
         for row in (row for rows in rows_of.values() for row in rows):
-            self._gradients[row] = row.tensor.grad
+            self._gradients[row] = cast(torch.Tensor, row.tensor.grad)
             row.tensor.grad = None
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
@@ -189,7 +189,7 @@ class BucketSteps:
         failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
         if not self._transport.agree_max(failed, _WORD).item():
             return
-        mine = self._broken and (self._broken.errno, self._broken.strerror)
+        mine = None if self._broken is None else (self._broken.errno, self._broken.strerror)
         theirs = self._transport.exchange(mine)
         if self._broken is None:
             rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)

@@ -1,6 +1,7 @@
 """Whole gradients and optimizer states of single parameters, put together from the ranks' rows."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,15 +56,18 @@ class Look:
         """The optimizer's state by name, whole where it has one value an element."""
         self._transport.meet("full_state", self._timeout_s)
         row = self._row_of.get(slot.parameter)
-        mine = {} if row is None else state_of(optimizers, row)
+        mine: dict[str, Any] = {}
         # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
-        elementwise = {name: name in elementwise_state(mine, row) for name in mine}
+        elementwise: dict[str, bool] = {}
+        if row is not None:
+            mine = state_of(optimizers, row)
+            elementwise = {name: name in elementwise_state(mine, row) for name in mine}
         everyone = self._transport.exchange(elementwise)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         state: dict[str, torch.Tensor | object] = {}
         for name in names:
             if any(theirs.get(name) for theirs in everyone):
-                values = self._holder.values(row, name, mine[name]) if name in mine else None
+                values = None if row is None or name not in mine else self._holder.values(row, name, mine[name])
                 state[name] = self._gather(slot, values)
             else:
                 state[name] = next(v for v in self._transport.exchange(mine.get(name)) if v is not None)
@@ -76,7 +80,8 @@ class Look:
         bucket = slot.bucket
         dtype = bucket.precision.master if mine is None else mine.dtype
         if self._replicated:
-            return mine.detach().reshape(slot.parameter.shape).to(slot.parameter.device, copy=True)
+            parameter = slot.parameter
+            return None if mine is None else mine.detach().reshape(parameter.shape).to(parameter.device, copy=True)
         flat = allocate(bucket.layout.numel, dtype, bucket.device)
         own = flat[bucket.own_interval.start : bucket.own_interval.stop]
         if mine is not None:

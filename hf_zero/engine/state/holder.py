@@ -85,9 +85,9 @@ class StateHolder(ABC):
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         """A row's state or master, live, without taking memory for it. `tensor` is what the register or the row has."""
 
-    @abstractmethod
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
+        return without_due(state)
 
     @abstractmethod
     def put_master(self, row: Row, values: torch.Tensor) -> None:
@@ -157,11 +157,8 @@ class InMemory(StateHolder):
     def values(self, row: Row, name: str, value: Any) -> Any:
         return value
 
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor:
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         return tensor
-
-    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        return without_due(state)
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:
         with torch.no_grad():

@@ -7,7 +7,7 @@ on one rank and take it on the others. Here the ranks agree first; scale, growth
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -16,8 +16,14 @@ from torch.autograd.graph import increment_version
 from ..gradients.clipped_gradient import widen
 from .optimizer import SCALES_ITSELF, engine_stepped_by
 
+if TYPE_CHECKING:
+    # Mixed into GradScalers: a type checker takes their methods for inherited.
+    from torch.amp import GradScaler as _ScalerBase
+else:
+    _ScalerBase = object
 
-class _OverShards:
+
+class _OverShards(_ScalerBase):
     """The methods of a GradScaler that know engines. Optimizers without an engine are treated as ever.
 
     [Note: several optimizers]
@@ -92,11 +98,12 @@ class GradScaler(_OverShards, torch.amp.GradScaler):
 def scale_over_shards(scaler: torch.amp.GradScaler) -> None:
     """Makes a GradScaler that others hold already do as ours does."""
     if not isinstance(scaler, _OverShards):
-        scaler.__class__ = _over_shards(type(scaler))
+        kind: type = type(scaler)
+        scaler.__class__ = _over_shards(kind)
 
 
 @cache
-def _over_shards(kind: type[torch.amp.GradScaler]) -> type[torch.amp.GradScaler]:
+def _over_shards(kind: type) -> type[torch.amp.GradScaler]:
     return GradScaler if kind is torch.amp.GradScaler else type(kind.__name__, (_OverShards, kind), {})
 
 

@@ -74,9 +74,10 @@ class ShardedOptimizer:
         self._scales_itself = optimizer.__dict__.get(SCALES_ITSELF)
         optimizer.__dict__[SCALES_ITSELF] = True
         self._stock_zero_grad = optimizer.zero_grad
-        optimizer.zero_grad = self._make_zero_grad()
+        changed: Any = optimizer
+        changed.zero_grad = self._make_zero_grad()
         # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
-        optimizer._hf_zero_keeps = self
+        changed._hf_zero_keeps = self
 
     def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
         """Names of the trained parameters in each group, in the user's order."""
@@ -104,8 +105,9 @@ class ShardedOptimizer:
         del self.optimizer.__dict__[SCALES_ITSELF]
         if self._scales_itself is not None:
             self.optimizer.__dict__[SCALES_ITSELF] = self._scales_itself
-        del self.optimizer.zero_grad
-        del self.optimizer._hf_zero_keeps
+        changed: Any = self.optimizer
+        del changed.zero_grad
+        del changed._hf_zero_keeps
 
     def _make_zero_grad(self) -> Callable[..., None]:
         """The optimizer's own zero_grad for its rows, and the same for the whole parameters.

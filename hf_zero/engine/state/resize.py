@@ -1,7 +1,7 @@
 """Optimizer state of whole parameters, some of which have come back with another number of rows."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ def resize_whole(
     """
     before = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in before.items()}
-    model.resize_token_embeddings(num_tokens, **kwargs)
+    cast(Any, model).resize_token_embeddings(num_tokens, **kwargs)
     _renew_resized(model, shapes)
     put_state_back(optimizers, states, shapes, before, dict(model.named_parameters()))
 
@@ -69,8 +69,10 @@ def put_state_back(
             group["params"] = [replacement.get(parameter, parameter) for parameter in group["params"]]
             for parameter in group["params"]:
                 name = name_of.get(parameter)
-                if states.get(name) and _can_be_fitted(states[name], shapes[name], parameter.shape):
-                    old_shape = shapes[name]
+                if name is None or not states.get(name):
+                    continue
+                old_shape = shapes[name]
+                if _can_be_fitted(states[name], old_shape, parameter.shape):
                     optimizer.state[parameter] = {
                         kind: _fitted(value, old_shape, parameter.shape) for kind, value in states[name].items()
                     }

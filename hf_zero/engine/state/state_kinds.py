@@ -24,7 +24,7 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
     torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
     step calls its parent's comes by a second wrapper, which finds no hooks of this optimizer for the moment.
     """
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     inner = step.__wrapped__ if getattr(step, "hooked", False) else step
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()

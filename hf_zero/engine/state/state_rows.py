@@ -7,6 +7,7 @@ import torch
 
 from ...layout.intervals import Interval
 from ..buckets.bucket import Row
+from ..buckets.packed_state import PackedPart
 from ..buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, Read, StateRow
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
@@ -35,7 +36,7 @@ def state_rows(
                 name=row.slot.name,
                 interval=row.layout.in_parameter,
                 own_shape=None,
-                tensor=tensor.reshape(-1) if torch.is_tensor(tensor) else tensor,
+                tensor=tensor if isinstance(tensor, PackedPart) else tensor.reshape(-1),
             )
         for kind, tensor in own_shaped_state(state, row).items():
             yield StateRow(
@@ -135,7 +136,7 @@ def _is_whole(row: Row) -> bool:
 def _with_step_in_place(state: dict[str, Any], row: Row, group: Mapping[str, Any]) -> dict[str, Any]:
     """`step` where torch's `load_state_dict` puts it: fused and capturable steps read it on the parameter's device."""
     step = state.get("step")
-    if not torch.is_tensor(step) or not (group.get("fused") or group.get("capturable")):
+    if not isinstance(step, torch.Tensor) or not (group.get("fused") or group.get("capturable")):
         return state
     return {**state, "step": step.to(row.tensor.device, torch.float32)}
 

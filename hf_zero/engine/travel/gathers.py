@@ -1,6 +1,7 @@
 """How a bucket's parameters come together from the ranks' shards: an object chosen once when the engine is built."""
 
 from abc import ABC, abstractmethod
+from typing import cast
 
 from ...comm.groups.groups import Groups
 from ...comm.peers.peer_memory import PeerMemory
@@ -8,6 +9,7 @@ from ...comm.quantised import QuantisedAllGather
 from ...comm.transport import Handle, Transport
 from ...kernels.quantise import BlockFormat
 from ..buckets.bucket import Bucket
+from ..buckets.shared_memory import SharedShardMemory, SharedWholeMemory
 
 _KIND = "all-gather parameters"
 
@@ -69,7 +71,8 @@ class SharedGather(_Forgetful):
         self._peers = peers
 
     def start(self, bucket: Bucket) -> Handle:
-        return self._peers.start_all_gather(bucket.flat, bucket.memory.shared, bucket.label(_KIND))
+        memory = cast("SharedShardMemory | SharedWholeMemory", bucket.memory)
+        return self._peers.start_all_gather(bucket.flat, memory.shared, bucket.label(_KIND))
 
 
 class QuantisedGather(_Forgetful):

@@ -9,6 +9,7 @@ parameters that a script took beforehand does not, and must call `engine.finish_
 import copy
 import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 
 import torch
 from torch import nn
@@ -90,7 +91,7 @@ class InFlightParameters(dict):
 
 def _only_gradients_are_read() -> bool:
     """Whether `Module.zero_grad` is looking. Trainer calls it right after the step; waiting there would end the overlap."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES_TO_ZERO_GRAD):
         if frame is None:
             return False

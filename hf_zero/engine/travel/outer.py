@@ -208,7 +208,9 @@ class SyncedEvery(OuterSteps):
     def rows(self) -> Iterator[StateRow]:
         for anchor in self._anchors.values():
             momentum = anchor.momentum
-            for name, in_parameter, in_values in anchor.pieces() if momentum is not None else ():
+            if momentum is None:
+                continue
+            for name, in_parameter, in_values in anchor.pieces():
                 values = momentum[in_values.start : in_values.stop]
                 yield StateRow(kind=_KIND, name=name, interval=in_parameter, own_shape=None, tensor=values)
 

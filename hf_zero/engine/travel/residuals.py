@@ -43,8 +43,11 @@ class Residuals:
     def held_bytes(self) -> int:
         return sum(residual.nbytes for residual in self._of.values())
 
-    def of(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's, 1-D bfloat16, zeros at first."""
+    def of(self, bucket: Bucket) -> torch.Tensor | None:
+        """The bucket's, 1-D bfloat16, zeros at first; None where nothing is kept."""
+        return self._kept(bucket)
+
+    def _kept(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._of:
             self._of[bucket] = allocate(self._interval_of(bucket).numel, torch.bfloat16, bucket.device).zero_()
         return self._of[bucket]
@@ -67,7 +70,7 @@ class Residuals:
         for bucket in buckets:
             for name, in_parameter, in_residual in self._cuts(bucket):
                 for kind in filter(self._takes, kinds_of(name)):
-                    place = self.of(bucket)[in_residual]
+                    place = self._kept(bucket)[in_residual]
                     place.add_(read(kind, name, in_parameter).to(place.device))
 
     def _cuts(self, bucket: Bucket) -> Iterator[tuple[str, Interval, slice]]:
@@ -88,8 +91,8 @@ class NoResiduals(Residuals):
     def __init__(self):
         """There is nothing to know."""
 
-    def of(self, bucket: Bucket) -> None:
-        """None, which lets it go."""
+    def of(self, bucket: Bucket) -> torch.Tensor | None:
+        return None
 
     def rows(self) -> Iterator[StateRow]:
         return iter(())

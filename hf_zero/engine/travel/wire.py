@@ -58,8 +58,8 @@ def choose_wire(
         everyone: the transport of all ranks.
     """
     peers = choose_peer_memory(config, groups, transport, everyone, device)
-    exact = as_kept = ExactGather(transport) if peers is None else SharedGather(peers)
-    in_passes = exact
+    as_kept: Gather = ExactGather(transport) if peers is None else SharedGather(peers)
+    exact = in_passes = as_kept
     if config.gather_dtype == "bfloat16":
         # Peers read copies of shards in that dtype.
         exact, in_passes = ExactGather(transport), CastGather(transport) if peers is None else as_kept
@@ -77,8 +77,8 @@ def choose_wire(
     gather = as_kept if weights is None else QuantisedGather(transport, groups, weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
-        forward = ForwardGather(forward, transport, groups.node)
-        backward = BackwardGather(forward, transport)
+        keeping = ForwardGather(forward, transport, groups.node)
+        forward, backward = keeping, BackwardGather(keeping, transport)
     align = USUAL_ALIGNMENT
     if not weights is gradients is None:
         # Shards of gradients are cut once more between several groups.

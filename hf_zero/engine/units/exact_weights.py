@@ -26,7 +26,7 @@ class ExactWeights:
     def __init__(
         self, buckets: Sequence[Bucket], gather: Gather, holder: StateHolder, transport: Transport, timeout_s: float
     ):
-        self._buckets = [bucket for bucket in buckets if bucket.precision.weights is not None]
+        self._format_of = {b: format for b in buckets if (format := b.precision.weights) is not None}
         self._gather = gather
         self._holder = holder
         self._transport = transport
@@ -37,14 +37,14 @@ class ExactWeights:
 
     @property
     def is_empty(self) -> bool:
-        return not self._buckets
+        return not self._format_of
 
     @contextmanager
     def at_hand(self, purpose: str) -> Iterator[None]:
         """The parameters are their masters, in the parameters' dtype. Collective on the way in where there are buckets."""
-        if self._buckets and not self._depth:
+        if self._format_of and not self._depth:
             self._transport.meet(purpose, self._timeout_s)
-            for bucket in self._buckets:
+            for bucket in self._format_of:
                 with self._holder.at_hand(bucket):
                     bucket.follow_edits()
                     bucket.write_back()
@@ -61,5 +61,5 @@ class ExactWeights:
 
         Shards are whole blocks, so that the blocks of the whole are those of the shards.
         """
-        for bucket in self._buckets if not self._depth else ():
-            round_to_blocks(bucket.flat, bucket.flat, bucket.precision.weights)
+        for bucket, format in self._format_of.items() if not self._depth else ():
+            round_to_blocks(bucket.flat, bucket.flat, format)

@@ -40,5 +40,5 @@ def _hang(values: dict[nn.Parameter, torch.Tensor]) -> None:
 def _read_as(sharded: ShardedModel, dtype: torch.dtype | None) -> None:
     sharded.schedule.reshard_all()
     for unit, slot in sharded.unit_of.values():
-        slot.bucket.memory.read_as = dtype if slot.bucket.flat.is_floating_point() else None
+        unit.memories[slot.bucket].read_as = dtype if slot.bucket.flat.is_floating_point() else None
         unit.hang(slot)

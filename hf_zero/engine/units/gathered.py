@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ class _Record:
     def take(self, units: Iterable[Unit]) -> None:
         for unit in units:
             self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
-            self._shards.update((bucket, bucket.memory.snapshot()) for bucket in unit.buckets)
+            self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
     def renew(self, unit: Unit) -> None:
         """Takes what the unit is now for what it was: its edits have been kept."""
@@ -130,7 +131,7 @@ class WholeParameters:
         Args:
             wanted: False takes part in the gathers without keeping copies.
         """
-        if self.is_lent:
+        if self._lent is not None:
             yield self._lent
             return
         parameters = set(module.parameters())
@@ -168,8 +169,8 @@ class WholeParameters:
             if slot.bucket.precision.casts and unit.is_sharded and not self.is_lent
         ]
         try:
-            for _, slot in absent:
-                slot.bucket.memory.hang_absent(slot.parameter, slot.bucket.precision.kept)
+            for unit, slot in absent:
+                unit.memories[slot.bucket].hang_absent(slot.parameter, slot.bucket.precision.kept)
             with nullcontext() if self.is_lent else self._lending({}):
                 yield
         finally:
@@ -210,4 +211,4 @@ def parameters_in(target: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> 
     """The parameters of a module, a parameter or several, as a list."""
     if isinstance(target, nn.Module):
         return list(target.parameters())
-    return [target] if isinstance(target, torch.Tensor) else list(target)
+    return [cast(nn.Parameter, target)] if isinstance(target, torch.Tensor) else list(target)

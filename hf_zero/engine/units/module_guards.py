@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -50,7 +50,7 @@ class ShardedParameters(dict):
     def __deepcopy__(self, memo: dict):
         raise _refusal("copied")
 
-    def __reduce_ex__(self, protocol: int):
+    def __reduce_ex__(self, protocol: SupportsIndex):
         raise _refusal("pickled")
 
 
@@ -74,7 +74,7 @@ class ModuleGuard:
 
     def update(self) -> None:
         """Follows a change of state of one of the units."""
-        held = self.module._parameters
+        held: Any = self.module._parameters
         guarded = isinstance(held, ShardedParameters)
         needed = any([unit.is_sharded for unit in self._units])
         if needed and not guarded:
@@ -109,7 +109,7 @@ class ReplacedMethod:
     def __deepcopy__(self, memo: dict):
         raise _refusal("copied")
 
-    def __reduce_ex__(self, protocol: int):
+    def __reduce_ex__(self, protocol: SupportsIndex):
         raise _refusal("pickled")
 
 
@@ -127,13 +127,14 @@ class ModuleMethods:
         self._whole = whole
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
         for module in self._modules:
-            module.state_dict = ReplacedMethod(self._state_dict, module)
+            changed: Any = module
+            changed.state_dict = ReplacedMethod(self._state_dict, module)
             if hasattr(type(module), "save_pretrained"):
-                module.save_pretrained = ReplacedMethod(self._save_pretrained, module)
-            module._apply = ReplacedMethod(self._apply, module)
-            module.zero_grad = ReplacedMethod(self._zero_grad, module)
+                changed.save_pretrained = ReplacedMethod(self._save_pretrained, module)
+            changed._apply = ReplacedMethod(self._apply, module)
+            changed.zero_grad = ReplacedMethod(self._zero_grad, module)
             if module in guards:
-                module._load_from_state_dict = ReplacedMethod(self._load_from_state_dict, module)
+                changed._load_from_state_dict = ReplacedMethod(self._load_from_state_dict, module)
 
     def remove(self) -> None:
         for module in self._modules:
@@ -157,7 +158,7 @@ class ModuleMethods:
         return result
 
     def _save_pretrained(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        stock = partial(type(module).save_pretrained, module, *args, **kwargs)
+        stock = partial(cast(Any, type(module)).save_pretrained, module, *args, **kwargs)
         given = next((value for value in (*args, kwargs.get("state_dict")) if isinstance(value, Mapping)), None)
         if given is not None:
             if not given and kwargs.get("is_main_process") is False:

@@ -19,7 +19,7 @@ def gathered_again(units: Iterable[Unit], gather: Callable[[Unit], None]) -> Ite
         units: whole for now.
         gather: makes one whole during a backward.
     """
-    unit_at = {bucket.memory.shown.untyped_storage().data_ptr(): unit for unit in units for bucket in unit.buckets}
+    unit_at = {memory.shown.untyped_storage().data_ptr(): unit for unit in units for memory in unit.memories.values()}
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, Unit | None]:
         return tensor, unit_at.get(tensor.untyped_storage().data_ptr())

@@ -45,19 +45,21 @@ class VisitOrder:
         for _ in range(count + 1):
             if unit not in self._successor:
                 return False
-            unit = self._successor[unit]
-            if unit is None:
+            following = self._successor[unit]
+            if following is None:
                 return True
+            unit = following
         return False
 
     def following(self, unit: Unit, count: int) -> list[Unit]:
         """Up to `count` different units expected after `unit`."""
         found: list[Unit] = []
         while len(found) < count:
-            unit = self._successor.get(unit)
-            if unit is None or unit in found:
+            after = self._successor.get(unit)
+            if after is None or after in found:
                 break
-            found.append(unit)
+            found.append(after)
+            unit = after
         return found
 
 
@@ -298,5 +300,6 @@ class Unsharding:
 def _with_bases(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         yield tensor
-        if tensor._is_view() and tensor._base.requires_grad:
-            yield tensor._base
+        base = tensor._base
+        if base is not None and base.requires_grad:
+            yield base

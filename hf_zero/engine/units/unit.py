@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
 from ...comm.transport import Handle
 from ..buckets.bucket import Bucket, ParameterSlot
+from ..buckets.memory import GatheredMemory
 from ..buckets.sharded_parameter import look_only
 from ..travel.gathers import Gather
 
@@ -29,13 +30,16 @@ class Guard(Protocol):
 
     def update(self) -> None: ...
 
+    def remove(self) -> None: ...
+
 
 class Unit:
     """Parameters that are whole at the same time: a transformer layer's, or all that no layer has.
 
     Attributes:
         name: of the layer's module; "root" for what no layer has.
-        buckets: the unit's, all of GatheredMemory.
+        buckets: the unit's.
+        memories: theirs, which are gathered and dropped.
         gather: what the parameters were last gathered by.
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
         is_sharded: the state is SHARDED.
@@ -46,6 +50,7 @@ class Unit:
     def __init__(self, name: str, buckets: Sequence[Bucket]):
         self.name = name
         self.buckets = list(buckets)
+        self.memories = {bucket: cast(GatheredMemory, bucket.memory) for bucket in self.buckets}
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self.state = UnitState.SHARDED
         self.is_sharded = True
@@ -62,22 +67,22 @@ class Unit:
     @cached_property
     def passing_bytes(self) -> int:
         """Bytes that being whole takes beyond the shard."""
-        return sum(bucket.memory.passing_bytes for bucket in self.buckets)
+        return sum(memory.passing_bytes for memory in self.memories.values())
 
     @property
     def exact_bytes(self) -> int:
         """Bytes that being whole and exact takes beyond the shard."""
-        return sum(bucket.memory.exact_bytes for bucket in self.buckets)
+        return sum(memory.exact_bytes for memory in self.memories.values())
 
     def start_fetch(self) -> None:
         """Begins to bring the shard to where it can be gathered from, where it is elsewhere."""
-        for bucket in self.buckets:
-            bucket.memory.start_fetch()
+        for memory in self.memories.values():
+            memory.start_fetch()
 
     def forget_fetch(self) -> None:
         """Gives up what was fetched and not gathered."""
-        for bucket in self.buckets:
-            bucket.memory.forget_fetch()
+        for memory in self.memories.values():
+            memory.forget_fetch()
 
     def start_unshard(self, gather: Gather) -> None:
         """SHARDED → UNSHARDING: starts the all-gathers."""
@@ -85,15 +90,15 @@ class Unit:
         self._refuse_edits()
         self.state, self.is_sharded = UnitState.UNSHARDING, False
         self.gather = gather
-        for bucket in self.buckets:
-            with bucket.memory.gather(exactly=gather.is_exact):
+        for bucket, memory in self.memories.items():
+            with memory.gather(exactly=gather.is_exact):
                 self._handles.append(gather.start(bucket))
 
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
         self._leave(UnitState.UNSHARDING)
-        for bucket in self.buckets:
-            bucket.memory.arrive()
+        for memory in self.memories.values():
+            memory.arrive()
         while self._handles:
             self._handles.pop(0).finish()
         self.state = UnitState.UNSHARDED
@@ -103,8 +108,8 @@ class Unit:
         """UNSHARDED → SHARDED: gives back everything but the shard."""
         self._leave(UnitState.UNSHARDED)
         self.state, self.is_sharded = UnitState.SHARDED, True
-        for bucket in self.buckets:
-            bucket.memory.drop()
+        for memory in self.memories.values():
+            memory.drop()
         self._versions = list(map(_VERSION, self._parameters))
         self._hang_parameters()
 
@@ -112,8 +117,8 @@ class Unit:
         """Takes what a script has written into the whole parameters into the shard."""
         if self.state is not UnitState.UNSHARDED:
             raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
-        for bucket in self.buckets:
-            bucket.memory.keep_edits()
+        for memory in self.memories.values():
+            memory.keep_edits()
 
     def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
@@ -134,14 +139,14 @@ class Unit:
             raise AssertionError(f"hf_zero: {self!r} should be {expected.value} here; please report this")
 
     def _hang_parameters(self) -> None:
-        for bucket in self.buckets:
-            bucket.memory.hang_all(bucket.parameters, bucket.places)
+        for bucket, memory in self.memories.items():
+            memory.hang_all(bucket.parameters, bucket.places)
         for guard in self.guards:
             guard.update()
 
     def _refuse_edits(self) -> None:
-        for bucket in self.buckets:
-            if bucket.memory.was_written():
+        for bucket, memory in self.memories.items():
+            if memory.was_written():
                 raise _lost_edit(bucket.slots[0].name)
         with look_only():
             unchanged = list(map(_VERSION, self._parameters)) == self._versions

@@ -34,7 +34,7 @@ def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) 
     for bucket in buckets:
         if bucket.precision.weights is not None:
             for row in bucket.rows:
-                master = holder.view(row, MASTER, row.tensor.detach()).reshape(-1)
+                master = holder.view(row, MASTER, row.tensor).detach().reshape(-1)
                 yield OwnWeights(
                     parameter=row.slot.parameter,
                     interval=row.layout.in_parameter,

@@ -112,7 +112,7 @@ def _dtypes(engine: ZeroEngine) -> str:
     """Of parameters, of gradients as they travel, of the step, and of the masters that are kept from step to step."""
     precisions = [bucket.precision for bucket in engine.buckets]
     masters = [b.precision.master if b.keeps_master or b.precision.casts else None for b in engine.buckets]
-    kinds = {
+    kinds: dict[str, list] = {
         "param": [precision.param for precision in precisions],
         "reduce": [precision.reduce for precision in precisions],
         "step": [precision.master for precision in precisions],
@@ -147,9 +147,9 @@ def _kernel_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     """What is held elsewhere than on the training device."""
-    offload, traffic, rows = engine.config.offload, engine.memory_report().traffic, []
-    files = engine.parameter_tier.files or engine.tier
-    in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {files.folder.path}" if traffic else ""
+    offload, traffic = engine.config.offload, engine.memory_report().traffic
+    rows: list[tuple[str, str]] = []
+    in_files = f" in files: {in_units(traffic.held_bytes)} a rank in {traffic.folder}" if traffic else ""
     if offload.moves_params:
         plan = _plan_of(engine, _all_buckets(engine))
         where = f", with all{in_files}" if offload.params == "nvme" else f" in {engine.parameter_tier.name}"
@@ -159,7 +159,7 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
         return rows
     share = sum(bucket.layout.numel for bucket in moved) / sum(bucket.layout.numel for bucket in engine.buckets)
     stays = "" if share == 1 else f"; {1 - share:.0%} of the state stays on the training device"
-    if offload.optimizer == "nvme":
+    if traffic is not None and offload.optimizer == "nvme":
         what = (
             f"optimizer state and separate masters{in_files}; at most {in_units(traffic.window_bytes)} of it in memory, during "
             "the step"
@@ -238,9 +238,8 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
     index, group = bucket.key.optimizer, bucket.key.group
-    if index < 0:
-        values = 0
-    else:
+    values: int | None = 0
+    if index >= 0:
         optimizer = engine.state.groups()[index][0]
         values = state_values(type(optimizer).__name__, optimizer.param_groups[group])
     precision = bucket.precision

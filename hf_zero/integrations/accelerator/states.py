@@ -34,16 +34,15 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
     engine.transport.meet("accelerator.save_state", engine.config.comm.timeout_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
-    if output_dir is None and not is_automatic:
+    if is_automatic:
+        final = _states_of(accelerator) / f"checkpoint_{naming.iteration}"
+    elif output_dir is not None:
+        final = Path(output_dir).expanduser()
+    else:
         raise ValueError(
             "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
-    final = (
-        Path(output_dir).expanduser()
-        if not is_automatic
-        else _states_of(accelerator) / f"checkpoint_{naming.iteration}"
-    )
     exchange = engine.transport.exchange
     if is_automatic and exchange(final.exists())[0]:
         raise ValueError(
@@ -74,7 +73,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 def numbered_states(accelerator: Accelerator) -> list[Path]:
     """What accelerate's automatic naming has written, the newest last."""
     found = [path for path in _states_of(accelerator).glob("checkpoint_*") if _NUMBERED.match(path.name)]
-    return sorted(found, key=lambda path: int(_NUMBERED.match(path.name).group(1)))
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 
 
 def _holds_something_else(folder: Path) -> bool:

@@ -117,8 +117,9 @@ def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]
     """The class that a config names. Raises `CheckpointError` unless it is a model of transformers."""
     named = config.architectures
     name = named[0] if isinstance(named, list) and named else None
-    is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,199}", name) is not None
-    found = getattr(transformers, name, None) if is_name else None
+    found = None
+    if isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w{0,199}", name) is not None:
+        found = getattr(transformers, name, None)
     if found is None:
         raise CheckpointError(
             f"hf_zero: {folder / CONFIG_NAME} names the architecture {str(named)[:200]}, which transformers has not."

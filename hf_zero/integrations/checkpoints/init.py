@@ -1,7 +1,7 @@
 """Loading a pretrained model without a copy of it on each rank."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ _HEADER_BYTES = 64 * 1024
 
 
 @contextmanager
-def init(plugin: object = None) -> Iterator[None]:
+def init(plugin: Any = None) -> Iterator[None]:
     """`with hf_zero.init(plugin): model = AutoModel.from_pretrained(path)`: weights stay in their files until prepared.
 
     Inside, `from_pretrained` leaves each weight a view of its memory-mapped file, in the file's dtype. When the model is
@@ -100,17 +100,18 @@ def leave_in_checkpoint(model: torch.nn.Module, folder: Path) -> bool:
     if any(tensors[name].shape != view.shape for name, view in views.items()):
         return False
     for name, view in views.items():
-        if isinstance(tensors[name], torch.nn.Parameter):
-            wanted = wanted_dtype(tensors[name])
-            tensors[name].data = view
-            mark_loaded(tensors[name], wanted)
+        tensor = tensors[name]
+        if isinstance(tensor, torch.nn.Parameter):
+            wanted = wanted_dtype(tensor)
+            tensor.data = view
+            mark_loaded(tensor, wanted)
         else:
-            tensors[name].copy_(view)
+            tensor.copy_(view)
     model.__dict__[FILES_ATTRIBUTE] = _describe_files(files)
     return True
 
 
-def _describe_files(files: Sequence[str]) -> str:
+def _describe_files(files: Iterable[str | Path]) -> str:
     """Sizes and headers of the files, by which ranks see that they read the same model."""
     described = []
     for file in map(Path, files):

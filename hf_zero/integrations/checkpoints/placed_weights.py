@@ -161,9 +161,9 @@ def can_be_placed(trainer: Trainer, stock_save: Any) -> bool:
     )
 
 
-def _savers() -> dict[type, str]:
+def _savers() -> dict[Any, str]:
     """Classes whose `save_pretrained` is known, and the function by which each writes a file."""
-    known: dict[type, str] = {PreTrainedModel: "transformers.modeling_utils.safe_save_file"}
+    known: dict[Any, str] = {PreTrainedModel: "transformers.modeling_utils.safe_save_file"}
     if is_peft_available():
         from peft import PeftModel
 

@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -239,7 +239,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
-def _is_repo_id(name: object) -> bool:
+def _is_repo_id(name: object) -> TypeGuard[str]:
     if not isinstance(name, str) or not name:
         return False
     try:

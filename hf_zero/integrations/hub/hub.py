@@ -65,7 +65,7 @@ class Destination:
 
 
 def push_folder(
-    folder: Path, to: Destination, *, api: HfApi, message: str, mirrored: tuple[str, ...] = WEIGHTS
+    folder: Path, to: Destination, *, api: HfApi, message: str | None, mirrored: tuple[str, ...] = WEIGHTS
 ) -> CommitInfo:
     """Uploads all files of a folder as a commit, compares them with what the Hub then has, and returns the commit.
 
@@ -89,8 +89,9 @@ def push_folder(
             owner = _patiently(lambda: api.whoami(token=token))["name"]
             to = replace(to, repo_id=f"{owner}/{to.repo_id}")
         _patiently(lambda: api.create_repo(to.repo_id, token=token, private=to.private, exist_ok=True))
-        if to.revision is not None and not to.revision.startswith("refs/"):
-            _patiently(lambda: api.create_branch(to.repo_id, branch=to.revision, token=token, exist_ok=True))
+        branch = to.revision
+        if branch is not None and not branch.startswith("refs/"):
+            _patiently(lambda: api.create_branch(to.repo_id, branch=branch, token=token, exist_ok=True))
         if _somebodys_card_is_there(to, files, api, token):
             files = {name: path for name, path in files.items() if name not in (CARD_NAME, PLOT_NAME)}
         commit = _patiently(

@@ -25,7 +25,6 @@ from ...checkpoint.verify import newest_first, step_of
 from ...checkpoint.writer import write_live
 from ...comm.aside import Aside
 from ...comm.transport import CommunicationError
-from ...config import AUTO
 from ...device import free_bytes
 from ...engine.engine import ZeroEngine
 from ...engine.hooks import WeakHook
@@ -227,10 +226,12 @@ class CheckpointSaver:
 
     def _snapshot_bytes(self) -> int:
         wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload
-        if wanted == AUTO and "nvme" in (offload.optimizer, offload.params):
+        if isinstance(wanted, int):
+            return wanted
+        if "nvme" in (offload.optimizer, offload.params):
             # What is in files is there because memory has no room for it: it goes from file to file, before the step.
             return 0
-        return free_bytes(torch.device("cpu")) // 2 if wanted == AUTO else wanted
+        return free_bytes(torch.device("cpu")) // 2
 
     def _complete(
         self,

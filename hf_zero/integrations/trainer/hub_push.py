@@ -1,7 +1,7 @@
 """Trainer's `push_to_hub` with an engine: the model as it is in the checkpoint, in the background, compared afterwards."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,7 +64,8 @@ def _start_jobs(trainer: Trainer, checkpoint: Path, message: str) -> list[Future
     with ExitStack() as unless_started:
         model = _model_staged(trainer, checkpoint)
         unless_started.callback(model.cleanup)
-        staged = [(model, _destination(trainer), message, WEIGHTS)]
+        staged: list[tuple[tempfile.TemporaryDirectory, Destination, str, tuple[str, ...]]] = []
+        staged.append((model, _destination(trainer), message, WEIGHTS))
         if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
             path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
             whole = _staged(trainer, lambda out: stage_checkpoint(checkpoint, out))
@@ -74,7 +75,7 @@ def _start_jobs(trainer: Trainer, checkpoint: Path, message: str) -> list[Future
 
 
 def push_output(
-    trainer: Trainer, *, message: str, blocking: bool, token: str | None, revision: str | None
+    trainer: Trainer, *, message: str | None, blocking: bool, token: str | None, revision: str | None
 ) -> CommitInfo | Future:
     """Pushes the model that was saved to `output_dir`. On the first rank only.
 
@@ -162,7 +163,11 @@ def _staged(trainer: Trainer, fill: Callable[[Path], None]) -> tempfile.Temporar
 
 
 def _started(
-    trainer: Trainer, staged: tempfile.TemporaryDirectory, to: Destination, message: str, mirrored: tuple[str, ...]
+    trainer: Trainer,
+    staged: tempfile.TemporaryDirectory,
+    to: Destination,
+    message: str | None,
+    mirrored: tuple[str, ...],
 ) -> Future:
     api = trainer_api(trainer)
     job = api.run_as_future(_push, staged, to, api, message, mirrored)
@@ -171,7 +176,7 @@ def _started(
 
 
 def _push(
-    staged: tempfile.TemporaryDirectory, to: Destination, api: HfApi, message: str, mirrored: tuple[str, ...]
+    staged: tempfile.TemporaryDirectory, to: Destination, api: HfApi, message: str | None, mirrored: tuple[str, ...]
 ) -> CommitInfo:
     with staged as folder:
         return push_folder(Path(folder), to, api=api, message=message, mirrored=mirrored)
@@ -185,7 +190,7 @@ def _tell_failure(job: Future) -> None:
         logger.error(f"hf_zero: a push to the Hub ended with {type(error).__name__}. Training is not affected.")
 
 
-def _listed(value: object) -> list[str]:
+def _listed(value: Iterable[str] | str | None) -> list[str]:
     if not value:
         return []
     return [value] if isinstance(value, str) else list(value)

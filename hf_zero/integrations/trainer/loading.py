@@ -9,10 +9,11 @@ from ...checkpoint.format.text import shown
 
 
 @contextmanager
-def named_when_damaged(path: str | Path, what: str) -> Iterator[None]:
+def named_when_damaged(path: str | Path | None, what: str) -> Iterator[None]:
     """Raises `CheckpointError` with the file's name in the place of whatever loading it raises.
 
     Args:
+        path: None where there is nothing to load, and the loader does nothing.
         what: that is loaded, in words ("the random states").
     """
     try:

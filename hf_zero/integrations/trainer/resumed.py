@@ -20,7 +20,8 @@ def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = Non
     if engine.groups.rank != 0:
         return
     manifest = Manifest.read(Path(folder) / ZERO_FOLDER) if origin is None else None
-    origin = origin or _by(manifest.world_size, manifest.stage)
+    if manifest is not None:
+        origin = _by(manifest.world_size, manifest.stage)
     here = _by(engine.groups.world_size, engine.config.stage)
     at = _progress(Path(folder), manifest)
     print(f"hf_zero: resumed from {folder}{at}, saved by {origin}; going on with {here}.", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from transformers import Trainer, TrainerState, logging
@@ -18,6 +19,7 @@ from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.text import shown
 from ...checkpoint.structure import STATE_NAME
 from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
+from ...comm.transport import Value
 from ..checkpoints.checkpointing import ZERO_FOLDER
 
 logger = logging.get_logger(__name__)
@@ -30,7 +32,7 @@ _THEN = (
 )
 _LONGEST = 2000
 _NUMBER = (int, float)
-_KINDS = {
+_KINDS: dict[str, type | tuple[type, ...]] = {
     "global_step": int,
     "epoch": (*_NUMBER, type(None)),
     "max_steps": int,
@@ -143,10 +145,10 @@ def state_faults(checkpoint: Path) -> list[str]:
     return faults
 
 
-def exchange_between_ranks(value: object) -> list:
+def exchange_between_ranks(value: Value) -> list[Value]:
     """Every rank's picklable value in rank order, before there is an engine."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
-    values: list = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -8,6 +8,7 @@ import os
 import sys
 from functools import cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,6 +39,12 @@ from .resumed import say_resumed
 from .resuming import alone_in_output_dir, checkpoint_to_resume
 from .step_figures import StepFigures
 
+if TYPE_CHECKING:
+    # Mixed into Trainer's subclasses: a type checker takes their methods for inherited.
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object
+
 logger = logging.get_logger(__name__)
 
 
@@ -49,7 +56,8 @@ def trainer_under_construction() -> Trainer | None:
 def install_in_trainer(trainer: Trainer) -> None:
     """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
     if not isinstance(trainer, ZeroTrainerMixin):
-        trainer.__class__ = _with_engine(type(trainer))
+        kind: type = type(trainer)
+        trainer.__class__ = _with_engine(kind)
     if trainer.args.n_gpu > 1:
         _train_on_one_gpu(trainer)
 
@@ -67,11 +75,11 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
 
 
 @cache
-def _with_engine(kind: type[Trainer]) -> type[Trainer]:
+def _with_engine(kind: type) -> type[Trainer]:
     return type(kind.__name__, (ZeroTrainerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
-class ZeroTrainerMixin:
+class ZeroTrainerMixin(_TrainerBase):
     """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
 
     _checkpoint_saver: CheckpointSaver | None = None
@@ -227,8 +235,9 @@ class ZeroTrainerMixin:
             return
         if has_row_weights(folder):
             # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
-            if _only_engine(self) is not None:
-                load_row_weights(_only_engine(self), folder)
+            engine = _only_engine(self)
+            if engine is not None:
+                load_row_weights(engine, folder)
             return
         is_unprepared = model is None and _only_engine(self) is None
         has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
@@ -286,8 +295,9 @@ class ZeroTrainerMixin:
         for engine in self.accelerator.zero_engines:
             engine.finish_parameters()
         best = Path(self.state.best_model_checkpoint)
-        if has_row_weights(best):
-            load_row_weights(_only_engine(self), best)
+        engine = _only_engine(self)
+        if engine is not None and has_row_weights(best):
+            load_row_weights(engine, best)
         else:
             super()._load_best_model()
 
@@ -299,7 +309,7 @@ def _only_engine(trainer: Trainer) -> ZeroEngine | None:
     return engine if engine in trainer.accelerator.zero_engines else None
 
 
-def _gather_to_sync(callback: object) -> None:
+def _gather_to_sync(callback: Any) -> None:
     """Gives TRL's SyncRefModelCallback (`sync_ref_model=True`) whole parameters of both models; it runs on every rank."""
     sync = getattr(callback, "sync_target_model", None)
     if sync is None or isinstance(callback, type):
