@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
+import bf16_ways
 import device_trace
 import host_time
 import largest
@@ -368,3 +369,21 @@ def test_the_script_for_several_gpus_compares_all_ways_with_ddp(tmp_path):
     found = json.loads((tmp_path / "gpus.json").read_text())
     assert found["ranks"] == 2 and len(found["ways"]) == 15
     assert all(way["error"] is None and way["is_as_expected"] for way in found["ways"])
+
+
+def test_bf16_ways_are_held_against_what_another_seed_changes():
+    def curve(*losses: float) -> bf16_ways.Curve:
+        return bf16_ways.Curve(dev_losses=list(losses), train_losses=[], dev_accuracy=0.0, sent_bytes={})
+
+    curves = {bf16_ways.BASELINE: [curve(1.0, 0.5), curve(1.2, 0.9)], "stage 3": [curve(1.1, 0.4), curve(1.2, 0.9)]}
+    found = bf16_ways.compare(curves)
+    assert found[bf16_ways.BASELINE] == {"mean_distance": 0, "mean_offset": 0, "between_seeds": pytest.approx(0.3)}
+    assert found["stage 3"]["mean_distance"] == pytest.approx(0.05)
+    assert found["stage 3"]["mean_offset"] == pytest.approx(0)
+
+
+def test_sentences_become_token_ids_of_the_most_frequent_words(tmp_path):
+    (tmp_path / "train.tsv").write_text("good good film\t1\nbad film good\t0")
+    ids, labels, words = bf16_ways.read(tmp_path / "train.tsv", None, 4)
+    assert (words, labels.tolist()) == ({"good": 2, "film": 3}, [1, 0])
+    assert ids[:, :4].tolist() == [[2, 2, 3, 0], [1, 3, 2, 0]]
