@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from launching import CONFIGS, ROOT, launch, launch_forked, run_forked
+from launching import CONFIGS, ROOT, launch_forked, run_forked
 from recipes.arguments import DataArguments, ModelArguments, parse_arguments
 from recipes.classification import ClassificationArguments, load_classification
 from recipes.columns import TEXT_NAMES, find_columns
@@ -172,9 +172,7 @@ def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_pa
 def test_a_mistake_ends_a_run_with_its_paragraph_and_no_traceback(tmp_path):
     text = write(tmp_path / "reviews.tsv", REVIEWS)
     script = SCRIPTS / "finetune_bert.py"
-    done = launch(
-        script, "--train_file", text, "--label_column", "stars", "--output_dir", tmp_path / "out", caches=tmp_path
-    )
+    done = launch_forked(script, "--train_file", text, "--label_column", "stars", "--output_dir", tmp_path / "out")
     assert done.returncode != 0
     assert "The train data has no column 'stars'; it has: sentence, label." in done.stderr
     assert "RecipeError" not in done.stderr
