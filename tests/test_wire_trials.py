@@ -19,7 +19,7 @@ from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import Handle
 from hf_zero.comm.trial import Trial, slowest_medians
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
-from hf_zero.engine import engine as engine_room
+from hf_zero.engine.build import assemble
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -70,7 +70,7 @@ class FreeLink(PointToPointTransport):
 
 def over(link: type[PointToPointTransport] | None) -> None:
     """Engines of this rank are built over such a link from here on."""
-    engine_room.choose_transport = (
+    assemble.choose_transport = (
         choose_transport if link is None else lambda groups, device, timeout_s: link(groups, timeout_s)
     )
 

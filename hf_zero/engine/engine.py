@@ -66,7 +66,7 @@ class ZeroEngine:
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._trials += meeting.trials
-        self._step = TrainingStep(self.model, parts, optimizers)
+        self._step = TrainingStep(self, self.model, parts, optimizers)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
         self._handles = self._step.install(self._entry)

@@ -23,13 +23,17 @@ from .travel.in_flight import caches_parameters, is_compiled
 class TrainingStep:
     """Hooks on a model and its optimizers, in the order of a step: forward, backward, clip, step, parameters back.
 
+    Args:
+        engine: lives as long as the optimizers, whose hooks keep this object.
+
     Attributes:
         optimizers: the user's, each over this rank's rows.
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
+        self._engine = engine
         self._model = model
         self._parts = parts
         self._config = parts.meeting.config
