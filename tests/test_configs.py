@@ -32,7 +32,14 @@ KEYS = {
     "broadcast_buffers",
     "check_nonfinite",
 }
-KEYS_OF_STAGE_3 = {"prefetch_units", "reshard_after_forward", "persist_below_numel", "unit_modules", "comm"}
+KEYS_OF_STAGE_3 = {
+    "gather_dtype",
+    "prefetch_units",
+    "reshard_after_forward",
+    "persist_below_numel",
+    "unit_modules",
+    "comm",
+}
 
 SAY_WHERE = """
 from accelerate import Accelerator
