@@ -82,14 +82,6 @@ BREAKS = (
         only="plain-gpt2",
     ),
     Break(
-        name="read-that-does-not-wait-for-the-gather",
-        place="ParameterGather.guard",
-        old="                home.guard()",
-        new="                pass",
-        tests=("test_standin_device.py", "test_early_steps.py", "test_equivalence.py"),
-        only="everything_late or plain-gpt2",
-    ),
-    Break(
         name="skipped-row",
         place="rows_of_shard",
         old="return tuple(rows)",
@@ -216,20 +208,6 @@ BREAKS = (
         only="state_bytes_a_rank",
     ),
     Break(
-        name="gradient-shards-not-freed",
-        place="PooledGradients.release",
-        old="self._shards.pop(bucket, None)",
-        new="pass",
-        tests=(
-            "test_bucket_sizes.py",
-            "test_memory.py",
-            "test_offload.py",
-            "test_gradients.py",
-            "test_late_gradients.py",
-        ),
-        only="not slow",
-    ),
-    Break(
         name="checkpoint-without-a-moment",
         place="state_rows",
         old="for kind, there in tensors.items():",
@@ -260,14 +238,6 @@ BREAKS = (
         new="pass",
         tests=("test_quantised_wire.py",),
         only="without_error_feedback",
-    ),
-    Break(
-        name="residual-of-one-rank-alone-resumed",
-        place="Residuals.fill",
-        old="place.add_(",
-        new="place.copy_(",
-        tests=("test_quantised_wire.py",),
-        only="residuals_are_saved",
     ),
     Break(
         name="delayed-step-never-taken-over",
