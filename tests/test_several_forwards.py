@@ -237,7 +237,7 @@ def read_behind_steps(rank: int, settings: dict | None) -> list[list]:
     for way in WAYS_IN.values():
         model, entry, optimizer = prepared(Encoder, settings)
         if settings is not None:
-            gather = engine_attached_to(model)._parameters._gather
+            gather = engine_attached_to(model)._parts.parameter_gather._gather
             start = gather.start
             gather.start = lambda bucket, start=start: Arriving(lambda: start(bucket).finish())
         generator = torch.Generator().manual_seed(rank)
