@@ -133,16 +133,7 @@ def assemble(
         parameter_tier=parameter_tier,
         settle=holder.settle,
     )
-    sharded = ShardedModel(
-        model,
-        {name: found for name, found in of_parts.items() if isinstance(found[0].memory, GatheredMemory)},
-        transport,
-        wire,
-        holder,
-        config,
-        device=device,
-        reshard_after_forward=reshards_after_forward(config, model, device, transport),
-    )
+    sharded = _sharded_model(model, of_parts, meeting, wire, holder)
     all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
@@ -169,6 +160,23 @@ def assemble(
         homes=Homes(model, all_buckets),
         activations=choose_activations(config.offload, device),
         norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
+    )
+
+
+def _sharded_model(
+    model: nn.Module, of_parts: dict[str, list[Bucket]], meeting: Meeting, wire: Wire, holder: StateHolder
+) -> ShardedModel:
+    """The units of stage 3; none below it."""
+    config, transport, device = meeting.config, meeting.transport, meeting.device
+    return ShardedModel(
+        model,
+        {name: found for name, found in of_parts.items() if isinstance(found[0].memory, GatheredMemory)},
+        transport,
+        wire,
+        holder,
+        config,
+        device=device,
+        reshard_after_forward=reshards_after_forward(config, model, device, transport),
     )
 
 

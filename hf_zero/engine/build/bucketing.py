@@ -23,7 +23,7 @@ from ..buckets.gathered_dtypes import GatheredDtypes
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
 from ..buckets.memory import ParameterMemory, WholeMemory
 from ..buckets.offloaded_memory import memory_in
-from ..buckets.precision import resolve_precision, untrained_precision
+from ..buckets.precision import Precision, resolve_precision, untrained_precision
 from ..buckets.shared_memory import memory_of
 from ..state.elementwise import keeps_intact
 from ..travel.wire import Wire
@@ -256,19 +256,7 @@ def build_buckets(
         numel = sum(p.numel() for p in parameters)
         tier = placement.next_tier(numel) if key.trained else placement.device_tier
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
-        weights = None if part.sharded else wire.weight_format
-        precision = (
-            resolve_precision(
-                config,
-                key.dtype,
-                gathered=key.gathered_dtype,
-                apart=apart,
-                weights=weights,
-                adds_in_master=wire.reduction.adds_in_wider,
-            )
-            if key.trained
-            else untrained_precision(key.dtype, key.gathered_dtype)
-        )
+        precision = _precision(config, key, wire, sharded=part.sharded, apart=apart)
         place = (layout, precision.param, device, layout.shard(groups.shard_rank))
         buckets.append(
             Bucket(
@@ -283,6 +271,24 @@ def build_buckets(
         )
         settle(buckets[-1])
     return buckets
+
+
+def _precision(config: ZeroConfig, key: BucketKey, wire: Wire, *, sharded: bool, apart: bool) -> Precision:
+    """The dtypes of a bucket.
+
+    Args:
+        apart: masters live elsewhere than parameters.
+    """
+    if not key.trained:
+        return untrained_precision(key.dtype, key.gathered_dtype)
+    return resolve_precision(
+        config,
+        key.dtype,
+        gathered=key.gathered_dtype,
+        apart=apart,
+        weights=None if sharded else wire.weight_format,
+        adds_in_master=wire.reduction.adds_in_wider,
+    )
 
 
 def _specs(
