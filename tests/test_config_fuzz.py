@@ -199,7 +199,7 @@ def as_yaml(value: object) -> bytes:
         return b"stage: 2"
 
 
-def judge(make: Callable[[], ZeroConfig]) -> None:
+def assert_valid_or_refused(make: Callable[[], ZeroConfig]) -> None:
     """A valid config that plain JSON can hold, or a `ConfigError` that fits a screen."""
     began, most = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
@@ -241,7 +241,7 @@ def written(path: Path, text: bytes) -> Path:
     return path
 
 
-def judge_many(kind: str, path: Path, examples: int, derandomize: bool) -> None:
+def assert_each_valid_or_refused(kind: str, path: Path, examples: int, derandomize: bool) -> None:
     strategy, make = JUDGED[kind]
 
     @settings(
@@ -253,25 +253,25 @@ def judge_many(kind: str, path: Path, examples: int, derandomize: bool) -> None:
     )
     @given(strategy)
     def whatever_is_given(given_value):
-        judge(lambda: make(given_value, path))
+        assert_valid_or_refused(lambda: make(given_value, path))
 
     whatever_is_given()
 
 
 @pytest.mark.parametrize("kind", JUDGED)
 def test_a_valid_config_or_a_short_config_error(kind, tmp_path):
-    judge_many(kind, tmp_path / "zero.yaml", FEW, derandomize=True)
+    assert_each_valid_or_refused(kind, tmp_path / "zero.yaml", FEW, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", JUDGED)
 def test_thousands_of_them(kind, tmp_path):
-    judge_many(kind, tmp_path / "zero.yaml", MANY, derandomize=False)
+    assert_each_valid_or_refused(kind, tmp_path / "zero.yaml", MANY, derandomize=False)
 
 
 @pytest.mark.parametrize("text", HOSTILE_YAML, ids=lambda text: repr(text[:24]))
 def test_hostile_yaml(text, tmp_path):
-    judge(lambda: ZeroConfig.of(written(tmp_path / "zero.yaml", text)))
+    assert_valid_or_refused(lambda: ZeroConfig.of(written(tmp_path / "zero.yaml", text)))
 
 
 @pytest.mark.parametrize(
@@ -281,4 +281,4 @@ def test_hostile_yaml(text, tmp_path):
     "name", ["stage", "bucket_bytes", "comm.timeout_s", "unit_modules", "offload.nvme_path", "offload"]
 )
 def test_odd_values(name, value):
-    judge(lambda: ZeroConfig.of(placed([(name, value)])))
+    assert_valid_or_refused(lambda: ZeroConfig.of(placed([(name, value)])))

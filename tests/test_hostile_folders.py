@@ -58,7 +58,7 @@ def plain(tmp_path) -> Path:
     return tmp_path / "plain"
 
 
-def refused(folder: Path, says: str, by: tuple[str, ...] = ("verify",)) -> None:
+def assert_refused(folder: Path, says: str, by: tuple[str, ...] = ("verify",)) -> None:
     """These commands refuse the folder and say why."""
     for name in by:
         code, output = by_command(*commands(folder, folder.with_name("out"))[name])
@@ -109,7 +109,7 @@ def beyond(content: dict) -> None:
 )
 def test_a_manifest_that_does_not_describe_its_folder_is_refused(change, says, checkpoint):
     resign(checkpoint, change)
-    refused(checkpoint, says)
+    assert_refused(checkpoint, says)
 
 
 def declared_as_integers(header: dict) -> None:
@@ -132,19 +132,19 @@ def declared_as_integers(header: dict) -> None:
 def test_a_ranks_file_that_is_not_what_was_written_is_refused_whatever_its_sum(damage, says, checkpoint):
     damage(checkpoint / "zero" / ROWS)
     resign(checkpoint)
-    refused(checkpoint, says)
+    assert_refused(checkpoint, says)
 
 
 def test_weights_of_another_step_that_nothing_vouches_for_are_refused(checkpoint, trained):
     shutil.copy2(trained / "hf" / "checkpoint-2" / "model.safetensors", checkpoint)
     resign(checkpoint, lambda content: content["files"].pop("model.safetensors"))
-    refused(checkpoint, "model.safetensors is not among the files that manifest.json vouches for", SENDING)
+    assert_refused(checkpoint, "model.safetensors is not among the files that manifest.json vouches for", SENDING)
 
 
 def test_a_trainer_state_of_another_step_is_refused(checkpoint, trained):
     shutil.copy2(trained / "hf" / "checkpoint-2" / "trainer_state.json", checkpoint)
     resign(checkpoint)
-    refused(checkpoint, "trainer_state.json is of step 2, and the checkpoint of 4")
+    assert_refused(checkpoint, "trainer_state.json is of step 2, and the checkpoint of 4")
 
 
 @pytest.mark.parametrize("step", [None, -4, 4.0, True, "4", []])
@@ -152,26 +152,26 @@ def test_a_trainer_state_without_a_number_of_steps_is_refused_also_where_the_man
     state = checkpoint / "trainer_state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"global_step": step}))
     resign(checkpoint, lambda content: content.update(step=None))
-    refused(checkpoint, f"trainer_state.json has the global_step {step}, which is no number of steps")
+    assert_refused(checkpoint, f"trainer_state.json has the global_step {step}, which is no number of steps")
 
 
 @pytest.mark.parametrize("dtype", ["F64", "U8", "BOOL", "F8_E4M3"])
 def test_weights_that_are_declared_in_another_dtype_than_they_have_are_refused(dtype, sharded):
     resign(sharded, lambda content: [weight.__setitem__(0, dtype) for weight in content["weights"].values()])
-    refused(sharded, f"is {dtype}", ("consolidate",))
+    assert_refused(sharded, f"is {dtype}", ("consolidate",))
 
 
 def test_weights_that_are_no_floating_point_numbers_are_refused(checkpoint):
     with_header(checkpoint / "model.safetensors", declared_as_integers)
     resign(checkpoint)
-    refused(checkpoint, "has dtype I32, which the config's model cannot have there")
+    assert_refused(checkpoint, "has dtype I32, which the config's model cannot have there")
 
 
 def test_rows_of_a_second_model_are_looked_at_too(checkpoint):
     shutil.copytree(checkpoint / "zero", checkpoint / "zero_1")
     resign(checkpoint, lambda content: content["rows"].pop(), folder="zero_1")
     resign(checkpoint)
-    refused(checkpoint, "is not there once for each element")
+    assert_refused(checkpoint, "is not there once for each element")
 
 
 def test_files_that_no_resume_reads_may_be_added_to_a_checkpoint(checkpoint):
@@ -193,13 +193,13 @@ def test_a_link_out_of_the_folder_is_neither_read_nor_copied(name, checkpoint, t
     else:
         aside.write_text("secret")
     (checkpoint / name).symlink_to(aside)
-    refused(checkpoint, f"{name} is a link that leads out of the folder", SENDING)
+    assert_refused(checkpoint, f"{name} is a link that leads out of the folder", SENDING)
 
 
 def test_a_link_out_of_a_model_folder_is_not_pushed(plain, tmp_path):
     (tmp_path / "secret").write_text("secret")
     (plain / "tokenizer.json").symlink_to(tmp_path / "secret")
-    refused(plain, "tokenizer.json is a link that leads out of the folder", SENDING)
+    assert_refused(plain, "tokenizer.json is a link that leads out of the folder", SENDING)
 
 
 def test_a_card_is_not_written_through_a_link(plain, tmp_path):
@@ -249,7 +249,7 @@ def with_config(folder: Path, **changes: object) -> None:
 )
 def test_a_config_is_asked_for_a_model_of_transformers_and_of_these_weights_only(changes, says, plain):
     with_config(plain, **changes)
-    refused(plain, says)
+    assert_refused(plain, says)
 
 
 def test_a_config_that_makes_no_end_is_given_up(plain, monkeypatch):
@@ -316,22 +316,22 @@ _FREE = ("versions", "world_size", "stage", "written_at", "base", "scalars", "op
 @pytest.mark.parametrize("text", [NESTED, "9" * 10_000, "[]"], ids=["nested", "digits", "a list"])
 def test_what_is_no_json_of_a_checkpoint_is_one_line(text, checkpoint, plain):
     (checkpoint / MANIFEST).write_text(text)
-    refused(checkpoint, "manifest.json is damaged", (*SENDING, "inspect", "card"))
+    assert_refused(checkpoint, "manifest.json is damaged", (*SENDING, "inspect", "card"))
     for name in ("trainer_state.json", "training_run.json"):
         (plain / name).write_text(text)
-        refused(plain, name, ("card",))
+        assert_refused(plain, name, ("card",))
         (plain / name).unlink()
     (plain / "config.json").write_text(text)
-    refused(plain, "config.json", SENDING)
+    assert_refused(plain, "config.json", SENDING)
     (plain / "model.safetensors.index.json").write_text(text)
-    refused(plain, "model.safetensors.index.json", (*SENDING, "inspect"))
+    assert_refused(plain, "model.safetensors.index.json", (*SENDING, "inspect"))
 
 
 def test_an_index_whose_entries_are_no_names_is_damaged(plain):
     (plain / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
-    refused(plain, "its weight_map is no mapping from tensors to files")
+    assert_refused(plain, "its weight_map is no mapping from tensors to files")
     (plain / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
-    refused(plain, "which is not a file of")
+    assert_refused(plain, "which is not a file of")
 
 
 def test_a_name_that_a_terminal_would_obey_is_spelt_out(checkpoint):
