@@ -9,6 +9,7 @@ import time
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,8 +96,14 @@ def test_losses_are_those_of_gathers_that_send_bit_for_bit(world_size):
     run_ranks(with_and_without, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
 
 
+def named_shared_memory() -> set[str]:
+    """Paths in /dev/shm that this process has mapped; other processes of the machine make and remove theirs meanwhile."""
+    mappings = Path("/proc/self/maps").read_text().splitlines()
+    return {"/dev/shm" + mapping.partition("/dev/shm")[2] for mapping in mappings if "/dev/shm" in mapping}
+
+
 def sent_by_steps(rank: int, world_size: int) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = named_shared_memory()
     # The engine takes the same process groups, which torch keeps.
     Groups.create(stage=3, device_type="cpu", comm=CommConfig())
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
@@ -106,7 +113,7 @@ def sent_by_steps(rank: int, world_size: int) -> None:
     model.resize_token_embeddings(5_000, mean_resizing=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = ZeroEngine(model, [optimizer], {"stage": 3, "bucket_bytes": "64KiB", "comm": {"peer_memory": "always"}})
-    assert set(os.listdir("/dev/shm")) <= before
+    assert named_shared_memory() <= before
     # However many buckets there are: a connection to each peer, and no descriptor of what is mapped.
     assert len(engine.buckets) > 3 * world_size
     assert len(os.listdir("/proc/self/fd")) < descriptors + 2 * world_size
