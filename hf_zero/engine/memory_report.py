@@ -8,7 +8,6 @@ from torch import nn
 
 from ..device import peak_bytes
 from ..offload.activations import Activations
-from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
 from .buckets.bucket import Bucket
@@ -33,7 +32,7 @@ class Places:
 
     def traffic(self) -> TrafficReport | None:
         """Of what is in files, if anything is."""
-        files = self.state if isinstance(self.state, NvmeTier) else self.parameters.files
+        files = self.state.files or self.parameters.files
         if files is None:
             return None
         read, written = files.moved_bytes

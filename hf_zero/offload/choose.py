@@ -41,6 +41,6 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
     if config.params == "nvme":
-        files = tier if isinstance(tier, NvmeTier) else NvmeTier(device, config.files_folder, config.window, cores)
+        files = tier.files or NvmeTier(device, config.files_folder, config.window, cores)
         return FileParameters(device, files, config.window)
     return HostParameters(device, cores) if config.params == "cpu" else DeviceParameters()

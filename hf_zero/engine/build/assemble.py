@@ -131,7 +131,7 @@ def assemble(
         device=device,
         tier=tier,
         parameter_tier=parameter_tier,
-        settle=holder.settle,
+        adopt=holder.adopt,
     )
     sharded = _sharded_model(model, of_parts, meeting, wire, holder)
     all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
