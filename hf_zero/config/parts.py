@@ -87,12 +87,6 @@ class OffloadConfig:
             )
         self._check_numa()
         self._check_delay()
-        if self.optimizer == "cpu" and self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
-            name = "delay" if self.delay else "speculate_bytes"
-            raise ConfigError(
-                f"hf_zero config: `offload.{name}: {getattr(self, name)}` steps on copies of masters in host memory, and with "
-                "`offload.params: nvme` masters are in the parameters' files. Set `offload.params: cpu`, or leave it out."
-            )
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
@@ -120,10 +114,11 @@ class OffloadConfig:
                     "0`. Set that to 1, or leave the warm-up out."
                 )
             return
-        if self.optimizer != "cpu" or self.ratio != 1:
+        if not self.moves_state or self.ratio != 1:
             raise ConfigError(
-                f"hf_zero config: `offload.delay: 1` needs all of the state in host memory (optimizer is {self.optimizer}, ratio "
-                f"is {self.ratio}). Set `offload.optimizer: cpu` and `offload.ratio: 1.0`, or leave the delay out."
+                "hf_zero config: `offload.delay: 1` needs all of the state in host memory or in files (optimizer is "
+                f"{self.optimizer}, ratio is {self.ratio}). Set `offload.optimizer: cpu` or `nvme` and `offload.ratio: 1.0`, or "
+                "leave the delay out."
             )
         if self.speculate_bytes not in (AUTO, 0):
             raise ConfigError(

@@ -105,6 +105,9 @@ def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhe
     if device.type == "cpu":
         # On the host, a step during backward would take the cores that backward runs on.
         return 0
+    if config.optimizer == "cpu" and config.params == "nvme":
+        # Copies would be in both kinds of memory, and the room in one does not say what the other may take.
+        return 0
     in_files = config.optimizer == "nvme"
     free, taken = (
         (free_disk_bytes(config.files_folder), needed.disk) if in_files else (available_host_bytes(), needed.host)
@@ -135,9 +138,7 @@ def bytes_elsewhere(
         )
         # At least: whole buckets move. Anchors of outer steps lie beside masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, groups)))
-        # There are no more copies than there is state.
-        asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
-        copies = moved if offload.delay else min(asked, moved)
+        copies = _copy_bytes(offload, moved)
         host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
     if offload.moves_params:
         # What lies in host memory already leaves its place there.
@@ -149,8 +150,15 @@ def bytes_elsewhere(
             # An fp32 parameter is its own master, in its file, which both counts above have.
             equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
             once = sum(p.numel() * _itemsize(config, p) for p in equal) // groups.shard_size
-            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
+            second = _copy_bytes(offload, once)
+            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once - second, disk + second)
     return Elsewhere(host=host, disk=disk)
+
+
+def _copy_bytes(offload: OffloadConfig, moved: int) -> int:
+    """Of second copies of `moved` bytes of state: no more than there is of it."""
+    asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
+    return moved if offload.delay else min(asked, moved)
 
 
 def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:

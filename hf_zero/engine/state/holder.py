@@ -1,6 +1,6 @@
 """Who holds optimizer state between steps, and has it stepped."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.packed_state import PackedPart
 from ..report_tables import EarlyReport, KernelReport
 from .bucket_state import BucketState, StatePlace
-from .bucket_steps import NO_FILES, BucketStep, BucketSteps, OwnStep, Walk, WalkOverFiles
+from .bucket_steps import NO_FILES, BucketStep, BucketSteps, OwnStep, WalkOverFiles
 from .step_choice import StepChoice
 from .step_timing import StepTiming
 
@@ -72,17 +72,21 @@ class StateHolder:
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Has the optimizer's steps go over these buckets, which are its own."""
         states = {bucket: self._states[bucket] for bucket in buckets}
-        for assigned in self._choice.assign(optimizer, states):
+        by_others = self._choice.assign(optimizer, states)
+        for assigned in by_others:
             # No disk can fail under one rank alone, so none has to wait for a word from the others.
             self._add(
                 assigned.step, BucketSteps(optimizer, assigned.passages, NO_FILES, LocalTransport(), assigned.step)
             )
-            for bucket in assigned.passages:
-                del states[bucket]
-        own = {bucket: state for bucket, state in states.items() if state.is_away or self._timing.takes(bucket)}
-        transport, walk = LocalTransport() if self._files is None else self._transport, self._walk_over(own)
-        step = OwnStep(optimizer)
-        self._add(step, BucketSteps(optimizer, own, walk, transport, step, take_over=self._timing.take_over))
+        left = states.keys() - {bucket for assigned in by_others for bucket in assigned.passages}
+        own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
+        step, take_over = OwnStep(optimizer), self._timing.take_over
+        if self._files is not None:
+            shards = {bucket: state.shard for bucket, state in own.items() if state.shard is not None}
+            walk = WalkOverFiles(self._files.window, shards)
+            self._add(step, BucketSteps(optimizer, own, walk, self._transport, step, take_over=take_over))
+        elif own:
+            self._add(step, BucketSteps(optimizer, own, NO_FILES, LocalTransport(), step, take_over=take_over))
         self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
         for bucket in buckets:
             if self._states[bucket].state.is_away:
@@ -190,10 +194,6 @@ class StateHolder:
     def kernel_report(self) -> KernelReport | None:
         """What is stepped by kernels in place of the optimizers' own steps; None where nothing is to be."""
         return self._choice.report()
-
-    def _walk_over(self, states: Mapping[Bucket, BucketState]) -> Walk:
-        shards = {bucket: state.shard for bucket, state in states.items() if state.shard is not None}
-        return NO_FILES if self._files is None else WalkOverFiles(self._files.window, shards)
 
     def _add(self, step: BucketStep, steps: BucketSteps) -> None:
         self._bucket_steps.append(step)
