@@ -40,7 +40,7 @@ class OffloadConfig:
     speculate_bytes: int | str = AUTO
     """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
     `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
-    the CPU."""
+    the CPU, and with `optimizer: cpu` and `params: nvme` together, whose copies are in both."""
     threads: int | Literal["auto"] = AUTO
     """CPU threads of steps on the host. `auto`: a rank's part of the host's cores beside an accelerator, and torch's own number
     where training is on the CPU."""
@@ -48,7 +48,8 @@ class OffloadConfig:
     """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
     the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
     delay: int = 0
-    """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
+    """With `optimizer: cpu` or `nvme`, 1 ends each step behind the next forward and backward, which read parameters that are one
+    step old. Not exact."""
     delay_warmup: int = 40
     """Steps at the start that are taken in their time all the same."""
     window: int = 2
