@@ -188,14 +188,9 @@ class ZeroConfig:
     def _refuse_settings_beside_outer_steps(self) -> None:
         if self.comm.sync_every == 1:
             return
-        offload = self.offload
         others: dict[str, int | str] = {}
-        if offload.optimizer == "nvme":
-            others["offload.optimizer"] = offload.optimizer
-        if offload.moves_params:
-            others["offload.params"] = offload.params
-        if offload.delay:
-            others["offload.delay"] = offload.delay
+        if self.offload.delay:
+            others["offload.delay"] = self.offload.delay
         if self.rounding != "nearest":
             others["rounding"] = self.rounding
         if self.param_dtype == "float16":
@@ -203,8 +198,7 @@ class ZeroConfig:
         for name, value in others.items():
             raise ConfigError(
                 f"hf_zero config: `{name}: {value}` does not go with `comm.sync_every: {self.comm.sync_every}`: outer steps need "
-                "each rank's masters in memory, in all groups at the same step and as it left them. Leave one of the two out; "
-                "`offload.optimizer: cpu` goes with outer steps."
+                "each rank's masters as its last step left them, in all groups at the same step. Leave one of the two out."
             )
 
     @property

@@ -152,7 +152,7 @@ def assemble(
         row_of=row_of,
         whole=whole,
         sharded=sharded,
-        outer=choose_outer(transport, groups.outer, config.comm, buckets),
+        outer=choose_outer(transport, groups.outer, config.comm, buckets, holder.at_hand),
         model_buffers=ModelBuffers(model, meeting.step_transport, device, wanted=is_shared),
         parameter_gather=ParameterGather(model, whole, wire.gather),
         exact=ExactWeights(whole, wire.exact, holder, transport, config.comm.meeting_timeout_s),

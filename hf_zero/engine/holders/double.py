@@ -75,10 +75,10 @@ class Double:
             register.clear()
             register.update(state)
 
+    @property
     def nbytes(self) -> int:
-        """Bytes of the copies, while they wait for the next step."""
-        side = 0 if self.state.shard is None else self.state.shard.nbytes
-        return side + self._master.nbytes + self._state.nbytes
+        """Bytes of the copies in memory, while they wait for the next step."""
+        return self._master.nbytes + self._state.nbytes
 
     def _marks(self) -> tuple[tuple[Any, Any], ...]:
         shard = self.state.shard

@@ -83,6 +83,9 @@ class Early(StepTiming):
     def copy_bytes(self) -> int:
         return self._beside.copy_bytes()
 
+    def file_copy_bytes(self) -> int:
+        return self._beside.file_copy_bytes()
+
     def gradient_bytes(self) -> int:
         return self._beside.scratch_bytes
 

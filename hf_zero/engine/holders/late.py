@@ -115,6 +115,9 @@ class Late(StepTiming):
     def copy_bytes(self) -> int:
         return self._beside.copy_bytes()
 
+    def file_copy_bytes(self) -> int:
+        return self._beside.file_copy_bytes()
+
     def gradient_bytes(self) -> int:
         return self._beside.scratch_bytes + sum(bucket.gradient_bytes for bucket in self._due)
 

@@ -91,8 +91,13 @@ class StepsBeside:
                 bucket.put_away(self._placeholders.of((), bucket.precision.master))
 
     def copy_bytes(self) -> int:
-        """Bytes of state that are there twice."""
-        return sum(double.nbytes() for double in self.doubles.values())
+        """Bytes of copies of state in memory."""
+        return sum(double.nbytes for double in self.doubles.values())
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of copies of state in files."""
+        shards = (double.state.shard for double in self.doubles.values())
+        return sum(shard.nbytes for shard in shards if shard is not None)
 
     @property
     def scratch_bytes(self) -> int:

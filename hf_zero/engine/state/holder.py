@@ -176,8 +176,12 @@ class StateHolder:
         return self._states[bucket].state.nbytes(tensors)
 
     def copy_bytes(self) -> int:
-        """Bytes of state that are there twice, for steps that are not taken in their time."""
+        """Bytes of copies of state in memory, for steps that are not taken in their time."""
         return self._timing.copy_bytes()
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of such copies in files."""
+        return self._timing.file_copy_bytes()
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""

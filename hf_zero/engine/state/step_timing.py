@@ -63,7 +63,11 @@ class StepTiming(ABC):
 
     @abstractmethod
     def copy_bytes(self) -> int:
-        """Bytes of state that are there twice."""
+        """Bytes of copies of state in memory."""
+
+    @abstractmethod
+    def file_copy_bytes(self) -> int:
+        """Bytes of copies of state in files."""
 
     @abstractmethod
     def gradient_bytes(self) -> int:
@@ -105,6 +109,9 @@ class InTime(StepTiming):
         return None
 
     def copy_bytes(self) -> int:
+        return 0
+
+    def file_copy_bytes(self) -> int:
         return 0
 
     def gradient_bytes(self) -> int:
