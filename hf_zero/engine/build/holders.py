@@ -21,7 +21,6 @@ from ..buckets.precision import resolve_precision
 from ..gradients.nonfinite import NonFiniteCheck
 from ..holders.early import Early
 from ..holders.late import Late
-from ..holders.packed_moments import MomentCodes
 from ..holders.places import Places
 from ..kernel_steps.kernel_choice import KernelSteps
 from ..state.holder import StateHolder
@@ -73,12 +72,11 @@ def choose_holder(
         nonfinite: what looks at the gradients before a step.
         needed: what `refuse_unless_it_fits` has found to be there.
     """
-    placeholders = Placeholders()
-    codes = MomentCodes(optimizers if config.quantises_moments else ())
+    places = Places(config, tier, optimizers)
     return StateHolder(
         optimizers,
-        place=Places(tier, optimizers, codes, placeholders).of,
-        timing=_choose_timing(config.offload, tier, optimizers, placeholders, needed),
+        place=places.of,
+        timing=_choose_timing(config.offload, tier, optimizers, places.placeholders, needed),
         choice=KernelSteps(nonfinite) if uses_kernels(config.kernels, tier.device) else OwnSteps(),
         files=tier.files,
         transport=transport,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...config import ZeroConfig
 from ...offload.stored import Kind, StoredShard
 from ...offload.tier import StateFiles, Tier
 from ..buckets.bucket import Bucket
@@ -25,20 +26,19 @@ class Places:
     Args:
         tier: of buckets that are offloaded.
         optimizers: that the engine trains with, in its order.
-        codes: of the moments that are kept in 8-bit blocks.
+
+    Attributes:
+        placeholders: what the optimizers' registers have of state that is elsewhere.
+
+    Raises:
+        ConfigError: `moments: 8bit` for an optimizer whose state does not go into blocks.
     """
 
-    def __init__(
-        self,
-        tier: Tier,
-        optimizers: Sequence[torch.optim.Optimizer],
-        codes: MomentCodes,
-        placeholders: Placeholders,
-    ):
+    def __init__(self, config: ZeroConfig, tier: Tier, optimizers: Sequence[torch.optim.Optimizer]):
         self._tier = tier
         self._optimizers = optimizers
-        self._codes = codes
-        self._placeholders = placeholders
+        self._codes = MomentCodes(optimizers if config.quantises_moments else ())
+        self.placeholders = Placeholders()
 
     def of(self, bucket: Bucket) -> BucketState:
         """Where the bucket's state is from now on. Makes its file, if it is to have one.
@@ -49,7 +49,7 @@ class Places:
         """
         is_stepped = bucket.trained and bucket.key.optimizer >= 0
         optimizer = self._optimizers[bucket.key.optimizer] if is_stepped else None
-        moments = PackedMoments(bucket, self._codes.of(bucket), self._placeholders)
+        moments = PackedMoments(bucket, self._codes.of(bucket), self.placeholders)
         files = self._tier.files
         if files is None or optimizer is None or bucket.tier is not self._tier:
             return BucketState(bucket, optimizer, self._master_in_memory(bucket, optimizer), _in_memory(moments))
@@ -67,7 +67,7 @@ class Places:
         shard = files.store(bucket.name, [*masters, *kinds])
         master: MasterPlace = MasterInMemory(bucket)
         if has_master:
-            master = MasterInFile(bucket, shard, self._placeholders)
+            master = MasterInFile(bucket, shard, self.placeholders)
         state = self._state_in(shard, bucket, kinds, moments) if kinds else _in_memory(moments)
         return BucketState(bucket, optimizer, master, state, shard)
 
@@ -76,7 +76,7 @@ class Places:
     ) -> StatePlace:
         if moments.codes:
             return MomentsInFile(bucket, shard, moments)
-        return StateInFile(shard, [kind.name for kind in kinds], self._placeholders)
+        return StateInFile(shard, [kind.name for kind in kinds], self.placeholders)
 
     def _master_in_memory(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None) -> MasterPlace:
         is_rounded = bucket.trained and bucket.precision.stochastic
