@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
 from ...comm.trial import Trial
-from ...config import ZeroConfig
+from ...config import ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
 from ...offload.choose import choose_activations, choose_tiers
@@ -32,7 +33,7 @@ from ..units.sharded_model import ShardedModel
 from .agreement import describe, refuse_disagreement
 from .auto_settings import settle_auto
 from .bucketing import build_parts, check_parameters, owners
-from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
+from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +115,7 @@ def assemble(
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device)
     config, groups, transport, device = meeting.config, meeting.groups, meeting.transport, meeting.device
-    tier, parameter_tier = together(transport, lambda: choose_tiers(config.offload, device))
+    tier, parameter_tier = _choose_tiers(config.offload, device, transport)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, groups)
     refuse_unless_it_fits(config, needed, transport)
     nonfinite = NonFiniteCheck(config, meeting.step_transport, replicated=meeting.is_replicated)
@@ -160,6 +161,16 @@ def assemble(
         homes=Homes(model, all_buckets),
         activations=choose_activations(config.offload, device),
         norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
+    )
+
+
+def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transport) -> tuple[Tier, ParameterTier]:
+    """Like `choose_tiers`, and raises the first failing rank's `ConfigError` on every rank. Collective."""
+    return all_or_none(
+        transport.exchange,
+        lambda: choose_tiers(config, device),
+        expected=(ConfigError,),
+        error=lambda _, reason: ConfigError(reason),
     )
 
 

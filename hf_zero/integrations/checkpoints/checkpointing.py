@@ -8,13 +8,14 @@ import torch
 
 from ...checkpoint.folder.commit import seal
 from ...checkpoint.folder.disks import Disk
-from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.pieces import Piece
 from ...checkpoint.format.settings import plain_settings, restore_settings, same_groups
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.verify import checkpoint_faults
 from ...checkpoint.writer import Row, plan_rows, write_pieces
+from ...comm.all_or_none import Exchange
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import SavedState
 from ...layout.intervals import Interval
@@ -117,7 +118,7 @@ def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
     Raises:
         CheckpointError: not a finished checkpoint, damaged, or of another model or optimizer.
     """
-    together(
+    on_all_ranks(
         engine.transport.exchange,
         lambda: _load_own(engine, Path(folder)),
         doing=f"read {folder}",

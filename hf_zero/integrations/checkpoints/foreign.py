@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.folder.commit import abandon, begin, commit, seal
 from ...checkpoint.folder.disks import Disk
-from ...checkpoint.folder.together import together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.foreign.find import open_foreign
 from ...checkpoint.foreign.states import ForeignCheckpoint
 from ...checkpoint.format.links import refuse_links
@@ -38,7 +38,7 @@ def load_foreign(engine: ZeroEngine, folder: Path) -> str:
     Raises:
         CheckpointError: on every rank: damaged, not covered, of another model, or with other groups of parameters.
     """
-    return together(
+    return on_all_ranks(
         engine.transport.exchange,
         lambda: _load_own(engine, folder),
         doing=f"read {folder}",

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 
 from ...checkpoint.folder.disks import Disk
-from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import WEIGHTS, SavedWeight
 from ...checkpoint.format.pieces import DTYPE_NAMES, Piece, lay_out
 from ...checkpoint.writer import Row
+from ...comm.all_or_none import Exchange
 from ...engine.buckets.sharded_parameter import ShardedParametersError
 from ...engine.engine import ZeroEngine
 from ...engine.hooks import WeakHook
@@ -76,7 +77,7 @@ class Layout(ABC):
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 
-        places = together(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
+        places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
         return None if places is None else self._plan(engine, tensors, places, folder)
 
     @abstractmethod

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.folder.together import together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.settings import restore_settings
 from ...engine.engine import ZeroEngine
@@ -20,7 +20,7 @@ def load_plain_optimizer(engine: ZeroEngine, file: Path) -> None:
     Raises:
         CheckpointError: on every rank: a damaged file, other groups, or parameters of other sizes.
     """
-    together(
+    on_all_ranks(
         engine.transport.exchange,
         lambda: _load_own(engine, file),
         doing=f"read {file}",

@@ -18,11 +18,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...checkpoint.folder.background import Background
 from ...checkpoint.folder.commit import abandon, begin, commit, discard
 from ...checkpoint.folder.disks import Disk, disk_asked, find_disk
-from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.pieces import LivePieces
 from ...checkpoint.verify import newest_first, step_of
 from ...checkpoint.writer import write_live
+from ...comm.all_or_none import Exchange
 from ...comm.aside import Aside
 from ...comm.transport import CommunicationError
 from ...device import free_bytes
@@ -158,7 +159,7 @@ class CheckpointSaver:
                 step=trainer.state.global_step,
             )
             _note_best(trainer, run_folder, final)
-            together(
+            on_all_ranks(
                 exchange,
                 lambda: _write_the_rest(trainer, temporary, disk),
                 doing=f"write trainer state to {temporary}",
@@ -216,7 +217,7 @@ class CheckpointSaver:
             plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
             if plan is not None:
                 return plan
-        together(
+        on_all_ranks(
             exchange,
             lambda: self._trainer.save_model(str(temporary), _internal_call=True),
             doing=f"write the model to {temporary}",
