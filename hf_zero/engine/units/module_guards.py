@@ -9,27 +9,18 @@ from torch import nn
 
 from ..buckets.bucket import ParameterSlot
 from ..buckets.sharded_parameter import ShardedParametersError, look_only, show_values
+from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import WholeParameters
 from .schedule import Unsharding
 from .unit import Unit
 
 
-class ShardedParameters(dict):
+class ShardedParameters(GuardedParameters):
     """The `_parameters` of a module while some of them are sharded.
 
     Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
     pickling raise.
     """
-
-    def __init__(self, parameters: dict, before_read: Callable[[str], None]):
-        super().__init__(parameters)
-        self.stock = parameters
-        self._before_read = before_read
-
-    def is_as(self, parameters: dict) -> bool:
-        """Takes over what another dict holds; False where it has lost a name."""
-        dict.update(self, parameters)
-        return len(self) == len(parameters)
 
     def __getitem__(self, name: str):
         self._before_read(name)
@@ -66,29 +57,21 @@ class ModuleGuard:
     """Puts `ShardedParameters` in one module while any unit with a parameter of it is sharded."""
 
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
-        self.module = module
         self.slots = dict(slots)
         self._units = list(dict.fromkeys(unit for unit, _ in slots.values()))
         self._schedule = schedule
-        self._sharded: ShardedParameters | None = None
+        self._guard = ParametersGuard(module, ShardedParameters, self._before_read)
 
     def update(self) -> None:
         """Follows a change of state of one of the units."""
-        held: Any = self.module._parameters
-        guarded = isinstance(held, ShardedParameters)
-        needed = any([unit.is_sharded for unit in self._units])
-        if needed and not guarded:
-            sharded = self._sharded
-            if sharded is None or sharded.stock is not held or not sharded.is_as(held):
-                sharded = self._sharded = ShardedParameters(held, self._before_read)
-            self.module.__dict__["_parameters"] = sharded
-        elif guarded and not needed:
-            self.module.__dict__["_parameters"] = held.stock
+        if any([unit.is_sharded for unit in self._units]):
+            self._guard.put()
+        else:
+            self._guard.remove()
 
     def remove(self) -> None:
         """Takes it out, whatever the state."""
-        if isinstance(self.module._parameters, ShardedParameters):
-            self.module.__dict__["_parameters"] = self.module._parameters.stock
+        self._guard.remove()
 
     def _before_read(self, name: str) -> None:
         # Outside a pass a read is a look at shape or dtype, maybe on one rank alone.
