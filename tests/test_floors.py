@@ -1,11 +1,8 @@
 """Who may import whom: floors point down, rooms go in no circles, and each room is small enough to look through."""
 
-import ast
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parent.parent / "hf_zero"
+from document.imports import PACKAGE, imports_of, module_name
 
 FLOOR = {
     "config": 0,
@@ -51,25 +48,6 @@ LIBRARIES = {
 }
 
 FILES_A_ROOM = 16  # kernels, one a file, excepted
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """Absolute names of what a file imports, at any depth of its code; `from .a import b` gives both a and a.b."""
-    package = module_name(path).split(".")
-    package = package if path.name == "__init__.py" else package[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            source = ".".join([*base, *([node.module] if node.module else [])])
-            yield source
-            yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}

@@ -377,18 +377,18 @@ class ApartShardMemory(ShardMemory):
         return reserve_apart(numel, dtype, device, kept)
 
 
-class CastShardMemory(ShardMemory):
-    """A shard beside the buffer that parameters are gathered in, which is of another dtype.
+class SeparateShardMemory(ShardMemory):
+    """A shard in memory of its own, beside the buffer that parameters are gathered in.
 
     Args:
-        kept: dtype of the shard.
+        own: the shard.
     """
 
     def __init__(
-        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, own: torch.Tensor
     ):
         super().__init__(layout, dtype, device, shard)
-        self._own = allocate(layout.shard_numel, kept, device)
+        self._own = own
 
     def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
         return reserve(numel, dtype, device, slice(0, 0))
@@ -398,21 +398,34 @@ class CastShardMemory(ShardMemory):
         return self._own
 
     @property
-    def source(self) -> torch.Tensor:
-        return self._own if self.is_shown_exactly else self.own_place
-
-    @property
     def passing_bytes(self) -> int:
         return self.flat.nbytes
-
-    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
-        self._make_room(exactly=exactly)
-        if not self.is_shown_exactly:
-            self.source.copy_(self._own)
-        return nullcontext()
 
     def snapshot(self) -> torch.Tensor | None:
         return None
 
     def keep_edits(self) -> None:
         self._own.copy_(self.own_place)
+
+
+class CastShardMemory(SeparateShardMemory):
+    """A shard of another dtype than the buffer that parameters are gathered in.
+
+    Args:
+        kept: dtype of the shard.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+    ):
+        super().__init__(layout, dtype, device, shard, allocate(layout.shard_numel, kept, device))
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self._own if self.is_shown_exactly else self.own_place
+
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        self._make_room(exactly=exactly)
+        if not self.is_shown_exactly:
+            self.source.copy_(self._own)
+        return nullcontext()
