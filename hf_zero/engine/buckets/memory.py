@@ -68,7 +68,7 @@ class ParameterMemory(ABC):
         """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def end_filling(self) -> None:
         """Called when all parameters are in: gives back what does not last."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ def _lie_at(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) 
     return addresses == list(map(torch.Tensor.data_ptr, places)) and dtypes == set(map(_DTYPE, places))
 
 
-class WholeMemory(ParameterMemory):
+class UnshardedMemory(ParameterMemory):
     """All parameters, all the time (stages 0 to 2)."""
 
     is_readable = True
@@ -148,7 +148,7 @@ class WholeMemory(ParameterMemory):
         ask_for(parameter)
         place.copy_(parameter)
 
-    def settle(self) -> None:
+    def end_filling(self) -> None:
         """All of it lasts."""
 
     def rest(self, master: Region | None) -> None:
@@ -273,7 +273,7 @@ class GatheredMemory(ParameterMemory):
             ask_for(values)
             self.write_own_part(common.shift(-self._shard.start), values)
 
-    def settle(self) -> None:
+    def end_filling(self) -> None:
         self._reservation.release()
 
     def hang_all(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:

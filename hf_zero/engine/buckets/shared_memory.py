@@ -10,10 +10,10 @@ from ...comm.peers.peer_memory import PeerMemory
 from ...device import allocate
 from ...layout.intervals import Interval
 from ...layout.slots import BucketLayout
-from .memory import ParameterMemory, SeparateShardMemory, WholeMemory
+from .memory import ParameterMemory, SeparateShardMemory, UnshardedMemory
 
 
-class SharedWholeMemory(WholeMemory):
+class SharedUnshardedMemory(UnshardedMemory):
     """All parameters, all the time; peers read this rank's shard of them.
 
     Attributes:
@@ -68,4 +68,4 @@ class SharedShardMemory(SeparateShardMemory):
 
 def memory_of(peers: PeerMemory, *, sharded: bool) -> Callable[..., ParameterMemory]:
     """What makes memory for buckets whose parameters are `sharded`, or whole on each rank."""
-    return partial(SharedShardMemory if sharded else SharedWholeMemory, peers=peers)
+    return partial(SharedShardMemory if sharded else SharedUnshardedMemory, peers=peers)

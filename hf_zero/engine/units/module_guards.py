@@ -10,7 +10,7 @@ from torch import nn
 from ..buckets.bucket import ParameterSlot
 from ..buckets.sharded_parameter import ShardedParametersError, look_only, show_values
 from ..guarded_parameters import GuardedParameters, ParametersGuard
-from .gathered import WholeParameters
+from .gathered import GatheredParameters
 from .schedule import Unsharding
 from .unit import Unit
 
@@ -105,9 +105,9 @@ class ModuleMethods:
 
     _REPLACED = ("state_dict", "save_pretrained", "_load_from_state_dict", "_apply", "zero_grad")
 
-    def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], whole: WholeParameters):
+    def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], gathered: GatheredParameters):
         self._guards = guards
-        self._whole = whole
+        self._gathered = gathered
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
         for module in self._modules:
             changed: Any = module
@@ -131,9 +131,9 @@ class ModuleMethods:
 
     def _state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
         stock = type(module).state_dict
-        if self._whole.is_lent:
+        if self._gathered.is_lent:
             return stock(module, *args, **kwargs)
-        with self._whole.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
+        with self._gathered.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
             result = stock(module, *args, **kwargs)
             for name, value in result.items():
                 if isinstance(value, nn.Parameter) and value in copies:
@@ -148,10 +148,10 @@ class ModuleMethods:
                 # accelerator.get_state_dict gives the values to the main process only; peft would look for them here.
                 return None
             # Maybe on one rank alone. Of parts of the model it only asks what they hold.
-            with self._whole.lend_names():
+            with self._gathered.lend_names():
                 return stock()
         # Ranks meet before anything is written.
-        with self._whole.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
+        with self._gathered.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
             return stock()
 
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -160,7 +160,7 @@ class ModuleMethods:
             for name, (unit, slot) in self._guards[module].slots.items()
             if f"{prefix}{name}" in state_dict and not unit.holds
         }
-        self._whole.release(set(sharded.values()))
+        self._gathered.release(set(sharded.values()))
         versions = {}
         for slot in sharded:
             parameter = slot.parameter

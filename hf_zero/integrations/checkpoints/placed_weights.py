@@ -73,7 +73,7 @@ class Layout(ABC):
 
         def make_files() -> dict[str, Any] | None:
             # Parameters have the dtype of their values in here, which is not that of forward and backward everywhere.
-            with engine.sharded.whole.lend_names():
+            with engine.sharded.gathered.lend_names():
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 
