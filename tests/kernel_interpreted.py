@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
-from optimizer_steps import STEPPERS, Stepper, make_tensors, worst_error
+from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, worst_error
 
 from hf_zero.kernels import fill, quantise, statistics, stochastic
 from hf_zero.kernels.adamw import AdamW
@@ -218,7 +218,8 @@ def step_in_blocks(
         guard = Guarded()
         w, g, *moments = [guard.of(tensor) for tensor in tensors]
         copy = None if copy_dtype is None else guard.of(torch.zeros(len(w), dtype=copy_dtype))
-        form(w, g, Coded(*moments[:2]), Coded(*moments[2:]), LATER, copy, multiplier, found_inf)
+        states = Coded(*moments[:2]), Coded(*moments[2:])
+        form(place_of(MOMENTS, w, g, *states, copy=copy, multiplier=multiplier, found_inf=found_inf), LATER)
         guard.check()
         ends.append([w, g, *moments, *([] if copy is None else [copy])])
     for end in ends[:-1]:

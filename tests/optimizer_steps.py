@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,14 @@ import torch
 from hf_zero.kernels.adamw import AdamW, adamw_reference, adamw_triton
 from hf_zero.kernels.lion import Lion, lion_reference, lion_triton
 from hf_zero.kernels.sgd import SGD, sgd_reference, sgd_triton
+from hf_zero.kernels.stepping import Place
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def place_of(names: Sequence[str], weights: torch.Tensor, gradient: torch.Tensor, *states: Any, **rest: Any) -> Place:
+    """What a kernel steps, of tensors in their usual order."""
+    return Place(weights=weights, gradient=gradient, states=dict(zip(names, states, strict=True)), **rest)
 
 
 def exact_adamw(w: torch.Tensor, g: torch.Tensor, states: list[torch.Tensor], s: AdamW) -> list[torch.Tensor]:
@@ -38,38 +46,47 @@ class Stepper:
     """One optimizer with one setting.
 
     Attributes:
-        state_count: how many float32 states it keeps.
+        state_names: of its float32 states.
         exact: from float64 weights, gradient and states to the new weights and states.
     """
 
     settings: Any
-    state_count: int
+    state_names: tuple[str, ...]
     reference: Callable[..., None]
     triton: Callable[..., None]
     exact: Callable[..., list[torch.Tensor]]
 
     def step(self, form: Callable[..., None], tensors: list[torch.Tensor], *rest: torch.Tensor | None) -> None:
         """`tensors`: weights, gradient, states; `rest`: copy, multiplier, found_inf."""
-        padding = [None] if self.exact is exact_sgd and not self.state_count else []
-        form(*tensors, *padding, self.settings, *rest)
+        form(
+            place_of(self.state_names, *tensors, **dict(zip(("copy", "multiplier", "found_inf"), rest))), self.settings
+        )
 
 
 def _adamw(**settings: Any) -> Stepper:
     return Stepper(
-        settings=AdamW(**settings), state_count=2, reference=adamw_reference, triton=adamw_triton, exact=exact_adamw
+        settings=AdamW(**settings),
+        state_names=MOMENTS,
+        reference=adamw_reference,
+        triton=adamw_triton,
+        exact=exact_adamw,
     )
 
 
 def _lion(**settings: Any) -> Stepper:
     return Stepper(
-        settings=Lion(**settings), state_count=1, reference=lion_reference, triton=lion_triton, exact=exact_lion
+        settings=Lion(**settings),
+        state_names=MOMENTS[:1],
+        reference=lion_reference,
+        triton=lion_triton,
+        exact=exact_lion,
     )
 
 
 def _sgd(**settings: Any) -> Stepper:
-    states = int(settings.get("momentum", 0) != 0)
+    states = ("momentum_buffer",) if settings.get("momentum", 0) != 0 else ()
     return Stepper(
-        settings=SGD(**settings), state_count=states, reference=sgd_reference, triton=sgd_triton, exact=exact_sgd
+        settings=SGD(**settings), state_names=states, reference=sgd_reference, triton=sgd_triton, exact=exact_sgd
     )
 
 
@@ -89,7 +106,7 @@ def make_tensors(stepper: Stepper, numel: int, weights: torch.dtype, gradient: t
     generator = torch.Generator("cpu").manual_seed(numel)
     drawn = torch.randn(4, numel, generator=generator, device="cpu")
     w, g, m, v = drawn.to(torch.get_default_device()).unbind()
-    return [w.to(weights), (g * 0.01).to(gradient), m * 0.01, v.square() * 1e-4][: 2 + stepper.state_count]
+    return [w.to(weights), (g * 0.01).to(gradient), m * 0.01, v.square() * 1e-4][: 2 + len(stepper.state_names)]
 
 
 def worst_error(stepper: Stepper, before: list[torch.Tensor], after: list[torch.Tensor], factor: float) -> float:

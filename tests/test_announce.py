@@ -1,6 +1,7 @@
 """The plan that rank 0 prints: what is there is named, what is not is not, and DDP stands beside it."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from training import gpt2
 
 from hf_zero import ZeroEngine
 from hf_zero.engine.report_tables import in_units
+from hf_zero.engine.state.state_kinds import state_itemsizes
 from hf_zero.integrations.accelerator.announce import announce, ddp_state, state_plan
 
 
@@ -100,14 +102,46 @@ def test_no_master_is_named_where_none_is_kept(two_ranks, capsys):
     assert rows["masters"][0].endswith("KiB")
 
 
-def test_an_unknown_optimizers_state_leaves_the_totals_open(two_ranks, capsys):
+def test_state_is_told_beforehand_of_any_optimizer_that_can_be_tried(two_ranks, capsys):
     class Own(torch.optim.AdamW):
         pass
 
     model = torch.nn.Linear(64, 64)
     rows = plan_rows(ZeroEngine(model, [Own(model.parameters())], 2), capsys)
-    assert rows["optimizer state (Own)"] == ("told after the first step",) * 2
+    assert rows["optimizer state (Own)"][1] == in_units(2 * sum(p.nbytes for p in model.parameters()))
+
+
+def test_state_that_a_trial_does_not_tell_leaves_the_totals_open(two_ranks, capsys):
+    model = torch.nn.Linear(64, 64)
+    rows = plan_rows(ZeroEngine(model, [torch.optim.Adafactor(model.parameters())], 2), capsys)
+    assert rows["optimizer state (Adafactor)"] == ("told after the first step",) * 2
     assert all(said.startswith("at least ") for said in rows["all that lasts"])
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 1),
+        (torch.optim.Adagrad, 1),
+        (torch.optim.Adadelta, 2),
+        (torch.optim.Adam, 2),
+        (partial(torch.optim.AdamW, amsgrad=True), 3),
+        (partial(torch.optim.AdamW, capturable=True, lr=torch.tensor(1e-3)), 2),
+        (torch.optim.Adamax, 2),
+        (torch.optim.NAdam, 2),
+        (torch.optim.RAdam, 2),
+        (torch.optim.RMSprop, 1),
+        (partial(torch.optim.RMSprop, centered=True, momentum=0.9), 3),
+        (torch.optim.Rprop, 2),
+        (torch.optim.Muon, 1),
+    ],
+)
+def test_a_trial_step_sees_the_values_of_state_an_element(make, values):
+    optimizer = make([torch.nn.Parameter(torch.ones(3, 2))])
+    settings, before = optimizer.param_groups[0], {p: dict(state) for p, state in optimizer.state.items()}
+    assert state_itemsizes(optimizer, settings, torch.float32) == (4,) * values
+    assert {p: dict(state) for p, state in optimizer.state.items()} == before
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

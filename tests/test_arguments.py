@@ -71,6 +71,7 @@ def test_the_flag_is_parsed_saved_and_pickled(kind, tmp_path):
     for again in (
         pickle.loads(pickle.dumps(arguments)),
         copy.deepcopy(arguments),
+        # What Trainer writes is whole objects, which only a full unpickling reads; this file is the test's own.
         torch.load(tmp_path / "training_args.bin", weights_only=False),
     ):
         assert type(again) is type(arguments) and isinstance(again.parallelism_config, ZeroPlugin)

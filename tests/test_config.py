@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
-from hf_zero.engine.buckets.precision import check_cast_owner, settle_casts
+from hf_zero.engine.buckets.precision import check_cast_owner, resolve_casts
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 
@@ -244,7 +244,7 @@ def test_bytes_in_words(text, nbytes):
     ],
 )
 def test_bf16_mixed_precision_decides_what_stage_3_gathers(settings, mixed_precision, gathered):
-    assert settle_casts(ZeroConfig(**settings), mixed_precision).gather_dtype == gathered
+    assert resolve_casts(ZeroConfig(**settings), mixed_precision).gather_dtype == gathered
 
 
 def test_one_owner_of_the_cast():

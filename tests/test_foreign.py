@@ -19,7 +19,8 @@ from hf_zero import gathered
 from hf_zero.checkpoint.foreign.find import open_foreign
 from hf_zero.checkpoint.foreign.pickles import load_deepspeed_file
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.foreign import load_foreign, load_foreign_weights
+from hf_zero.integrations.checkpoints.foreign import load_foreign_weights, open_saved_by_others
+from hf_zero.integrations.checkpoints.load_state import load_state
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)
@@ -245,7 +246,7 @@ def engine_from(folder: Path, model: Tiny, stage: int) -> tuple[ZeroEngine, torc
     optimizer = torch.optim.AdamW(groups, lr=5.0)
     load_foreign_weights(model, folder)
     engine = ZeroEngine(model, [optimizer], {"stage": stage})
-    load_foreign(engine, folder)
+    load_state(engine, folder, open_saved_by_others)
     return engine, optimizer
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizer_steps import MOMENTS, place_of
 
 from hf_zero.kernels import choose, statistics
 from hf_zero.kernels.adamw import AdamW, adamw
@@ -190,7 +191,8 @@ def test_adamw_follows_torchs(options):
     for step, gradient in enumerate(gradients(50, 5000), start=1):
         parameter.grad = gradient.clone()
         optimizer.step()
-        adamw(weights, gradient, m, v, AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, step=step), copy)
+        setting = AdamW(lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, step=step)
+        adamw(place_of(MOMENTS, weights, gradient, m, v, copy=copy), setting)
     assert_follows(weights, parameter.detach())
     assert torch.equal(copy, weights.bfloat16())
 
@@ -203,11 +205,11 @@ def test_adamw_in_blocks_follows_adamw_and_does_not_depend_on_where_it_is_cut():
     copy = torch.empty(numel, dtype=torch.bfloat16)
     for step, gradient in enumerate(gradients(10, numel), start=1):
         setting = AdamW(lr=1e-3, step=step)
-        adamw(exact, gradient, m, v, setting)
-        adamw_in_blocks(together, gradient, *states[0], setting, copy)
+        adamw(place_of(MOMENTS, exact, gradient, m, v), setting)
+        adamw_in_blocks(place_of(MOMENTS, together, gradient, *states[0], copy=copy), setting)
         for part, blocks in ((slice(0, cut), slice(0, 1000)), (slice(cut, numel), slice(1000, None))):
             moments = [Coded(state.codes[part], state.scales[blocks]) for state in states[1]]
-            adamw_in_blocks(in_two[part], gradient[part], *moments, setting)
+            adamw_in_blocks(place_of(MOMENTS, in_two[part], gradient[part], *moments), setting)
     assert torch.equal(together, in_two) and torch.equal(copy, together.bfloat16())
     for one, other in zip(*states):
         assert torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
@@ -226,12 +228,13 @@ def test_adamw_in_blocks_follows_adamw_and_does_not_depend_on_where_it_is_cut():
 )
 def test_sgd_follows_torchs(options):
     parameter = torch.nn.Parameter(kernel_interpreted.normal(5000, 99))
-    weights, buffer = parameter.detach().clone(), torch.zeros(5000) if options["momentum"] else None
+    weights, states = parameter.detach().clone(), [torch.zeros(5000)] if options["momentum"] else []
     optimizer = torch.optim.SGD([parameter], lr=0.01, **options)
     for step, gradient in enumerate(gradients(50, 5000)):
         parameter.grad = gradient.clone()
         optimizer.step()
-        sgd(weights, gradient, buffer, SGD(lr=0.01, first_step=step == 0, **options))
+        place = place_of(["momentum_buffer"][: len(states)], weights, gradient, *states)
+        sgd(place, SGD(lr=0.01, first_step=step == 0, **options))
     assert_follows(weights, parameter.detach())
 
 
@@ -245,8 +248,9 @@ def test_a_scaled_and_clipped_gradient_steps_as_the_plain_one(exponent, coeffici
         plain, scaled = (
             [kernel_interpreted.normal(300, 4), *torch.full((2, 300), 0.01).unbind()][: 1 + states] for _ in range(2)
         )
-        step(plain[0], gradient * coefficient, *plain[1:], setting)
-        step(scaled[0], gradient * 2.0**exponent, *scaled[1:], setting, multiplier=multiplier)
+        names = MOMENTS[:states]
+        step(place_of(names, plain[0], gradient * coefficient, *plain[1:]), setting)
+        step(place_of(names, scaled[0], gradient * 2.0**exponent, *scaled[1:], multiplier=multiplier), setting)
         for one, other in zip(plain, scaled):
             assert torch.equal(one, other)
 
@@ -259,20 +263,20 @@ def test_one_minus_beta_is_taken_in_double():
 def test_optimizers_refuse_what_cannot_be_meant():
     w, g, m = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     with pytest.raises(ValueError, match=r"exp_avg_sq has 3 elements, and 4 are needed"):
-        adamw(w, g, m, torch.zeros(3), AdamW(lr=1e-3, step=1))
+        adamw(place_of(MOMENTS, w, g, m, torch.zeros(3)), AdamW(lr=1e-3, step=1))
     with pytest.raises(ValueError, match=r"exp_avg is torch.bfloat16, and torch.float32 are allowed"):
-        lion(w, g, m.bfloat16(), Lion(lr=1e-3))
+        lion(place_of(MOMENTS[:1], w, g, m.bfloat16()), Lion(lr=1e-3))
     short = Coded(torch.zeros(4, dtype=torch.uint8), torch.zeros(2))
     with pytest.raises(ValueError, match="exp_avg's scales has 2 elements, and 1 are needed"):
-        adamw_in_blocks(w, g, short, short, AdamW(lr=1e-3, step=1))
+        adamw_in_blocks(place_of(MOMENTS, w, g, short, short), AdamW(lr=1e-3, step=1))
     with pytest.raises(ValueError, match="AdamW's step is 0"):
         AdamW(lr=1e-3, step=0)
     with pytest.raises(ValueError, match=r"Nesterov momentum with momentum 0\.0"):
         SGD(lr=0.1, nesterov=True)
     with pytest.raises(ValueError, match=r"momentum is 0\.9 and there is no momentum buffer"):
-        sgd(w, g, None, SGD(lr=0.1, momentum=0.9))
+        sgd(place_of((), w, g), SGD(lr=0.1, momentum=0.9))
     with pytest.raises(ValueError, match="found_inf is 2 elements"):
-        sgd(w, g, None, SGD(lr=0.1), found_inf=torch.zeros(2))
+        sgd(place_of((), w, g, found_inf=torch.zeros(2)), SGD(lr=0.1))
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=8), gaps=st.integers(0, 5), factor=st.sampled_from([1.0, 0.5]))

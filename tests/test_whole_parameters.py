@@ -17,7 +17,8 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.state.elementwise import Reach, keeps_intact, reach_of
 from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
-from hf_zero.integrations.checkpoints.plain_optimizer import load_plain_optimizer
+from hf_zero.integrations.checkpoints.load_state import load_state
+from hf_zero.integrations.checkpoints.plain_optimizer import open_plain
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -240,7 +241,7 @@ def test_a_file_of_plain_trainer_goes_on_with_its_factors(tmp_path):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     expected = steps(0, model, [optimizer], range(2, 4))
     model, [optimizer], engine = engine_for(OPTIMIZERS["adafactor of torch"], 2, str(tmp_path))
-    load_plain_optimizer(engine, tmp_path / "optimizer.pt")
+    load_state(engine, tmp_path / "optimizer.pt", open_plain)
     assert before and steps(0, model, [optimizer], range(2, 4)) == expected
 
 

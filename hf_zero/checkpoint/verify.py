@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..comm.all_or_none import Exchange
 from .folder.disks import Disk
-from .folder.together import Exchange
 from .foreign.find import is_foreign, open_foreign
 from .format.errors import CheckpointError
 from .format.files import faults_of, files_below

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ..comm.all_or_none import Exchange
 from ..layout.intervals import Interval
-from .folder.together import Exchange, together
+from .folder.on_all_ranks import on_all_ranks
 from .format.manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
 from .format.pieces import DTYPE_NAMES, LivePieces, Piece, Values, lay_out, write_all
 
@@ -67,7 +68,7 @@ def plan_rows(
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}}
 
     pieces: list[Piece] = []
-    reports = together(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
+    reports = on_all_ranks(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
     return _manifest(reports, world_size, stage, optimizers), pieces
 
 
@@ -82,12 +83,12 @@ def write_pieces(
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed.
     """
-    together(exchange, lambda: write_all(pieces, on_written), doing=f"write to {folder}", then=_THEN)
+    on_all_ranks(exchange, lambda: write_all(pieces, on_written), doing=f"write to {folder}", then=_THEN)
 
 
 def write_live(pieces: LivePieces, folder: Path, exchange: Exchange) -> None:
     """The same for pieces whose values are about to change."""
-    together(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
+    on_all_ranks(exchange, pieces.write, doing=f"write to {folder}", then=_THEN)
 
 
 def _manifest(

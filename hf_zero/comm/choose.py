@@ -6,6 +6,7 @@ import torch
 
 from ..config import AUTO, ConfigError, ZeroConfig
 from ..device import clock
+from .all_or_none import all_or_none
 from .collectives import CollectiveTransport
 from .control.lookout import watch_over
 from .groups.groups import Groups
@@ -54,23 +55,33 @@ def choose_peer_memory(
     wanted = config.comm.peer_memory
     if wanted == "none" or groups.shard_size == 1:
         return None
-    found, fault = None, config.hindrance_to_peer_memory
-    if fault is None:
-        try:
-            found = _peer_memory(groups, transport, device, config.comm.timeout_s)
-        except (OSError, RuntimeError) as error:
-            fault = str(error)
-    faults = [f"rank {rank}: {each}" for rank, each in enumerate(everyone.exchange(fault)) if each is not None]
-    if not faults:
-        return found
-    if wanted != AUTO:
-        raise ConfigError(
-            f"hf_zero config: `comm.peer_memory: {wanted}` cannot be had ({faults[0]}). Set it to auto or none: parameters then "
-            "travel through the process group."
+    hindrance = config.hindrance_to_peer_memory
+
+    def find() -> PeerMemory:
+        if hindrance is not None:
+            raise RuntimeError(hindrance)
+        return _peer_memory(groups, transport, device, config.comm.timeout_s)
+
+    try:
+        return all_or_none(
+            everyone.exchange,
+            find,
+            expected=(OSError, RuntimeError),
+            error=lambda rank, reason: _NotAvailableError(f"rank {rank}: {reason}"),
         )
-    if groups.shard.ranks[groups.shard.place] == 0:
-        print(f"hf_zero: comm.peer_memory: auto is none ({faults[0]})", file=sys.stderr, flush=True)
-    return None
+    except _NotAvailableError as fault:
+        if wanted != AUTO:
+            raise ConfigError(
+                f"hf_zero config: `comm.peer_memory: {wanted}` cannot be had ({fault}). Set it to auto or none: parameters then "
+                "travel through the process group."
+            ) from fault
+        if groups.shard.ranks[groups.shard.place] == 0:
+            print(f"hf_zero: comm.peer_memory: auto is none ({fault})", file=sys.stderr, flush=True)
+        return None
+
+
+class _NotAvailableError(Exception):
+    """Peers' memory cannot be read on some rank."""
 
 
 def _peer_memory(groups: Groups, transport: Transport, device: torch.device, timeout_s: float) -> PeerMemory:

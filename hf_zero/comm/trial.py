@@ -63,22 +63,22 @@ class Trial:
 
 
 def slowest_medians(
-    ways: Mapping[str, Callable[[], None]], transport: Transport, settle: Callable[[], None]
+    ways: Mapping[str, Callable[[], None]], transport: Transport, synchronise: Callable[[], None]
 ) -> dict[str, float]:
     """Seconds that each of some ways takes, by name: the median of repeats, each of its slowest rank. Collective.
 
     The ways take turns, after one turn that does not count. All ranks get the same figures.
 
     Args:
-        settle: returns when the device has done all that was asked of it.
+        synchronise: returns when the device has done all that was asked of it.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(1 + _REPEATS):
         for name, way in ways.items():
-            settle()
+            synchronise()
             start = time.perf_counter()
             way()
-            settle()
+            synchronise()
             # By this all ranks also begin the next one together.
             slowest = max(transport.exchange(time.perf_counter() - start))
             if repeat:

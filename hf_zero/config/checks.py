@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
     return str.__str__(value) if isinstance(value, str) else value
 
 
-def settle(config: Any) -> None:
+def to_python_numbers(config: Any) -> None:
     """Numbers of numpy's and of subclasses in a config's fields become Python's own."""
     for field in dataclasses.fields(config):
         object.__setattr__(config, field.name, plain(getattr(config, field.name)))

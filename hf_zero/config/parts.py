@@ -15,7 +15,7 @@ from .checks import (
     path_of_folder,
     refuse,
     seconds,
-    settle,
+    to_python_numbers,
     whole_number,
 )
 
@@ -56,7 +56,7 @@ class OffloadConfig:
     """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
 
     def __post_init__(self):
-        settle(self)
+        to_python_numbers(self)
         for name in ("optimizer", "params", "activations"):
             one_of(f"offload.{name}", getattr(self, name), ("none", "cpu", "nvme"))
         if self.nvme_path is not None:
@@ -155,7 +155,7 @@ class OuterConfig:
     """0 keeps no state."""
 
     def __post_init__(self):
-        settle(self)
+        to_python_numbers(self)
         number("comm.outer.lr", self.lr, lambda lr: 0 < lr <= 2, "a number above 0, up to 2")
         number("comm.outer.momentum", self.momentum, lambda momentum: 0 <= momentum < 1, "a number from 0, below 1")
 
@@ -203,7 +203,7 @@ class CommConfig:
         return min(self.timeout_s, self.gather_timeout_s)
 
     def __post_init__(self):
-        settle(self)
+        to_python_numbers(self)
         self._check_outer()
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
@@ -257,7 +257,7 @@ class CheckpointConfig:
     does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
 
     def __post_init__(self):
-        settle(self)
+        to_python_numbers(self)
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))

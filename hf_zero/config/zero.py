@@ -17,8 +17,8 @@ from .checks import (
     parse_bytes,
     plain,
     refuse,
-    settle,
     shown,
+    to_python_numbers,
     unknown_key,
     whole_number,
 )
@@ -94,7 +94,7 @@ class ZeroConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
-        settle(self)
+        to_python_numbers(self)
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")

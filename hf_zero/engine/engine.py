@@ -140,7 +140,7 @@ class ZeroEngine:
         if writeback:
             self.synchronise()
         parameters = parameters_in(self.model if target is None else target)
-        with self.sharded.whole.gathered(parameters, writeback=writeback), parts.exact.at_hand("hf_zero.gathered"):
+        with self.sharded.gathered.gathered(parameters, writeback=writeback), parts.exact.at_hand("hf_zero.gathered"):
             yield
             if writeback:
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of):
@@ -203,7 +203,7 @@ class ZeroEngine:
             ValueError: one has another number of elements now; prepare the model anew.
         """
         self.finish_parameters()
-        self._parts.homes.take_back()
+        self._parts.parameter_places.take_back()
         self.state.follow_edits()
 
     def resize_embeddings(self, num_tokens: int, **kwargs) -> None:
@@ -237,7 +237,7 @@ class ZeroEngine:
         """
         self.synchronise()
         with self._parts.exact.at_hand("ZeroEngine.close"):
-            self._parts.homes.own_memory(spared=self.sharded.unit_of)
+            self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
         self._step.drop_gradients()
         for handle in self._handles:
             handle.remove()

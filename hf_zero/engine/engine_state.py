@@ -13,6 +13,7 @@ from .buckets.rows import KindsOf, Read, StateRow
 from .build.assemble import Parts
 from .state.optimizer import ShardedOptimizer
 from .state.row_writes import RowWrites
+from .state.state_kinds import state_itemsizes
 from .state.state_rows import fill_rows, state_rows, state_scalars
 from .units.weights import OwnWeights, load_weights, own_weights
 
@@ -104,6 +105,17 @@ class EngineState:
         """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
         slot_of = self._parts.slot_of
         return [(sharded.optimizer, sharded.group_names(slot_of)) for sharded in self._optimizers]
+
+    def itemsizes(self, optimizer: int, group: int, dtype: torch.dtype) -> tuple[int, ...] | None:
+        """Bytes an element of each kind of state that a step makes for parameters of `dtype`; None where a trial does not tell.
+
+        Args:
+            optimizer, group: by number; -1 is no optimizer, and no state.
+        """
+        if optimizer < 0:
+            return ()
+        tried = self._optimizers[optimizer].optimizer
+        return state_itemsizes(tried, tried.param_groups[group], dtype)
 
     # ---- weights ----
 

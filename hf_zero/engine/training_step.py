@@ -9,7 +9,7 @@ from torch import nn
 
 from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
-from .buckets.memory import WholeMemory
+from .buckets.memory import UnshardedMemory
 from .build.assemble import Parts
 from .gradients.backward_pass import Gradients
 from .gradients.choose_store import choose_store
@@ -83,7 +83,7 @@ class TrainingStep:
             entry.register_forward_hook(
                 WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
             ),
-            *self._parts.homes.watch(entry),
+            *self._parts.parameter_places.watch(entry),
             *self.row_writes.watch(self._model, optimizers, self._config),
         ]
 
@@ -119,14 +119,14 @@ class TrainingStep:
         """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
         parts = self._parts
         if not parts.meeting.is_replicated:
-            parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory))
+            parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
             parts.parameter_gather.guard()
 
     # ---- forward ----
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
         parts = self._parts
-        if torch._C._current_graph_task_id() != -1 or parts.sharded.whole.is_lent:
+        if torch._C._current_graph_task_id() != -1 or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
         self.row_writes.refuse_unsent("a forward begins")
@@ -139,7 +139,7 @@ class TrainingStep:
         parts.model_buffers.before_forward()
         if torch.is_grad_enabled():
             flats = (bucket.flat for bucket in parts.all_buckets)
-            parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.homes.frozen, flats))
+            parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
         self._parts.activations.end()
@@ -161,7 +161,7 @@ class TrainingStep:
         nonfinite = self._parts.nonfinite
         self._end_reads()
         self._gradients.refuse_unreduced()
-        self._parts.homes.before_step()
+        self._parts.parameter_places.before_step()
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)

@@ -25,7 +25,7 @@ from ..checkpoint.foreign.find import is_foreign
 from ..comm.groups.groups import order_launches
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
-from ..engine.buckets.precision import check_cast_owner, settle_casts
+from ..engine.buckets.precision import check_cast_owner, resolve_casts
 from ..engine.build.other_engines import refuse_other_engines
 from ..engine.engine import ZeroEngine
 from ..engine.engine_reference import engine_attached_to
@@ -229,7 +229,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             engine = ZeroEngine(
                 model,
                 optimizers,
-                settle_casts(self.zero_config, self.mixed_precision),
+                resolve_casts(self.zero_config, self.mixed_precision),
                 entry=prepared if prepared is not model else None,
                 device=self.device if self.zero_config.stage == 3 else None,
             )

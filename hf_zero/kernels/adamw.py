@@ -9,19 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from .choose import runs_triton
 from .lazy import kernel
-from .stepping import (
-    check_step_tensors,
-    launch,
-    load_gradient,
-    own_elements,
-    store_weights,
-    unscaled,
-    write,
-)
+from .stepping import Place, launch, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -55,16 +45,7 @@ class AdamW:
         return decay, 1 - beta1, beta2, 1 - beta2, step_size, inverse_bias2_sqrt, self.eps
 
 
-def adamw(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    settings: AdamW,
-    copy: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
-) -> None:
+def adamw(place: Place, settings: AdamW) -> None:
     """Steps in place, by the formula of `torch.optim.AdamW` (torch/optim/adam.py, `_single_tensor_adam`).
 
     With g = gradient * multiplier, lr, beta1, beta2, eps, weight decay d and step t (Loshchilov and Hutter,
@@ -78,55 +59,30 @@ def adamw(
     Arithmetic is float32, each operation rounded by itself; torch's own forms fuse some of them, so last digits differ.
 
     Args:
-        weights: flat, the float32 master, or the parameters themselves in float32, bfloat16 or float16.
-        gradient: same numel; float32, bfloat16 or float16. Only read.
-        exp_avg, exp_avg_sq: same numel, float32.
-        copy: same numel, any of the three dtypes; gets the new weights, to the nearest. None for no copy.
-        multiplier: one float32 element on the device, `step_scalars`' MULTIPLIER. None for 1.
-        found_inf: one float32 element on the device. Where it is not 0 nothing is written. None to step always.
+        place: with the states `exp_avg` and `exp_avg_sq`, float32.
 
     Raises:
         ValueError: a tensor does not fit.
     """
-    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    check_step_tensors(weights, gradient, states, copy, {"multiplier": multiplier, "found_inf": found_inf})
-    form = adamw_triton if runs_triton(weights.device) else adamw_reference
-    form(weights, gradient, exp_avg, exp_avg_sq, settings, copy, multiplier, found_inf)
+    place.check()
+    (adamw_triton if runs_triton(place.weights.device) else adamw_reference)(place, settings)
 
 
-def adamw_reference(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    settings: AdamW,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def adamw_reference(place: Place, settings: AdamW) -> None:
     """`adamw` in torch, bit for bit the kernel's arithmetic."""
     decay, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_bias2_sqrt, eps = settings.scalars()
-    g = unscaled(gradient, multiplier)
+    g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
     m = exp_avg + (g - exp_avg) * one_minus_beta1
-    v = exp_avg_sq * beta2 + g * one_minus_beta2 * g
+    v = place.states["exp_avg_sq"] * beta2 + g * one_minus_beta2 * g
     # On the host torch's float32 square root may be the next number beside the nearest one; in double it is not.
     root = v.double().sqrt_().float()
-    w = weights.float() * decay - m * step_size / (root * inverse_bias2_sqrt + eps)
-    write([(weights, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)], found_inf)
+    w = place.weights.float() * decay - m * step_size / (root * inverse_bias2_sqrt + eps)
+    place.write(w, {"exp_avg": m, "exp_avg_sq": v})
 
 
-def adamw_triton(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    settings: AdamW,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def adamw_triton(place: Place, settings: AdamW) -> None:
     """`adamw` in one launch."""
-    launch(_adamw, [weights, gradient, exp_avg, exp_avg_sq, copy, multiplier, found_inf], settings.scalars())
+    launch(_adamw, place, ("exp_avg", "exp_avg_sq"), settings.scalars())
 
 
 @kernel

@@ -7,6 +7,7 @@ gradient and copy. In one pass it is 16.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,9 @@ import torch
 from ..layout.blocks import BLOCK_NUMEL, blocks
 from .adamw import AdamW, adamw_reference, next_moments, next_weights
 from .choose import runs_triton
-from .dynamic import SIGNED, SMALLEST_NORMAL, UNSIGNED, Coded, dequantise_dynamic, quantise_dynamic, tables_of
+from .dynamic import SIGNED, SMALLEST_NORMAL, UNSIGNED, dequantise_dynamic, quantise_dynamic, tables_of
 from .lazy import is_interpreted, kernel
-from .stepping import check_step_tensors, load_gradient, own_elements, store_weights
+from .stepping import Place, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -28,88 +29,66 @@ _CHUNK_NUMEL = 1 << 17
 """Elements whose moments the reference has in float32 at a time; a whole number of blocks."""
 
 
-def adamw_in_blocks(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: Coded,
-    exp_avg_sq: Coded,
-    settings: AdamW,
-    copy: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
-) -> None:
+def adamw_in_blocks(place: Place, settings: AdamW) -> None:
     """Steps in place: `dequantise_dynamic`, `adamw` and `quantise_dynamic` in one, to the same bits.
 
     Args:
-        exp_avg, exp_avg_sq: codes and scales of as many elements as there are weights, by SIGNED and by UNSIGNED. Behind the
-            last element, its block counts as zeros.
-        weights, gradient, copy, multiplier, found_inf: as in `adamw`.
+        place: with the states `exp_avg` and `exp_avg_sq`, each `Coded`: codes and scales of as many elements as there are
+            weights, by SIGNED and by UNSIGNED. Behind the last element, its block counts as zeros.
 
     Raises:
         ValueError: a tensor does not fit.
     """
-    check_step_tensors(weights, gradient, {}, copy, {"multiplier": multiplier, "found_inf": found_inf})
-    for name, moment in (("exp_avg's ", exp_avg), ("exp_avg_sq's ", exp_avg_sq)):
-        moment.check(name, numel=weights.numel(), device=weights.device)
-    form = adamw_in_blocks_triton if runs_triton(weights.device) else adamw_in_blocks_reference
-    form(weights, gradient, exp_avg, exp_avg_sq, settings, copy, multiplier, found_inf)
+    place.check()
+    for name in ("exp_avg", "exp_avg_sq"):
+        place.states[name].check(f"{name}'s ", numel=place.weights.numel(), device=place.weights.device)
+    (adamw_in_blocks_triton if runs_triton(place.weights.device) else adamw_in_blocks_reference)(place, settings)
 
 
-def adamw_in_blocks_reference(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: Coded,
-    exp_avg_sq: Coded,
-    settings: AdamW,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def adamw_in_blocks_reference(place: Place, settings: AdamW) -> None:
     """`adamw_in_blocks` in torch, bit for bit the kernel's.
 
     Where `found_inf` stops it, moments go back to the codes that they came from: [Note: nothing drifts].
     """
-    moments = weights.new_empty((2, min(_CHUNK_NUMEL, weights.numel())), dtype=torch.float32)
-    for start in range(0, weights.numel(), _CHUNK_NUMEL):
-        part = slice(start, min(start + _CHUNK_NUMEL, weights.numel()))
+    numel, copy = place.weights.numel(), place.copy
+    moments = place.weights.new_empty((2, min(_CHUNK_NUMEL, numel)), dtype=torch.float32)
+    for start in range(0, numel, _CHUNK_NUMEL):
+        part = slice(start, min(start + _CHUNK_NUMEL, numel))
         there = slice(start // BLOCK_NUMEL, blocks(part.stop))
-        m, v = moments[:, : part.stop - start].unbind()
+        states = dict(zip(("exp_avg", "exp_avg_sq"), moments[:, : part.stop - start].unbind()))
         packed = [
-            (m, exp_avg.codes[part], exp_avg.scales[there], SIGNED),
-            (v, exp_avg_sq.codes[part], exp_avg_sq.scales[there], UNSIGNED),
+            (states[name], place.states[name].codes[part], place.states[name].scales[there], code)
+            for name, code in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED))
         ]
         for moment, codes, scales, code in packed:
             dequantise_dynamic(codes, scales, moment, code)
-        own_copy = None if copy is None else copy[part]
-        adamw_reference(weights[part], gradient[part], m, v, settings, own_copy, multiplier, found_inf)
+        own = replace(
+            place,
+            weights=place.weights[part],
+            gradient=place.gradient[part],
+            states=states,
+            copy=None if copy is None else copy[part],
+        )
+        adamw_reference(own, settings)
         for moment, codes, scales, code in packed:
             quantise_dynamic(moment, codes, scales, code)
 
 
-def adamw_in_blocks_triton(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: Coded,
-    exp_avg_sq: Coded,
-    settings: AdamW,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def adamw_in_blocks_triton(place: Place, settings: AdamW) -> None:
     """`adamw_in_blocks` in one launch."""
-    numel = weights.numel()
+    numel, m, v = place.weights.numel(), place.states["exp_avg"], place.states["exp_avg_sq"]
     if numel:
         _adamw_in_blocks[(blocks(numel),)](
-            weights,
-            gradient,
-            exp_avg.codes,
-            exp_avg.scales,
-            exp_avg_sq.codes,
-            exp_avg_sq.scales,
-            *_tables_of_both(weights.device),
-            copy,
-            multiplier,
-            found_inf,
+            place.weights,
+            place.gradient,
+            m.codes,
+            m.scales,
+            v.codes,
+            v.scales,
+            *_tables_of_both(place.weights.device),
+            place.copy,
+            place.multiplier,
+            place.found_inf,
             numel,
             *settings.scalars(),
             SMALLEST=SMALLEST_NORMAL,

@@ -35,6 +35,28 @@ def scale_of(absmax, LARGEST: tl.constexpr, SMALLEST: tl.constexpr):
 
 
 @kernel
+def load_blocks(
+    values,
+    residual,
+    scales,
+    numel,
+    blocks,
+    LARGEST: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Elements of this program's blocks, the residual by itself, and the scales, which are stored; offsets and masks."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    mask = offsets < numel
+    x, old = load_with_residual(values, residual, offsets, mask)
+    scale = scale_of(tl.max(magnitudes(x), axis=1), LARGEST, SMALLEST)
+    tl.store(scales + row, scale, mask=row < blocks)
+    return x, old, tl.broadcast_to(scale[:, None], x.shape), offsets, mask, (row < blocks)[:, None]
+
+
+@kernel
 def in_scales(x, scale):
     """`x` / `scale`, rounded as the reference rounds; 0 where the scale is inf."""
     return tl.where(scale < float("inf"), tl.div_rn(x, scale), 0.0)

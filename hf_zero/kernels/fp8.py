@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .block_format import Code
-from .block_parts import in_scales, load_with_residual, magnitudes, scale_of, store_residual, sum_of_bytes
+from .block_parts import in_scales, load_blocks, store_residual, sum_of_bytes
 from .choose import runs_triton
 from .lazy import kernel
 
@@ -54,15 +54,11 @@ def _quantise(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    mask = offsets < numel
-    x, old = load_with_residual(values, residual, offsets, mask)
-    scale = scale_of(tl.max(magnitudes(x), axis=1), 448.0, SMALLEST)
-    tl.store(scales + row, scale, mask=row < blocks)
-    scale = tl.broadcast_to(scale[:, None], x.shape)
+    x, old, scale, offsets, mask, known = load_blocks(
+        values, residual, scales, numel, blocks, 448.0, SMALLEST, ROWS, SIZE
+    )
     q = _to_float8(in_scales(x, scale), INTERPRETED)
-    tl.store(codes.to(tl.pointer_type(tl.float8e4nv)) + offsets, q, mask=(row < blocks)[:, None])
+    tl.store(codes.to(tl.pointer_type(tl.float8e4nv)) + offsets, q, mask=known)
     if residual is not None:
         store_residual(residual, offsets, mask, x, old, q.to(tl.float32), scale, INTERPRETED)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .block_format import Code
-from .block_parts import in_scales, load_with_residual, magnitudes, scale_of, store_residual, sum_of_bytes
+from .block_parts import in_scales, load_blocks, store_residual, sum_of_bytes
 from .lazy import kernel
 from .rounding import nearest_integer
 
@@ -28,15 +28,11 @@ def _quantise(
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    offsets = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    mask = offsets < numel
-    x, old = load_with_residual(values, residual, offsets, mask)
-    scale = scale_of(tl.max(magnitudes(x), axis=1), 127.0, SMALLEST)
-    tl.store(scales + row, scale, mask=row < blocks)
-    scale = tl.broadcast_to(scale[:, None], x.shape)
+    x, old, scale, offsets, mask, known = load_blocks(
+        values, residual, scales, numel, blocks, 127.0, SMALLEST, ROWS, SIZE
+    )
     q = nearest_integer(in_scales(x, scale))
-    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, q.to(tl.int8), mask=(row < blocks)[:, None])
+    tl.store(codes.to(tl.pointer_type(tl.int8)) + offsets, q.to(tl.int8), mask=known)
     if residual is not None:
         store_residual(residual, offsets, mask, x, old, q, scale, INTERPRETED)
 

@@ -9,15 +9,7 @@ import torch
 
 from .choose import runs_triton
 from .lazy import kernel
-from .stepping import (
-    check_step_tensors,
-    launch,
-    load_gradient,
-    own_elements,
-    store_weights,
-    unscaled,
-    write,
-)
+from .stepping import Place, launch, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -37,15 +29,7 @@ class Lion:
         return 1 - self.lr * self.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, self.lr
 
 
-def lion(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    settings: Lion,
-    copy: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
-) -> None:
+def lion(place: Place, settings: Lion) -> None:
     """Steps in place, by algorithm 2 of Chen et al. 2023 (arXiv 2302.06675).
 
     With g = gradient * multiplier, lr, beta1, beta2 and weight decay d:
@@ -56,50 +40,27 @@ def lion(
     Arithmetic is float32, each operation rounded by itself. sign(0) and sign(NaN) are 0.
 
     Args:
-        weights: flat, the float32 master, or the parameters themselves in float32, bfloat16 or float16.
-        gradient: same numel; float32, bfloat16 or float16. Only read.
-        exp_avg: same numel, float32.
-        copy: same numel, any of the three dtypes; gets the new weights, to the nearest. None for no copy.
-        multiplier: one float32 element on the device, `step_scalars`' MULTIPLIER. None for 1.
-        found_inf: one float32 element on the device. Where it is not 0 nothing is written. None to step always.
+        place: with the state `exp_avg`, float32.
 
     Raises:
         ValueError: a tensor does not fit.
     """
-    scalars = {"multiplier": multiplier, "found_inf": found_inf}
-    check_step_tensors(weights, gradient, {"exp_avg": exp_avg}, copy, scalars)
-    form = lion_triton if runs_triton(weights.device) else lion_reference
-    form(weights, gradient, exp_avg, settings, copy, multiplier, found_inf)
+    place.check()
+    (lion_triton if runs_triton(place.weights.device) else lion_reference)(place, settings)
 
 
-def lion_reference(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    settings: Lion,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def lion_reference(place: Place, settings: Lion) -> None:
     """`lion` in torch, bit for bit the kernel's arithmetic."""
     decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = settings.scalars()
-    g = unscaled(gradient, multiplier)
-    w = weights.float() * decay - torch.sign(exp_avg * beta1 + g * one_minus_beta1) * lr
+    g, exp_avg = place.unscaled_gradient, place.states["exp_avg"]
+    w = place.weights.float() * decay - torch.sign(exp_avg * beta1 + g * one_minus_beta1) * lr
     m = exp_avg * beta2 + g * one_minus_beta2
-    write([(weights, w), (exp_avg, m), (copy, w)], found_inf)
+    place.write(w, {"exp_avg": m})
 
 
-def lion_triton(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    exp_avg: torch.Tensor,
-    settings: Lion,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def lion_triton(place: Place, settings: Lion) -> None:
     """`lion` in one launch."""
-    launch(_lion, [weights, gradient, exp_avg, copy, multiplier, found_inf], settings.scalars())
+    launch(_lion, place, ("exp_avg",), settings.scalars())
 
 
 @kernel

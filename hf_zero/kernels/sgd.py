@@ -5,19 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from .choose import runs_triton
 from .lazy import kernel
-from .stepping import (
-    check_step_tensors,
-    launch,
-    load_gradient,
-    own_elements,
-    store_weights,
-    unscaled,
-    write,
-)
+from .stepping import Place, launch, load_gradient, own_elements, store_weights
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -47,15 +37,7 @@ class SGD:
         return self.weight_decay, kept, added, self.momentum, self.lr
 
 
-def sgd(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum_buffer: torch.Tensor | None,
-    settings: SGD,
-    copy: torch.Tensor | None = None,
-    multiplier: torch.Tensor | None = None,
-    found_inf: torch.Tensor | None = None,
-) -> None:
+def sgd(place: Place, settings: SGD) -> None:
     """Steps in place, by the formula of `torch.optim.SGD` (torch/optim/sgd.py, `_single_tensor_sgd`).
 
     With lr, weight decay d and momentum mu, on all steps but the first:
@@ -67,64 +49,36 @@ def sgd(
     Arithmetic is float32, each operation rounded by itself; torch's own forms fuse some of them, so last digits differ.
 
     Args:
-        weights: flat, the float32 master, or the parameters themselves in float32, bfloat16 or float16.
-        gradient: same numel; float32, bfloat16 or float16. Only read.
-        momentum_buffer: same numel, float32, finite before its first step. None exactly where momentum is 0.
-        copy: same numel, any of the three dtypes; gets the new weights, to the nearest. None for no copy.
-        multiplier: one float32 element on the device, `step_scalars`' MULTIPLIER. None for 1.
-        found_inf: one float32 element on the device. Where it is not 0 nothing is written. None to step always.
+        place: with the state `momentum_buffer`, float32 and finite before its first step, exactly where momentum is not 0.
 
     Raises:
         ValueError: a tensor does not fit.
     """
-    if (momentum_buffer is None) != (settings.momentum == 0):
+    has_buffer = "momentum_buffer" in place.states
+    if has_buffer != (settings.momentum != 0):
         raise ValueError(
-            f"hf_zero: momentum is {settings.momentum} and there is {'no' if momentum_buffer is None else 'a'} momentum "
-            "buffer; there must be one exactly where momentum is not 0. Pass a float32 buffer of zeros, or None."
+            f"hf_zero: momentum is {settings.momentum} and there is {'a' if has_buffer else 'no'} momentum buffer; there must "
+            "be one exactly where momentum is not 0. Pass a float32 buffer of zeros, or none."
         )
-    scalars = {"multiplier": multiplier, "found_inf": found_inf}
-    check_step_tensors(weights, gradient, {"momentum_buffer": momentum_buffer}, copy, scalars)
-    form = sgd_triton if runs_triton(weights.device) else sgd_reference
-    form(weights, gradient, momentum_buffer, settings, copy, multiplier, found_inf)
+    place.check()
+    (sgd_triton if runs_triton(place.weights.device) else sgd_reference)(place, settings)
 
 
-def sgd_reference(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum_buffer: torch.Tensor | None,
-    settings: SGD,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def sgd_reference(place: Place, settings: SGD) -> None:
     """`sgd` in torch, bit for bit the kernel's arithmetic."""
     weight_decay, kept, added, momentum, lr = settings.scalars()
-    w = weights.float()
-    g = unscaled(gradient, multiplier) + w * weight_decay
-    if momentum_buffer is None:
-        write([(weights, w - g * lr), (copy, w - g * lr)], found_inf)
+    w = place.weights.float()
+    g = place.unscaled_gradient + w * weight_decay
+    if "momentum_buffer" not in place.states:
+        place.write(w - g * lr, {})
         return
-    b = momentum_buffer * kept + g * added
-    w = w - (g + b * momentum if settings.nesterov else b) * lr
-    write([(weights, w), (momentum_buffer, b), (copy, w)], found_inf)
+    b = place.states["momentum_buffer"] * kept + g * added
+    place.write(w - (g + b * momentum if settings.nesterov else b) * lr, {"momentum_buffer": b})
 
 
-def sgd_triton(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    momentum_buffer: torch.Tensor | None,
-    settings: SGD,
-    copy: torch.Tensor | None,
-    multiplier: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
+def sgd_triton(place: Place, settings: SGD) -> None:
     """`sgd` in one launch."""
-    launch(
-        _sgd,
-        [weights, gradient, momentum_buffer, copy, multiplier, found_inf],
-        settings.scalars(),
-        NESTEROV=settings.nesterov,
-    )
+    launch(_sgd, place, ("momentum_buffer",), settings.scalars(), NESTEROV=settings.nesterov)
 
 
 @kernel

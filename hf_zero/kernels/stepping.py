@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,47 +21,65 @@ NUM_WARPS = 4
 different layouts and the compiler converts between them through shared memory."""
 
 
-def check_step_tensors(
-    weights: torch.Tensor,
-    gradient: torch.Tensor,
-    states: Mapping[str, torch.Tensor | None],
-    copy: torch.Tensor | None,
-    scalars: Mapping[str, torch.Tensor | None],
-) -> None:
-    """Raises `ValueError` unless all are flat, of one length, on one device, states in float32 and scalars one float32."""
-    numel, device = weights.numel(), weights.device
-    check_flat("weights", weights, numel=numel, device=device, dtypes=FLOAT_DTYPES)
-    check_flat("gradient", gradient, numel=numel, device=device, dtypes=FLOAT_DTYPES)
-    for name, state in states.items():
-        if state is not None:
-            check_flat(name, state, numel=numel, device=device, dtypes=[torch.float32])
-    if copy is not None:
-        check_flat("copy", copy, numel=numel, device=device, dtypes=FLOAT_DTYPES)
-    for name, scalar in scalars.items():
-        if scalar is not None:
-            check_scalar(name, scalar, device)
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Flat tensors of equal length on one device, which a kernel steps together.
+
+    Attributes:
+        weights: the float32 master, or the parameters themselves in float32, bfloat16 or float16.
+        gradient: float32, bfloat16 or float16. Only read.
+        states: the optimizer's, by name: float32, or `Coded` for a kernel that steps moments in 8-bit blocks.
+        copy: gets the new weights, to the nearest, in any of the three dtypes. None for no copy.
+        multiplier: one float32 element, `step_scalars`' MULTIPLIER, by which the gradient is multiplied. None for 1.
+        found_inf: one float32 element. Where it is not 0 nothing is written. None to step always.
+    """
+
+    weights: torch.Tensor
+    gradient: torch.Tensor
+    states: Mapping[str, Any]
+    copy: torch.Tensor | None = None
+    multiplier: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Raises `ValueError` unless the tensors are as said; of the states, only those in float32 are looked at."""
+        numel, device = self.weights.numel(), self.weights.device
+        check_flat("weights", self.weights, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+        check_flat("gradient", self.gradient, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+        for name, state in self.states.items():
+            if isinstance(state, torch.Tensor):
+                check_flat(name, state, numel=numel, device=device, dtypes=[torch.float32])
+        if self.copy is not None:
+            check_flat("copy", self.copy, numel=numel, device=device, dtypes=FLOAT_DTYPES)
+        for name, scalar in (("multiplier", self.multiplier), ("found_inf", self.found_inf)):
+            if scalar is not None:
+                check_scalar(name, scalar, device)
+
+    @property
+    def unscaled_gradient(self) -> torch.Tensor:
+        """In float32, times `multiplier`; a new tensor where either changes anything."""
+        return self.gradient.float() if self.multiplier is None else self.gradient.float() * self.multiplier
+
+    def write(self, weights: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+        """Copies float32 results to their places, unless `found_inf` is not 0; never asks the host."""
+        results = [(self.weights, weights), *((self.states[name], value) for name, value in states.items())]
+        for place, result in [*results, *([] if self.copy is None else [(self.copy, weights)])]:
+            stopped = self.found_inf
+            place.copy_(result if stopped is None else torch.where(stopped == 0, result.to(place.dtype), place))
 
 
-def unscaled(gradient: torch.Tensor, multiplier: torch.Tensor | None) -> torch.Tensor:
-    """The gradient in float32, times `multiplier`; a new tensor where either changes anything."""
-    return gradient.float() if multiplier is None else gradient.float() * multiplier
+def launch(step: Kernel, place: Place, states: Sequence[str], scalars: Sequence[float], **constants: object) -> None:
+    """Runs an optimizer's kernel over all elements of a place; nothing where there are none.
 
-
-def write(results: Sequence[tuple[torch.Tensor | None, torch.Tensor]], found_inf: torch.Tensor | None) -> None:
-    """Copies each float32 result to its place, if it has one, unless `found_inf` is not 0; never asks the host."""
-    for place, result in results:
-        if place is None:
-            continue
-        place.copy_(result if found_inf is None else torch.where(found_inf == 0, result.to(place.dtype), place))
-
-
-def launch(step: Kernel, tensors: Sequence[torch.Tensor | None], scalars: Sequence[float], **constants: object) -> None:
-    """Runs an optimizer's kernel over all elements of `tensors[0]`, the weights; nothing where there are none."""
-    numel = cast(torch.Tensor, tensors[0]).numel()
+    Args:
+        states: names, in the kernel's order; it gets None for one that is not there.
+    """
+    numel = place.weights.numel()
     if numel:
         grid = (ceil_div(numel, BLOCK_NUMEL),)
         constants |= {"BLOCK": BLOCK_NUMEL, "INTERPRETED": is_interpreted(), "num_warps": NUM_WARPS}
-        step[grid](*tensors, numel, *scalars, **constants)
+        tensors = [place.weights, place.gradient, *(place.states.get(name) for name in states)]
+        step[grid](*tensors, place.copy, place.multiplier, place.found_inf, numel, *scalars, **constants)
 
 
 @kernel

@@ -8,20 +8,6 @@ from ..layout.blocks import moment_bytes
 from ..layout.pool import pool_numel
 from ..layout.slots import BucketLayout
 
-_STATE_VALUES = {
-    "adam": 2,
-    "adamw": 2,
-    "adamax": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adagrad": 1,
-    "adadelta": 2,
-    "lion": 1,
-    "muon": 1,
-    "rmsprop": 1,
-}
-"""Values of state an element, by optimizer class. What is not here is told after the first step."""
-
 _RESIDUAL_BYTES = 2
 """An element, of what a rank has not sent of its gradient: bfloat16."""
 
@@ -32,10 +18,10 @@ class BucketCost:
 
     `reduced_bytes`: in the dtype in which the sum over the ranks arrives. `gradient_bytes`: in that in which it waits for a step.
 
-    `state_values`: values of optimizer state an element, each as wide as the master; None for an optimizer whose state is not
-    known beforehand. `sharded` parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state.
-    `apart`: masters and reduced gradients are in other memory. `keeps_master`: the master is there between steps, too.
-    `in_files`: bytes a shard's element has in files, of its parameters, master and state together.
+    `state_itemsizes`: bytes an element of each kind of optimizer state; None where it is not known beforehand. `sharded`
+    parameters are kept as a shard (stage 3); not `trained` ones have neither gradient nor state. `apart`: masters and reduced
+    gradients are in other memory. `keeps_master`: the master is there between steps, too. `in_files`: bytes a shard's element
+    has in files, of its parameters, master and state together.
     """
 
     layout: BucketLayout
@@ -46,7 +32,7 @@ class BucketCost:
     master_bytes: int
     has_master: bool
     keeps_master: bool
-    state_values: int | None
+    state_itemsizes: tuple[int, ...] | None
     sharded: bool = False
     trained: bool = True
     apart: bool = False
@@ -109,21 +95,6 @@ class DdpState:
     def total(self) -> int:
         """As far as it is known beforehand."""
         return self.parameters + self.frozen + self.gradients + self.gradient_buckets + (self.optimizer or 0)
-
-
-def state_values(optimizer_name: str, settings: dict) -> int | None:
-    """Values of state an element that an optimizer of this class keeps with these group settings; None if unknown."""
-    name = optimizer_name.lower()
-    if name == "sgd":
-        return 1 if settings.get("momentum") else 0
-    values = _STATE_VALUES.get(name)
-    if values is None:
-        return None
-    return values + bool(settings.get("amsgrad")) + bool(settings.get("centered")) + _rmsprop_momentum(name, settings)
-
-
-def _rmsprop_momentum(name: str, settings: dict) -> int:
-    return int(name == "rmsprop" and bool(settings.get("momentum")))
 
 
 def keeps_residuals(comm: CommConfig) -> bool:
@@ -198,15 +169,15 @@ def _sum_if_known(parts: Sequence[int | None]) -> int | None:
 
 
 def _whole_state_bytes(cost: BucketCost) -> int | None:
-    return None if cost.state_values is None else cost.state_values * cost.own_numel * cost.master_bytes
+    return None if cost.state_itemsizes is None else sum(cost.state_itemsizes) * cost.own_numel
 
 
 def _state_bytes(cost: BucketCost, config: ZeroConfig) -> int | None:
-    if cost.state_values is None:
+    if cost.state_itemsizes is None:
         return None
     if config.quantises_moments:
-        return cost.state_values * moment_bytes(cost.layout, cost.master_bytes)
-    return cost.state_values * cost.layout.shard_numel * cost.master_bytes
+        return len(cost.state_itemsizes) * moment_bytes(cost.layout, cost.master_bytes)
+    return sum(cost.state_itemsizes) * cost.layout.shard_numel
 
 
 def _buffer_bytes(costs: Sequence[BucketCost], limit: int) -> int:

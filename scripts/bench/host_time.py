@@ -25,7 +25,7 @@ from peers import BASELINE, ENGINES, Engine, chosen_engines
 from ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
-from rounds import Station
+from rounds import Station, visit_in_turn
 from step import BENCH_FOLDER, describe_run
 from transformers import BertConfig, BertForSequenceClassification
 from workload import SEED, adamw_arguments
@@ -108,16 +108,7 @@ def measure_rounds(
     # What an engine leaves to Python's collector is to be its own cost, and not a walk through all models here.
     gc.collect()
     gc.freeze()
-    for round_index in range(rounds):
-        first = round_index % len(engine_names)
-        for name in engine_names[first:] + engine_names[:first]:
-            stations[name].visit(steps)
-    for station in stations.values():
-        station.engine.close()
-    return {
-        name: {"losses": station.losses, "visits": [asdict(visit) for visit in station.visits]}
-        for name, station in stations.items()
-    }
+    return visit_in_turn(stations, rounds, steps)
 
 
 @dataclass(frozen=True, kw_only=True)

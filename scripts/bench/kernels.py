@@ -35,6 +35,7 @@ from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.quantise import dequantise_sum, quantise
 from hf_zero.kernels.sgd import SGD, sgd
 from hf_zero.kernels.statistics import gradient_statistics
+from hf_zero.kernels.stepping import Place
 from hf_zero.kernels.stochastic import round_stochastically
 from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
 
@@ -71,6 +72,15 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             Coded(torch.empty(numel, dtype=torch.uint8, device=device), torch.empty(blocks(numel), device=device))
         )
         quantise_dynamic(values, moments[-1].codes, moments[-1].scales, code)
+    in_32_bits, in_8_bits, with_one_moment, with_momentum = (
+        Place(weights=weights, gradient=gradient, states=states, copy=copy)
+        for states in (
+            {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
+            dict(zip(("exp_avg", "exp_avg_sq"), moments)),
+            {"exp_avg": exp_avg},
+            {"momentum_buffer": exp_avg},
+        )
+    )
     few = numel // 1024 * 1024
     pieces = [Piece(start=at, numel=1024, source=gradient[at : at + 1024]) for at in range(0, min(few, 1 << 22), 1024)]
     filled = sum(piece.numel for piece in pieces)
@@ -79,22 +89,22 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
         Task(
             name="AdamW, master and copy",
             bytes_an_element=28,
-            run=lambda: adamw(weights, gradient, exp_avg, exp_avg_sq, AdamW(lr=1e-6, step=10), copy),
+            run=lambda: adamw(in_32_bits, AdamW(lr=1e-6, step=10)),
         ),
         Task(
             name="AdamW, moments in 8 bits, master and copy",
             bytes_an_element=16 + 16 / BLOCK_NUMEL,
-            run=lambda: adamw_in_blocks(weights, gradient, *moments, AdamW(lr=1e-6, step=10), copy),
+            run=lambda: adamw_in_blocks(in_8_bits, AdamW(lr=1e-6, step=10)),
         ),
         Task(
             name="Lion, master and copy",
             bytes_an_element=20,
-            run=lambda: lion(weights, gradient, exp_avg, Lion(lr=1e-6), copy),
+            run=lambda: lion(with_one_moment, Lion(lr=1e-6)),
         ),
         Task(
             name="SGD, momentum, master and copy",
             bytes_an_element=20,
-            run=lambda: sgd(weights, gradient, exp_avg, SGD(lr=1e-6, momentum=0.9), copy),
+            run=lambda: sgd(with_momentum, SGD(lr=1e-6, momentum=0.9)),
         ),
         *block_tasks(gradient, residual, weights),
         Task(

@@ -85,10 +85,16 @@ def measure_rounds(
         engine = ENGINES[name](workload.make_model, adamw_arguments(fused))
         stations[name] = Station(engine, workload, rank)
         stations[name].train(warmup_steps)
+    return visit_in_turn(stations, rounds, steps)
+
+
+def visit_in_turn(stations: dict[str, Station], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
+    """Visits all stations in each round, closes them, and returns visits and losses by engine."""
+    names = list(stations)
     for round_index in range(rounds):
         # Each round begins with another engine, so that none always follows the same neighbour's leavings.
-        first = round_index % len(engine_names)
-        for name in engine_names[first:] + engine_names[:first]:
+        first = round_index % len(names)
+        for name in names[first:] + names[:first]:
             stations[name].visit(steps)
     for station in stations.values():
         station.engine.close()

@@ -1,14 +1,13 @@
 """Draws the folders of the package and which of them import which, read from the code."""
 
-import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from .imports import PACKAGE, imports_of
 from .svg import BLUE, DARK, GREY, PALE, Picture
 
-PACKAGE = Path(__file__).resolve().parent.parent.parent / "hf_zero"
 _LEAST_FOLDERS = 3
 _CELL, _LEFT = 26, 160
 _RED = "#c5221f"
@@ -81,20 +80,8 @@ def draw(folder: Path) -> str:
 def _imported(files: list[Path], folder: Path) -> set[str]:
     """The first names below `folder` of all that these files import from it."""
     home = list(folder.relative_to(PACKAGE.parent).parts)
-    found: set[str] = set()
-    for file in files:
-        package = list(file.relative_to(PACKAGE.parent).parent.parts)
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                names = [alias.name.split(".") for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = package[: len(package) - node.level + 1] if node.level else []
-                source = [*base, *(node.module.split(".") if node.module else [])]
-                names = [[*source, alias.name] for alias in node.names]
-            else:
-                continue
-            found |= {name[len(home)] for name in names if name[: len(home)] == home and len(name) > len(home)}
-    return found
+    names = [name.split(".") for file in files for name in imports_of(file)]
+    return {name[len(home)] for name in names if name[: len(home)] == home and len(name) > len(home)}
 
 
 def _in_order(rooms: Mapping[str, Room]) -> list[Room]:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
+from ...comm.all_or_none import Exchange
 from ..format.files import Chunk, FileRecord, by_file, files_below, hashes_of, is_inside, share_of, sync
 from ..format.headers import is_whole_safetensors
 from ..format.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from .disks import MARK, Disk
-from .together import Exchange, together
+from .on_all_ranks import on_all_ranks
 
 _THEN = (
     "The former checkpoints are as they were, and training state is unharmed. Free space or make the folder writable."
@@ -50,7 +51,7 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
             shutil.rmtree(temporary)
         temporary.mkdir()
 
-    together(exchange, make, doing=f"begin {final}", then=_THEN)
+    on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
     return temporary
 
 
@@ -80,7 +81,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             hashes.update(((name, index), value) for index, value in hashes_of(root / name, indices).items())
         return hashes
 
-    parts = together(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
+    parts = on_all_ranks(exchange, hash_own_part, doing=f"put {root} on the disk", then=_THEN)
 
     def write() -> None:
         there = {name for part in parts for name, _ in part}
@@ -95,7 +96,7 @@ def seal(root: Path, manifest: Manifest, *, folder: str, within: str, disk: Disk
             for each in [*(path for path in root.rglob("*") if path.is_dir()), root]:
                 sync(each)
 
-    together(exchange, write, doing=f"write the manifest of {root}", then=_THEN)
+    on_all_ranks(exchange, write, doing=f"write the manifest of {root}", then=_THEN)
 
 
 def _records(root: Path, parts: Sequence[Mapping[Chunk, str]]) -> dict[str, FileRecord]:
@@ -132,7 +133,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    together(exchange, rename, doing=f"commit {final}", then=_THEN)
+    on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
 
 
 def abandon(temporary: Path, *, disk: Disk) -> None:

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from .together import Exchange, together
+from ...comm.all_or_none import Exchange
+from .on_all_ranks import on_all_ranks
 
 MARK = ".hf_zero-"
 """Begins the names of files by which ranks find out whether they see the same folder."""
@@ -98,7 +99,7 @@ def find_disk(folder: Path, rank: int, exchange: Exchange, *, then: str) -> Disk
         mark.touch()
         return mark.name
 
-    names = together(exchange, put, doing=f"write to {folder}", then=then)
+    names = on_all_ranks(exchange, put, doing=f"write to {folder}", then=then)
     seen = tuple(number for number, name in enumerate(names) if (folder / name).exists())
     exchange(None)
     mark.unlink(missing_ok=True)

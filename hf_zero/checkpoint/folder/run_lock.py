@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ...comm.all_or_none import Exchange
 from ..format.errors import CheckpointError
 from .commit import clear_marks
 from .disks import Disk
-from .together import Exchange, together
+from .on_all_ranks import on_all_ranks
 
 LOCK_NAME = ".hf_zero.lock"
 
@@ -40,7 +41,7 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
 
     then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
     try:
-        together(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
+        on_all_ranks(exchange, take, doing=f"have {folder} for its checkpoints alone", then=then)
         yield
     finally:
         for lock in held:

@@ -160,16 +160,16 @@ def meet_neighbours(group: RankGroup, transport: Transport, timeout_s: float) ->
     Raises:
         OSError: they cannot be connected: they are on several hosts, or this is no Linux.
     """
-    home = _home()
+    host = _host_identity()
     name = f"\0hf_zero-{uuid.uuid4().hex}"
-    listener = None if home is None else _listen(name, group.size)
-    everyone = transport.exchange((home, name))
+    listener = None if host is None else _listen(name, group.size)
+    everyone = transport.exchange((host, name))
     found = everyone if len(everyone) == group.size else [everyone[rank] for rank in group.ranks]
-    homes, names = zip(*found, strict=True)
-    if listener is None or None in homes:
-        raise OSError(f"rank {group.ranks[homes.index(None)]} is not on Linux, whose sockets and memory files it takes")
-    if len(set(homes)) > 1:
-        other = next(place for place, each in enumerate(homes) if each != homes[0])
+    hosts, names = zip(*found, strict=True)
+    if listener is None or None in hosts:
+        raise OSError(f"rank {group.ranks[hosts.index(None)]} is not on Linux, whose sockets and memory files it takes")
+    if len(set(hosts)) > 1:
+        other = next(place for place, each in enumerate(hosts) if each != hosts[0])
         raise OSError(
             f"ranks {group.ranks[0]} and {group.ranks[other]} are on different hosts, or in different containers"
         )
@@ -200,7 +200,7 @@ def _connect(listener: socket.socket, names: Sequence[str], own: int, timeout_s:
     return sockets
 
 
-def _home() -> str | None:
+def _host_identity() -> str | None:
     """What ranks share that can connect: a running system, its network names, and a user. None where this is no Linux."""
     if sys.platform != "linux":
         return None

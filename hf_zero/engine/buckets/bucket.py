@@ -66,7 +66,7 @@ class ParameterSlot:
     interval: Interval
     bucket: "Bucket" = field(repr=False)
     place: torch.Tensor = field(repr=False)
-    stand_in: ShardedGradient = field(repr=False)
+    sharded_gradient: ShardedGradient = field(repr=False)
     arrived: bool = False
     used: bool = False
     used_elsewhere: bool = False
@@ -107,16 +107,16 @@ class Row:
     @property
     def has_gradient(self) -> bool:
         """Whether the next step has one for this row."""
-        # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
+        # model.zero_grad() takes the `ShardedGradient` away; optimizer.zero_grad() takes the row's own gradient away.
         gone = not self.is_parameter and self.slot.parameter.grad is None
         return self.tensor.grad is not None and not gone
 
     @property
     def is_zeroed(self) -> bool:
         """Whether the script has zeroed the gradient since the last step, and no backward has come since."""
-        stand_in = self.slot.stand_in
-        is_held = self.tensor.grad is not None or self.slot.parameter.grad is not stand_in
-        return not is_held and stand_in.state is GradientState.ZEROED
+        sharded_gradient = self.slot.sharded_gradient
+        is_held = self.tensor.grad is not None or self.slot.parameter.grad is not sharded_gradient
+        return not is_held and sharded_gradient.state is GradientState.ZEROED
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
         """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
@@ -178,7 +178,7 @@ class Bucket:
                 interval=slot.interval,
                 bucket=self,
                 place=_part(self.flat, slot.interval, parameter.shape),
-                stand_in=ShardedGradient(slot.name, parameter),
+                sharded_gradient=ShardedGradient(slot.name, parameter),
             )
             for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
@@ -189,7 +189,7 @@ class Bucket:
             clear_padding(self.master, layout, self.own_interval)
         for slot in self.slots:
             self._adopt_with_master(slot)
-        memory.settle()
+        memory.end_filling()
 
     @property
     def name(self) -> str:
@@ -259,8 +259,8 @@ class Bucket:
         with torch.no_grad():
             self.memory.take_in(slot.place, slot.interval, parameter)
         self.memory.hang(parameter, slot.place)
-        shard, slot.stand_in = slot.stand_in.shard, ShardedGradient(slot.name, parameter)
-        slot.stand_in.shard = shard
+        shard, slot.sharded_gradient = slot.sharded_gradient.shard, ShardedGradient(slot.name, parameter)
+        slot.sharded_gradient.shard = shard
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
@@ -318,7 +318,7 @@ class Bucket:
         with look_only():
             for slot in self.slots:
                 gradient = slot.parameter.grad
-                if gradient is slot.stand_in:
+                if gradient is slot.sharded_gradient:
                     gradient.refuse_if_spent()
                 elif not (self.whole or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
@@ -337,8 +337,8 @@ class Bucket:
             for row in self.rows:
                 row.tensor.grad = None
             for slot in self.slots:
-                if slot.parameter.grad is slot.stand_in:
-                    slot.stand_in.become(GradientState.SPENT)
+                if slot.parameter.grad is slot.sharded_gradient:
+                    slot.sharded_gradient.become(GradientState.SPENT)
                 else:
                     slot.parameter.grad = None
 
@@ -399,9 +399,9 @@ class Bucket:
             self.memory.exchange_own(master)
         self._hang_master(master)
 
-    def put_away(self, stand_in: torch.Tensor) -> None:
-        """Leaves the master to a file. `stand_in`: a 0-d tensor of its dtype."""
-        self._hang_master(stand_in.expand(self.layout.shard_numel))
+    def put_away(self, placeholder: torch.Tensor) -> None:
+        """Leaves the master to a file. `placeholder`: a 0-d tensor of its dtype."""
+        self._hang_master(placeholder.expand(self.layout.shard_numel))
         self.is_away = True
 
     def _hang_master(self, master: torch.Tensor) -> None:
@@ -433,7 +433,7 @@ class Bucket:
             slot = slot_of[layout.name]
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
             tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
-            slot.stand_in.shard = tensor
+            slot.sharded_gradient.shard = tensor
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)
         return rows

@@ -68,7 +68,7 @@ class ParameterMemory(ABC):
         """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
 
     @abstractmethod
-    def settle(self) -> None:
+    def end_filling(self) -> None:
         """Called when all parameters are in: gives back what does not last."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ def _lie_at(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) 
     return addresses == list(map(torch.Tensor.data_ptr, places)) and dtypes == set(map(_DTYPE, places))
 
 
-class WholeMemory(ParameterMemory):
+class UnshardedMemory(ParameterMemory):
     """All parameters, all the time (stages 0 to 2)."""
 
     is_readable = True
@@ -148,7 +148,7 @@ class WholeMemory(ParameterMemory):
         ask_for(parameter)
         place.copy_(parameter)
 
-    def settle(self) -> None:
+    def end_filling(self) -> None:
         """All of it lasts."""
 
     def rest(self, master: Region | None) -> None:
@@ -273,7 +273,7 @@ class GatheredMemory(ParameterMemory):
             ask_for(values)
             self.write_own_part(common.shift(-self._shard.start), values)
 
-    def settle(self) -> None:
+    def end_filling(self) -> None:
         self._reservation.release()
 
     def hang_all(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
@@ -377,18 +377,18 @@ class ApartShardMemory(ShardMemory):
         return reserve_apart(numel, dtype, device, kept)
 
 
-class CastShardMemory(ShardMemory):
-    """A shard beside the buffer that parameters are gathered in, which is of another dtype.
+class SeparateShardMemory(ShardMemory):
+    """A shard in memory of its own, beside the buffer that parameters are gathered in.
 
     Args:
-        kept: dtype of the shard.
+        own: the shard.
     """
 
     def __init__(
-        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, own: torch.Tensor
     ):
         super().__init__(layout, dtype, device, shard)
-        self._own = allocate(layout.shard_numel, kept, device)
+        self._own = own
 
     def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
         return reserve(numel, dtype, device, slice(0, 0))
@@ -398,21 +398,34 @@ class CastShardMemory(ShardMemory):
         return self._own
 
     @property
-    def source(self) -> torch.Tensor:
-        return self._own if self.is_shown_exactly else self.own_place
-
-    @property
     def passing_bytes(self) -> int:
         return self.flat.nbytes
-
-    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
-        self._make_room(exactly=exactly)
-        if not self.is_shown_exactly:
-            self.source.copy_(self._own)
-        return nullcontext()
 
     def snapshot(self) -> torch.Tensor | None:
         return None
 
     def keep_edits(self) -> None:
         self._own.copy_(self.own_place)
+
+
+class CastShardMemory(SeparateShardMemory):
+    """A shard of another dtype than the buffer that parameters are gathered in.
+
+    Args:
+        kept: dtype of the shard.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+    ):
+        super().__init__(layout, dtype, device, shard, allocate(layout.shard_numel, kept, device))
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self._own if self.is_shown_exactly else self.own_place
+
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        self._make_room(exactly=exactly)
+        if not self.is_shown_exactly:
+            self.source.copy_(self._own)
+        return nullcontext()

@@ -119,7 +119,7 @@ def untrained_precision(dtype: torch.dtype, gathered: torch.dtype | None = None)
 _AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def settle_casts(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
+def resolve_casts(config: ZeroConfig, mixed_precision: str) -> ZeroConfig:
     """The config of an engine under accelerate's or Trainer's mixed precision: which dtype stage 3 gathers in.
 
     Under bf16, autocast would keep a cast copy of each whole layer from its forward to its backward, and float32 would

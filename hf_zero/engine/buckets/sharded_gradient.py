@@ -1,12 +1,12 @@
 """What stands in `p.grad` once a gradient has been reduced into its shard.
 
 No rank holds that gradient whole any more. With None there, `torch.nn.utils.clip_grad_norm_` and every script that
-reads `p.grad` would find nothing and go on silently; this stand-in has the parameter's shape and dtype, holds no memory,
+reads `p.grad` would find nothing and go on silently; this tensor has the parameter's shape and dtype, holds no memory,
 and raises when it is read.
 
 It also tells the engine what the script does with the gradient before the next backward. Where it was set to None, autograd
-finds None. Where it was zeroed, the stand-in has seen that: a parameter that is not used then has a gradient of zeros, with
-which it is stepped. Otherwise autograd adds to the stand-in, as in gradient accumulation. The step gives the reduced gradient
+finds None. Where it was zeroed, this tensor has seen that: a parameter that is not used then has a gradient of zeros, with
+which it is stepped. Otherwise autograd adds to it, as in gradient accumulation. The step gives the reduced gradient
 back, so what is added after it, without zeroing, is refused: the sum would lack what the script left there.
 """
 

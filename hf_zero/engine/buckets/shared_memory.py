@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from ...comm.peers.peer_memory import PeerMemory
-from ...device import Reservation, allocate, reserve
+from ...device import allocate
 from ...layout.intervals import Interval
 from ...layout.slots import BucketLayout
-from .memory import ParameterMemory, ShardMemory, WholeMemory
+from .memory import ParameterMemory, SeparateShardMemory, UnshardedMemory
 
 
-class SharedWholeMemory(WholeMemory):
+class SharedUnshardedMemory(UnshardedMemory):
     """All parameters, all the time; peers read this rank's shard of them.
 
     Attributes:
@@ -30,7 +30,7 @@ class SharedWholeMemory(WholeMemory):
         return self.shared.own
 
 
-class SharedShardMemory(ShardMemory):
+class SharedShardMemory(SeparateShardMemory):
     """A shard that peers read, beside the buffer that all of them are gathered in.
 
     Args:
@@ -50,25 +50,14 @@ class SharedShardMemory(ShardMemory):
         *,
         peers: PeerMemory,
     ):
-        super().__init__(layout, dtype, device, shard)
         whole = Interval(0, layout.shard_numel)
         self.shared = peers.share(layout.shard_numel, dtype, [whole] * peers.group.size)
-        self._own = self.shared.own if kept == dtype else allocate(layout.shard_numel, kept, device)
-
-    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
-        return reserve(numel, dtype, device, slice(0, 0))
-
-    @property
-    def own(self) -> torch.Tensor:
-        return self._own
+        own = self.shared.own if kept == dtype else allocate(layout.shard_numel, kept, device)
+        super().__init__(layout, dtype, device, shard, own)
 
     @property
     def lasting_bytes(self) -> int:
         return self._own.nbytes + (self.shared.own.nbytes if self.casts else 0)
-
-    @property
-    def passing_bytes(self) -> int:
-        return self.flat.nbytes
 
     def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
         if self.casts and not exactly:
@@ -76,13 +65,7 @@ class SharedShardMemory(ShardMemory):
             self.shared.own.copy_(self._own)
         return super().gather(exactly=exactly)
 
-    def snapshot(self) -> torch.Tensor | None:
-        return None
-
-    def keep_edits(self) -> None:
-        self.own.copy_(self.own_place)
-
 
 def memory_of(peers: PeerMemory, *, sharded: bool) -> Callable[..., ParameterMemory]:
     """What makes memory for buckets whose parameters are `sharded`, or whole on each rank."""
-    return partial(SharedShardMemory if sharded else SharedWholeMemory, peers=peers)
+    return partial(SharedShardMemory if sharded else SharedUnshardedMemory, peers=peers)

@@ -6,33 +6,34 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
 from ...comm.trial import Trial
-from ...config import ZeroConfig
+from ...config import ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
 from ...offload.choose import choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, ParameterSlot, Row
-from ..buckets.memory import GatheredMemory, WholeMemory
+from ..buckets.memory import GatheredMemory, UnshardedMemory
 from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, choose_norm
-from ..state.full_tensors import Look
+from ..state.full_tensors import FullTensors
 from ..state.holder import StateHolder
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
 from ..travel.wire import Wire, choose_wire
 from ..units.exact_weights import ExactWeights
-from ..units.parameter_places import Homes
+from ..units.parameter_places import ParameterPlaces
 from ..units.sharded_model import ShardedModel
 from .agreement import describe, refuse_disagreement
-from .auto_settings import settle_auto
+from .auto_settings import resolve_auto
 from .bucketing import build_parts, check_parameters, owners
-from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward, together
+from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class Parts:
         buckets: those of trained parameters.
         slot_of: every trained parameter's place in its bucket.
         row_of: this rank's part of a trained parameter, for those that it has any of.
-        whole: the trained buckets whose parameters are whole on every rank.
+        unsharded: the trained buckets whose parameters every rank has.
     """
 
     meeting: Meeting
@@ -84,14 +85,14 @@ class Parts:
     buckets: list[Bucket]
     slot_of: dict[nn.Parameter, ParameterSlot]
     row_of: dict[nn.Parameter, Row]
-    whole: list[Bucket]
+    unsharded: list[Bucket]
     sharded: ShardedModel
     outer: OuterSteps
     model_buffers: ModelBuffers
     parameter_gather: ParameterGather
     exact: ExactWeights
-    full_tensors: Look
-    homes: Homes
+    full_tensors: FullTensors
+    parameter_places: ParameterPlaces
     activations: Activations
     norm: GradientNorm
 
@@ -114,7 +115,7 @@ def assemble(
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device)
     config, groups, transport, device = meeting.config, meeting.groups, meeting.transport, meeting.device
-    tier, parameter_tier = together(transport, lambda: choose_tiers(config.offload, device))
+    tier, parameter_tier = _choose_tiers(config.offload, device, transport)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, groups)
     refuse_unless_it_fits(config, needed, transport)
     nonfinite = NonFiniteCheck(config, meeting.step_transport, replicated=meeting.is_replicated)
@@ -137,7 +138,7 @@ def assemble(
     all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
-    whole = [bucket for bucket in buckets if isinstance(bucket.memory, WholeMemory)]
+    unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
     is_shared = config.broadcast_buffers and meeting.peers.world_size > 1
     return Parts(
         meeting=meeting,
@@ -150,16 +151,26 @@ def assemble(
         buckets=buckets,
         slot_of={slot.parameter: slot for bucket in buckets for slot in bucket.slots},
         row_of=row_of,
-        whole=whole,
+        unsharded=unsharded,
         sharded=sharded,
         outer=choose_outer(transport, groups.outer, config.comm, buckets, holder.at_hand),
         model_buffers=ModelBuffers(model, meeting.step_transport, device, wanted=is_shared),
-        parameter_gather=ParameterGather(model, whole, wire.gather),
-        exact=ExactWeights(whole, wire.exact, holder, transport, config.comm.meeting_timeout_s),
-        full_tensors=Look(row_of, meeting.step_transport, holder, config.comm, replicated=meeting.is_replicated),
-        homes=Homes(model, all_buckets),
+        parameter_gather=ParameterGather(model, unsharded, wire.gather),
+        exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
+        full_tensors=FullTensors(row_of, meeting.step_transport, holder, config.comm, replicated=meeting.is_replicated),
+        parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
         norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
+    )
+
+
+def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transport) -> tuple[Tier, ParameterTier]:
+    """Like `choose_tiers`, and raises the first failing rank's `ConfigError` on every rank. Collective."""
+    return all_or_none(
+        transport.exchange,
+        lambda: choose_tiers(config, device),
+        expected=(ConfigError,),
+        error=lambda _, reason: ConfigError(reason),
     )
 
 
@@ -191,7 +202,7 @@ def _meet(
     transport = choose_transport(groups, placed, config.comm.timeout_s)
     step_transport = choose_step_transport(transport, groups, placed, config.comm.timeout_s)
     refuse_disagreement(describe(model, optimizers, config), transport)
-    config, trials = settle_auto(config, model, groups, transport, placed)
+    config, trials = resolve_auto(config, model, groups, transport, placed)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     return Meeting(
         config=config,

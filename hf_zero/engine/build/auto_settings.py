@@ -12,16 +12,16 @@ from ...comm.trial import Trial
 from ...config import AUTO, ConfigError, ZeroConfig
 from ...kernels.choose import give_up_triton
 from ...kernels.trial import launch_fault
-from .wire_trials import settle_formats
+from .wire_trials import resolve_formats
 
 
-def settle_auto(
+def resolve_auto(
     config: ZeroConfig, model: nn.Module, groups: Groups, transport: Transport, device: torch.device
 ) -> tuple[ZeroConfig, tuple[Trial, ...]]:
     """The config with kernels that can be launched, and with a form for what travels; and the trials of that. Collective."""
     # First: quantised formats are tried with kernels.
     config = _with_kernels_that_run(config, groups, transport, device)
-    return settle_formats(config, model, groups, transport, device)
+    return resolve_formats(config, model, groups, transport, device)
 
 
 def _with_kernels_that_run(

@@ -21,7 +21,7 @@ from ..buckets.bucket import Bucket, BucketKey
 from ..buckets.bucket_sizes import choose_sizes
 from ..buckets.gathered_dtypes import GatheredDtypes
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
-from ..buckets.memory import ParameterMemory, WholeMemory
+from ..buckets.memory import ParameterMemory, UnshardedMemory
 from ..buckets.offloaded_memory import memory_in
 from ..buckets.precision import Precision, resolve_precision, untrained_precision
 from ..buckets.shared_memory import memory_of
@@ -236,7 +236,7 @@ def build_buckets(
     """
     parameter_of = dict(part.parameters)
     buckets = []
-    make_memory: Callable[..., ParameterMemory] = WholeMemory
+    make_memory: Callable[..., ParameterMemory] = UnshardedMemory
     if wire.peers is not None:
         make_memory = memory_of(wire.peers, sharded=part.sharded)
     elif part.sharded:

@@ -1,15 +1,15 @@
-"""The tier's side of building an engine: whether it has room, who holds state in it, and ranks that fail together."""
+"""The tier's side of building an engine: whether it has room, and who holds state in it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import torch
 from torch import nn
 
+from ...comm.all_or_none import all_or_none
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
-from ...config import AUTO, ConfigError, OffloadConfig, ZeroConfig
+from ...config import AUTO, OffloadConfig, ZeroConfig
 from ...device import free_bytes
 from ...kernels.choose import uses_kernels
 from ...offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
@@ -30,8 +30,6 @@ from ..state.step_choice import OwnSteps
 from ..state.step_timing import InTime, StepTiming
 from ..travel.outer import anchor_numel
 
-_Made = TypeVar("_Made")
-
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
 
@@ -42,19 +40,6 @@ class Elsewhere:
 
     host: int
     disk: int
-
-
-def together(transport: Transport, make: Callable[[], _Made]) -> _Made:
-    """What `make` returns, if it succeeds on every rank; else the first rank's `ConfigError`, on every rank."""
-    made, fault = None, None
-    try:
-        made = make()
-    except ConfigError as error:
-        fault = str(error)
-    faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
-    if faults:
-        raise ConfigError(faults[0])
-    return cast(_Made, made)
 
 
 def choose_holder(
@@ -191,16 +176,25 @@ def refuse_unless_it_fits(config: ZeroConfig, needed: Elsewhere, transport: Tran
     kinds = {
         tier: " with ".join(f"offload.{n}: {t}" for n, t in wanted.items() if t == tier) for tier in ("cpu", "nvme")
     }
-    short_of_memory = short_of_disk = None
-    if kinds["cpu"]:
-        short_of_memory = host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
-    if kinds["nvme"]:
-        path = offload.files_folder
-        short_of_disk = disk_fault(needed.disk, free_disk_bytes(path), ranks, str(offload.nvme_path), kinds["nvme"])
-    for kind, fault in ((MemoryError, short_of_memory), (OSError, short_of_disk)):
-        faults = [theirs for theirs in transport.exchange(fault) if theirs is not None]
-        if faults:
-            raise kind(faults[0])
+
+    def measure() -> None:
+        if kinds["cpu"]:
+            fault = host_memory_fault(needed.host, available_host_bytes(), ranks, kinds["cpu"])
+            if fault is not None:
+                raise MemoryError(fault)
+        if kinds["nvme"]:
+            free = free_disk_bytes(offload.files_folder)
+            fault = disk_fault(needed.disk, free, ranks, str(offload.nvme_path), kinds["nvme"])
+            if fault is not None:
+                raise OSError(fault)
+
+    all_or_none(
+        transport.exchange,
+        measure,
+        expected=(MemoryError, OSError),
+        tell=lambda error: (MemoryError if isinstance(error, MemoryError) else OSError, str(error)),
+        error=lambda _, kind_and_reason: kind_and_reason[0](kind_and_reason[1]),
+    )
 
 
 def reshards_after_forward(config: ZeroConfig, model: nn.Module, device: torch.device, transport: Transport) -> bool:

@@ -26,7 +26,7 @@ from .bucketing import parts_of
 _IN_BLOCKS = "int8"
 
 
-def settle_formats(
+def resolve_formats(
     config: ZeroConfig, model: nn.Module, groups: Groups, transport: Transport, device: torch.device
 ) -> tuple[ZeroConfig, tuple[Trial, ...]]:
     """The config with no `auto` left in which form gradients and weights travel, and the trials that were made for it.

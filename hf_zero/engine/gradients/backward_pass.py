@@ -1,4 +1,4 @@
-"""One backward pass: every gradient into its bucket, every full bucket on its way, all of them home at the end."""
+"""One backward pass: gradients go into buckets, full buckets are reduced meanwhile, and all are reduced at the end."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class Gradients:
     rank used keeps its gradient as it was, None included, as under DDP.
 
     Args:
-        after_pass: called at the end of each backward, when all gradients are home.
+        after_pass: called at the end of each backward, when all gradients are reduced.
 
     Attributes:
         reducing: False while micro-batches only accumulate.
@@ -97,7 +97,7 @@ class Gradients:
     def drop(self) -> None:
         """Forgets all gradients, reduced or not."""
         for slot in self._slots:
-            slot.stand_in.pending = None
+            slot.sharded_gradient.pending = None
         for bucket in self._buckets:
             bucket.drop_gradients()
         self._held.clear()
@@ -187,9 +187,9 @@ class Gradients:
         self._store.end_pass()
         with look_only():
             for slot in self._slots:
-                # Most have been settled as they were put.
-                if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.stand_in):
-                    self._store.settle(slot)
+                # Most were finished as they were put.
+                if slot.used and (slot.used_elsewhere or slot.parameter.grad is not slot.sharded_gradient):
+                    self._store.finish_slot(slot)
         for row in (slot.row for slot in self._slots if not slot.used):
             if row is not None and not row.slot.continues:
                 row.tensor.grad = None

@@ -22,20 +22,20 @@ class ReplicatedGradients(GradientStore):
     def __init__(self, transport: Transport, world_size: int, landing: Landing):
         super().__init__(world_size, landing)
         self._transport = transport
-        self._homes: dict[Bucket, OpenBuffer] = {}
+        self._lasting: dict[Bucket, OpenBuffer] = {}
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
         self._under_way: dict[Bucket, torch.Tensor] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        held = (*(home.flat for home in self._homes.values()), *self._reduced.values())
+        held = (*(target.flat for target in self._lasting.values()), *self._reduced.values())
         return {"gradients": sum(flat.nbytes for flat in held), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if gradient.dtype != slot.bucket.precision.reduce:
             # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
             return
-        flat, views = self._home(slot.bucket)
+        flat, views = self._lasting_buffer(slot.bucket)
         if gradient.data_ptr() != views[slot.number].data_ptr():
             views[slot.number].copy_(gradient)
             slot.parameter.grad = slot.view_of(flat)
@@ -53,7 +53,7 @@ class ReplicatedGradients(GradientStore):
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.put(slot, gradient)
 
-    def settle(self, slot: ParameterSlot) -> None:
+    def finish_slot(self, slot: ParameterSlot) -> None:
         """`p.grad` is the reduced gradient already."""
 
     def start(self, bucket: Bucket) -> None:
@@ -63,15 +63,15 @@ class ReplicatedGradients(GradientStore):
                 self.put(slot, slot.parameter.grad)
         super().start(bucket)
 
-    def _home(self, bucket: Bucket) -> OpenBuffer:
-        if bucket not in self._homes:
-            self._homes[bucket] = new_buffer(bucket)
-        return self._homes[bucket]
+    def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._lasting:
+            self._lasting[bucket] = new_buffer(bucket)
+        return self._lasting[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
         # What comes late finds the bucket's own buffer on its way, or with `p.grad` in it.
         is_late = bucket in self._started or bucket in self._again
-        return new_buffer(bucket) if is_late else self._home(bucket)
+        return new_buffer(bucket) if is_late else self._lasting_buffer(bucket)
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         self._under_way[bucket] = flat

@@ -21,7 +21,7 @@ from .store import GradientStore, Landing, add_or_set, new_buffer
 
 
 class ShardedStore(GradientStore):
-    """What stages 1 and 2 share: the reduced gradient lies in rows, and a stand-in in `p.grad`."""
+    """What stages 1 and 2 share: the reduced gradient is in rows, and `p.grad` is a `ShardedGradient`."""
 
     def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
         super().__init__(world_size, landing)
@@ -31,14 +31,14 @@ class ShardedStore(GradientStore):
         self._targets: dict[Bucket, torch.Tensor] = {}
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        parameter, stand_in = slot.parameter, slot.stand_in
+        parameter, sharded_gradient = slot.parameter, slot.sharded_gradient
         if not slot.arrived:
             slot.continues = isinstance(parameter.grad, ShardedGradient)
         super().put(slot, gradient)
-        # As `settle` does: each gradient of a step comes here.
-        stand_in.state, stand_in.pending = GradientState.HELD, None
-        if parameter.grad is not stand_in:
-            parameter.grad = stand_in
+        # As `finish_slot` does: each gradient of a step comes here.
+        sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
+        if parameter.grad is not sharded_gradient:
+            parameter.grad = sharded_gradient
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
@@ -46,11 +46,11 @@ class ShardedStore(GradientStore):
         self._await(slot.bucket)
         self.put(slot, gradient)
 
-    def settle(self, slot: ParameterSlot) -> None:
-        # Where the script took the stand-in away (zero_grad), it meant whatever had been added to it, too.
-        slot.stand_in.become(GradientState.HELD)
-        if slot.parameter.grad is not slot.stand_in:
-            slot.parameter.grad = slot.stand_in
+    def finish_slot(self, slot: ParameterSlot) -> None:
+        # Where the script took it out of `p.grad` (zero_grad), it meant whatever had been added to it, too.
+        slot.sharded_gradient.become(GradientState.HELD)
+        if slot.parameter.grad is not slot.sharded_gradient:
+            slot.parameter.grad = slot.sharded_gradient
 
     def start(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
@@ -95,12 +95,12 @@ class ShardedStore(GradientStore):
             row.tensor.grad = row.of(shard).copy_(cast(torch.Tensor, row.tensor.grad))
         self._keep_shard(bucket, shard)
 
-    def _leave(self, bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, going_on: Collection[Row]) -> Arrival:
+    def _leave(self, bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, going_on: Collection[Row]) -> Arrival:
         """Leaves what has been reduced in the rows; the rest is as `add_or_set` says."""
         if going_on and bucket.gradient_dtype != bucket.precision.master:
             self._widen(bucket)
-            home = self._shard(bucket)
-        return add_or_set(bucket, reduced, home, self._downlink(bucket), going_on)
+            target = self._shard(bucket)
+        return add_or_set(bucket, reduced, target, self._downlink(bucket), going_on)
 
     def _downlink(self, bucket: Bucket) -> Downlink:
         return self._landing.downlink if bucket.tier.is_apart else Downlink()
@@ -123,16 +123,16 @@ class WholeGradients(ShardedStore):
 
     def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
         super().__init__(reduction, world_size, landing)
-        self._homes: dict[Bucket, OpenBuffer] = {}
-        self._home_bytes: dict[Bucket, int] = {}
+        self._lasting: dict[Bucket, OpenBuffer] = {}
+        self._lasting_bytes: dict[Bucket, int] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        return {"gradients": sum(self._home_bytes.values()) + sum(self._shard_bytes.values()), "gradient buffers": 0}
+        return {"gradients": sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values()), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
             return
-        flat, views = self._home(slot.bucket)
+        flat, views = self._lasting_buffer(slot.bucket)
         if gradient.data_ptr() != views[slot.number].data_ptr():
             self._spill(slot.bucket)
             views[slot.number].copy_(gradient)
@@ -140,7 +140,7 @@ class WholeGradients(ShardedStore):
 
     def release(self, bucket: Bucket) -> None:
         if bucket.device.type != "cpu":
-            self._homes.pop(bucket, None)
+            self._lasting.pop(bucket, None)
             self._shards.pop(bucket, None)
             return
         # On the host what comes again in each step lasts: making it anew costs a pass over it. What has gone to a tier may
@@ -148,20 +148,20 @@ class WholeGradients(ShardedStore):
         if bucket.tier.is_apart or self._stays_in_place(bucket):
             self._shards.pop(bucket, None)
 
-    def _home(self, bucket: Bucket) -> OpenBuffer:
-        if bucket not in self._homes:
-            self._homes[bucket] = new_buffer(bucket)
-            self._home_bytes[bucket] = self._homes[bucket].flat.nbytes
-        return self._homes[bucket]
+    def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._lasting:
+            self._lasting[bucket] = new_buffer(bucket)
+            self._lasting_bytes[bucket] = self._lasting[bucket].flat.nbytes
+        return self._lasting[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
-        home = self._home(bucket)
+        target = self._lasting_buffer(bucket)
         self._spill(bucket)
-        return home
+        return target
 
     def _spill(self, bucket: Bucket) -> None:
         """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
-        flat = self._home(bucket).flat
+        flat = self._lasting_buffer(bucket).flat
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
         if any(row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end for row in bucket.rows):
             self._widen(bucket)
@@ -175,8 +175,8 @@ class WholeGradients(ShardedStore):
 
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         reduced = self._targets.pop(bucket)
-        home = reduced if self._stays_in_place(bucket) else self._shard(bucket)
-        return self._leave(bucket, reduced, home, going_on)
+        target = reduced if self._stays_in_place(bucket) else self._shard(bucket)
+        return self._leave(bucket, reduced, target, going_on)
 
     def _reduces_in_place(self, bucket: Bucket) -> bool:
         return bucket.precision.reduce == bucket.precision.reduced
@@ -251,8 +251,8 @@ class PooledGradients(ShardedStore):
 
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         self._in_flight.remove(bucket)
-        reduced, home = self._targets.pop(bucket), self._shard(bucket)
-        arrival = self._leave(bucket, reduced, home, going_on)
+        reduced, target = self._targets.pop(bucket), self._shard(bucket)
+        arrival = self._leave(bucket, reduced, target, going_on)
         self._beside_bytes -= self._scratches.pop(bucket, 0)
         self._pool.give_back(bucket, self._lent.pop(bucket))
         return arrival

@@ -116,7 +116,7 @@ class GradientStore(ABC):
         """
 
     @abstractmethod
-    def settle(self, slot: ParameterSlot) -> None:
+    def finish_slot(self, slot: ParameterSlot) -> None:
         """Ends the pass for a slot whose gradient some rank contributed to."""
 
     def start(self, bucket: Bucket) -> None:
@@ -165,7 +165,7 @@ class GradientStore(ABC):
 
     @abstractmethod
     def end_pass(self) -> None:
-        """Called on every rank when all of a backward pass is home."""
+        """Called on every rank when all gradients of a backward pass are reduced."""
 
     def discard_open(self) -> None:
         """Forgets buffers that a failed backward left half filled."""
@@ -208,13 +208,13 @@ def new_buffer(bucket: Bucket) -> OpenBuffer:
 
 
 def add_or_set(
-    bucket: Bucket, reduced: torch.Tensor, home: torch.Tensor, downlink: Downlink, going_on: Collection[Row]
+    bucket: Bucket, reduced: torch.Tensor, target: torch.Tensor, downlink: Downlink, going_on: Collection[Row]
 ) -> Arrival:
     """Row by row: adds `reduced` to a gradient that goes on, else sets it. Both are flat as the rank's shard.
 
     Sums are of the master dtype.
 
-    `home` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
+    `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
     the optimizer steps; it is there on the arrival.
     """
     arrival = Arrival()
@@ -222,12 +222,12 @@ def add_or_set(
         widen(row)
         gradient = cast(torch.Tensor, row.tensor.grad)
         gradient.add_(row.of(reduced).to(gradient.device))
-    if home is not reduced and not going_on:
-        arrival = downlink.start_copy(home, reduced)
-    for row, view in zip(bucket.rows, bucket.row_views_of(home)):
+    if target is not reduced and not going_on:
+        arrival = downlink.start_copy(target, reduced)
+    for row, view in zip(bucket.rows, bucket.row_views_of(target)):
         if row in going_on:
             continue
-        if home is not reduced and going_on:
+        if target is not reduced and going_on:
             view.copy_(row.of(reduced))
         row.tensor.grad = view
     return arrival

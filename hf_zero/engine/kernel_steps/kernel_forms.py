@@ -2,39 +2,19 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 
 from ...kernels.adamw import AdamW, adamw
 from ...kernels.adamw_in_blocks import adamw_in_blocks
-from ...kernels.dynamic import Coded
 from ...kernels.lion import Lion, lion
 from ...kernels.sgd import SGD, sgd
+from ...kernels.stepping import Place
 from ..buckets.bucket import Row
 from .flat_state import RowStates
 
 Group = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Flat tensors of equal length that a kernel steps together.
-
-    Attributes:
-        states: by name, float32, or in 8-bit blocks where the whole of them is (`step_in_blocks`).
-        copy: gets the new weights in the parameters' dtype; None for no copy.
-        multiplier: one float32 element, by which the gradient is to be multiplied. None for 1.
-        found_inf: one float32 element; where it is not 0, nothing is written. None to step always.
-    """
-
-    weights: torch.Tensor
-    gradient: torch.Tensor
-    states: Mapping[str, torch.Tensor | Coded]
-    copy: torch.Tensor | None
-    multiplier: torch.Tensor | None
-    found_inf: torch.Tensor | None
 
 
 class KernelForm(ABC):
@@ -132,7 +112,7 @@ class AdamWForm(KernelForm):
         """Takes the step of moments that are in 8-bit blocks and stay so."""
         self._step(adamw_in_blocks, group, phase, place)
 
-    def _step(self, kernel: Callable[..., None], group: Group, phase: int, place: Place) -> None:
+    def _step(self, kernel: Callable[[Place, AdamW], None], group: Group, phase: int, place: Place) -> None:
         settings = AdamW(
             lr=float(group["lr"]),
             betas=(float(group["betas"][0]), float(group["betas"][1])),
@@ -140,16 +120,7 @@ class AdamWForm(KernelForm):
             weight_decay=float(group["weight_decay"]),
             step=phase,
         )
-        kernel(
-            place.weights,
-            place.gradient,
-            place.states["exp_avg"],
-            place.states["exp_avg_sq"],
-            settings,
-            copy=place.copy,
-            multiplier=place.multiplier,
-            found_inf=place.found_inf,
-        )
+        kernel(place, settings)
 
 
 class SGDForm(KernelForm):
@@ -174,15 +145,7 @@ class SGDForm(KernelForm):
             nesterov=bool(group["nesterov"]),
             first_step=bool(phase),
         )
-        sgd(
-            place.weights,
-            place.gradient,
-            cast("torch.Tensor | None", place.states.get("momentum_buffer")),
-            settings,
-            copy=place.copy,
-            multiplier=place.multiplier,
-            found_inf=place.found_inf,
-        )
+        sgd(place, settings)
 
 
 class LionForm(KernelForm):
@@ -205,15 +168,7 @@ class LionForm(KernelForm):
             betas=(float(group["betas"][0]), float(group["betas"][1])),
             weight_decay=self._weight_decay(group),
         )
-        lion(
-            place.weights,
-            place.gradient,
-            cast(torch.Tensor, place.states["exp_avg"]),
-            settings,
-            copy=place.copy,
-            multiplier=place.multiplier,
-            found_inf=place.found_inf,
-        )
+        lion(place, settings)
 
     def _weight_decay(self, group: Group) -> float:
         """With `decoupled_weight_decay`, so much of a weight goes each step as the group says when lr is what it began as."""

@@ -16,7 +16,7 @@ from .optimizer import ShardedOptimizer
 from .state_rows import elementwise_state, state_of
 
 
-class Look:
+class FullTensors:
     """Gathers one parameter's worth of sharded state at a time. Every method is collective.
 
     Args:

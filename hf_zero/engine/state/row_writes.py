@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from ...comm.transport import Label, Transport
 from ...config import ZeroConfig
 from ..buckets.bucket import Bucket
-from ..buckets.memory import WholeMemory
+from ..buckets.memory import UnshardedMemory
 from ..hooks import WeakHook
 from .train_modes import TrainModes
 
@@ -118,4 +118,4 @@ class RowWrites:
 
 
 def _is_copied(bucket: Bucket) -> bool:
-    return not bucket.whole and (isinstance(bucket.memory, WholeMemory) or bucket.has_second_copy)
+    return not bucket.whole and (isinstance(bucket.memory, UnshardedMemory) or bucket.has_second_copy)

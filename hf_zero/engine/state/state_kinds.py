@@ -1,6 +1,7 @@
 """What an optimizer will keep for each element, seen by a trial before its first step."""
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ _SHAPE = (4, 4)
 """Of the trial parameter: a matrix, for optimizers that are made for those."""
 _PLAIN = (torch.Tensor, int, float, str, type(None))
 """Kinds of state that can be copied, and seen to be as it was."""
+_OF_THE_DEVICE = ("capturable", "fused")
+"""Settings that a step on the host may refuse, and that change nothing of what is kept."""
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -68,10 +71,12 @@ class Trial:
 
     Attributes:
         kinds: (name, dtype) of each state tensor with one value an element.
+        has_factors: there are also state tensors of other shapes than the parameter's.
         hindrance: why a step cannot be taken before its time and on copies, in words; None if it can.
     """
 
     kinds: tuple[tuple[str, torch.dtype], ...]
+    has_factors: bool
     hindrance: str | None
 
 
@@ -92,16 +97,19 @@ def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
     except Exception:
         # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
         return None
-    kinds = tuple(
-        (name, value.dtype)
-        for name, value in trial.state[parameter].items()
-        if torch.is_tensor(value) and value.shape == _SHAPE
-    )
-    strange = [name for name, value in trial.state[parameter].items() if not isinstance(value, _PLAIN)]
-    if draws:
-        return Trial(kinds, f"{type(optimizer).__name__} draws random numbers")
+    return _trial_of(trial, parameter, draws=draws)
+
+
+def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draws: bool) -> Trial:
+    """What its state shows after a step; `draws`: the step has drawn random numbers."""
+    state, name = optimizer.state[parameter], type(optimizer).__name__
+    tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
+    strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
+    hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
     return Trial(
-        kinds, f"{type(optimizer).__name__} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+        kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == _SHAPE),
+        has_factors=any(value.numel() > 1 and value.shape != _SHAPE for value in tensors.values()),
+        hindrance=f"{name} draws random numbers" if draws else hindrance,
     )
 
 
@@ -114,6 +122,38 @@ def state_kinds(
     """
     trial = try_step(optimizer, settings, dtype)
     return None if trial is None else trial.kinds
+
+
+def state_itemsizes(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """Bytes an element of each kind of state, for parameters of `dtype` in a group with these settings.
+
+    None where a trial step tells nothing, and for state that has not one value an element (Adafactor's rows and columns).
+    """
+    settings = {
+        name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
+        for name, value in settings_of(settings).items()
+    } | {name: False for name in _OF_THE_DEVICE if name in settings}
+    trial = try_step(optimizer, settings, dtype) or _try_new(optimizer, settings, dtype)
+    return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
+
+
+def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """The trial of a new optimizer of the class, for those of torch that make their state when they are built (Adagrad)."""
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return None
+    asked = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
+    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        new = kind([parameter], **asked)
+        own_step(new)
+    except Exception:
+        # One that wants another kind of parameter or gradient than a small dense matrix tells nothing beforehand.
+        return None
+    return _trial_of(new, parameter, draws=False)
 
 
 def tier_bytes_needed(

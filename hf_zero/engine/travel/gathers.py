@@ -9,7 +9,7 @@ from ...comm.quantised import QuantisedAllGather
 from ...comm.transport import Handle, Transport
 from ...kernels.quantise import BlockFormat
 from ..buckets.bucket import Bucket
-from ..buckets.shared_memory import SharedShardMemory, SharedWholeMemory
+from ..buckets.shared_memory import SharedShardMemory, SharedUnshardedMemory
 
 _KIND = "all-gather parameters"
 
@@ -71,7 +71,7 @@ class SharedGather(_Forgetful):
         self._peers = peers
 
     def start(self, bucket: Bucket) -> Handle:
-        memory = cast("SharedShardMemory | SharedWholeMemory", bucket.memory)
+        memory = cast("SharedShardMemory | SharedUnshardedMemory", bucket.memory)
         return self._peers.start_all_gather(bucket.flat, memory.shared, bucket.label(_KIND))
 
 

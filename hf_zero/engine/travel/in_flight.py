@@ -16,77 +16,66 @@ from torch import nn
 
 from ...comm.transport import Handle
 from ..buckets.bucket import Bucket
+from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathers import Gather
 
 _FRAMES_TO_ZERO_GRAD = 8
 """zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
 
 
-class InFlightParameters(dict):
+class InFlightParameters(GuardedParameters):
     """A module's parameters, some of which are being gathered. Any look at a value waits for what it needs.
 
-    Args:
-        parameters: the module's own dict, which takes this one's place again once all are there.
-        wait_for: finishes the gather of one name, or of all the module's with None.
+    `before_read` finishes the gather of one name, or of all the module's with None.
     """
 
-    def __init__(self, parameters: dict, wait_for: Callable[[str | None], None]):
-        super().__init__(parameters)
-        self.settled = parameters
-        self._wait_for = wait_for
-
-    def is_as(self, parameters: dict) -> bool:
-        """Takes over what another dict holds; False where it has lost a name."""
-        dict.update(self, parameters)
-        return len(self) == len(parameters)
-
     def __getitem__(self, name: str):
-        self._wait_for(name)
-        return self.settled[name]
+        self._before_read(name)
+        return self.stock[name]
 
     def get(self, name: str, default=None):
-        return self[name] if name in self.settled else default
+        return self[name] if name in self.stock else default
 
     def __iter__(self):
-        self._wait_for(None)
-        return iter(self.settled)
+        self._before_read(None)
+        return iter(self.stock)
 
     def items(self):
         if not _only_gradients_are_read():
-            self._wait_for(None)
-        return self.settled.items()
+            self._before_read(None)
+        return self.stock.items()
 
     def values(self):
-        self._wait_for(None)
-        return self.settled.values()
+        self._before_read(None)
+        return self.stock.values()
 
     def keys(self):
-        self._wait_for(None)
-        return self.settled.keys()
+        self._before_read(None)
+        return self.stock.keys()
 
     def __setitem__(self, name: str, value) -> None:
-        self._wait_for(None)
-        self.settled[name] = value
+        self._before_read(None)
+        self.stock[name] = value
 
     def __delitem__(self, name: str) -> None:
-        self._wait_for(None)
-        del self.settled[name]
+        self._before_read(None)
+        del self.stock[name]
 
     def pop(self, name: str, *default):
-        self._wait_for(None)
-        return self.settled.pop(name, *default)
+        self._before_read(None)
+        return self.stock.pop(name, *default)
 
     def copy(self) -> dict:
-        self._wait_for(None)
-        return self.settled.copy()
+        self._before_read(None)
+        return self.stock.copy()
 
     def __reduce__(self):
-        self._wait_for(None)
-        return dict, (dict(self.settled),)
+        self._before_read(None)
+        return dict, (dict(self.stock),)
 
     def __deepcopy__(self, memo: dict):
-        self._wait_for(None)
-        return copy.deepcopy(self.settled, memo)
+        self._before_read(None)
+        return copy.deepcopy(self.stock, memo)
 
 
 def _only_gradients_are_read() -> bool:
@@ -101,7 +90,7 @@ def _only_gradients_are_read() -> bool:
     return False
 
 
-class _Home:
+class _HoldingModule:
     """A module that holds parameters which are gathered behind a step.
 
     Args:
@@ -111,26 +100,9 @@ class _Home:
 
     def __init__(self, module: nn.Module, held: dict[str, Bucket], finish: Callable[[Bucket], None]):
         self.buckets = tuple(dict.fromkeys(held.values()))
-        self._module = module
+        self.guard = ParametersGuard(module, InFlightParameters, self._wait_for)
         self._held = held
         self._finish = finish
-        self._guarded: InFlightParameters | None = None
-
-    def guard(self) -> None:
-        """Makes the module wait where its parameters are read."""
-        parameters = self._module._parameters
-        if isinstance(parameters, InFlightParameters):
-            return
-        guarded = self._guarded
-        if guarded is None or guarded.settled is not parameters or not guarded.is_as(parameters):
-            guarded = self._guarded = InFlightParameters(parameters, self._wait_for)
-        self._module.__dict__["_parameters"] = guarded
-
-    def settle(self) -> None:
-        """Leaves the module with its own dict."""
-        parameters = self._module._parameters
-        if isinstance(parameters, InFlightParameters):
-            self._module.__dict__["_parameters"] = parameters.settled
 
     def _wait_for(self, name: str | None) -> None:
         for bucket in self.buckets if name is None else (self._held[name],) if name in self._held else ():
@@ -150,15 +122,15 @@ class ParameterGather:
         self._gather = gather
         self._in_flight: dict[Bucket, Handle] = {}
         bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-        self._homes: list[_Home] = []
-        self._homes_of: dict[Bucket, list[_Home]] = {bucket: [] for bucket in bucket_of.values()}
+        self._modules: list[_HoldingModule] = []
+        self._modules_of: dict[Bucket, list[_HoldingModule]] = {bucket: [] for bucket in bucket_of.values()}
         for module in model.modules():
             held = {name: bucket_of[p] for name, p in module._parameters.items() if p in bucket_of}
             if held:
-                home = _Home(module, held, self.finish)
-                self._homes.append(home)
-                for bucket in home.buckets:
-                    self._homes_of[bucket].append(home)
+                holding = _HoldingModule(module, held, self.finish)
+                self._modules.append(holding)
+                for bucket in holding.buckets:
+                    self._modules_of[bucket].append(holding)
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Starts gathering what the optimizer has just updated in these buckets."""
@@ -169,9 +141,9 @@ class ParameterGather:
     def guard(self) -> None:
         """Makes every module that holds a parameter in flight wait for it when it is read."""
         in_flight = self._in_flight.keys()
-        for home in self._homes if in_flight else ():
-            if not in_flight.isdisjoint(home.buckets):
-                home.guard()
+        for holding in self._modules if in_flight else ():
+            if not in_flight.isdisjoint(holding.buckets):
+                holding.guard.put()
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
@@ -180,9 +152,9 @@ class ParameterGather:
             return
         handle.finish()
         in_flight = self._in_flight.keys()
-        for home in self._homes_of[bucket]:
-            if in_flight.isdisjoint(home.buckets):
-                home.settle()
+        for holding in self._modules_of[bucket]:
+            if in_flight.isdisjoint(holding.buckets):
+                holding.guard.remove()
 
     def finish_all(self) -> None:
         for bucket in list(self._in_flight):

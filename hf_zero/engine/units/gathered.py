@@ -51,7 +51,7 @@ class _Record:
                 bucket.own.copy_(shard)
 
 
-class WholeParameters:
+class GatheredParameters:
     """Gathers units outside of forward and backward. Every method is collective.
 
     Args:

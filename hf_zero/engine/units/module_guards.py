@@ -9,27 +9,18 @@ from torch import nn
 
 from ..buckets.bucket import ParameterSlot
 from ..buckets.sharded_parameter import ShardedParametersError, look_only, show_values
-from .gathered import WholeParameters
+from ..guarded_parameters import GuardedParameters, ParametersGuard
+from .gathered import GatheredParameters
 from .schedule import Unsharding
 from .unit import Unit
 
 
-class ShardedParameters(dict):
+class ShardedParameters(GuardedParameters):
     """The `_parameters` of a module while some of them are sharded.
 
     Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
     pickling raise.
     """
-
-    def __init__(self, parameters: dict, before_read: Callable[[str], None]):
-        super().__init__(parameters)
-        self.stock = parameters
-        self._before_read = before_read
-
-    def is_as(self, parameters: dict) -> bool:
-        """Takes over what another dict holds; False where it has lost a name."""
-        dict.update(self, parameters)
-        return len(self) == len(parameters)
 
     def __getitem__(self, name: str):
         self._before_read(name)
@@ -66,29 +57,21 @@ class ModuleGuard:
     """Puts `ShardedParameters` in one module while any unit with a parameter of it is sharded."""
 
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
-        self.module = module
         self.slots = dict(slots)
         self._units = list(dict.fromkeys(unit for unit, _ in slots.values()))
         self._schedule = schedule
-        self._sharded: ShardedParameters | None = None
+        self._guard = ParametersGuard(module, ShardedParameters, self._before_read)
 
     def update(self) -> None:
         """Follows a change of state of one of the units."""
-        held: Any = self.module._parameters
-        guarded = isinstance(held, ShardedParameters)
-        needed = any([unit.is_sharded for unit in self._units])
-        if needed and not guarded:
-            sharded = self._sharded
-            if sharded is None or sharded.stock is not held or not sharded.is_as(held):
-                sharded = self._sharded = ShardedParameters(held, self._before_read)
-            self.module.__dict__["_parameters"] = sharded
-        elif guarded and not needed:
-            self.module.__dict__["_parameters"] = held.stock
+        if any([unit.is_sharded for unit in self._units]):
+            self._guard.put()
+        else:
+            self._guard.remove()
 
     def remove(self) -> None:
         """Takes it out, whatever the state."""
-        if isinstance(self.module._parameters, ShardedParameters):
-            self.module.__dict__["_parameters"] = self.module._parameters.stock
+        self._guard.remove()
 
     def _before_read(self, name: str) -> None:
         # Outside a pass a read is a look at shape or dtype, maybe on one rank alone.
@@ -122,9 +105,9 @@ class ModuleMethods:
 
     _REPLACED = ("state_dict", "save_pretrained", "_load_from_state_dict", "_apply", "zero_grad")
 
-    def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], whole: WholeParameters):
+    def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], gathered: GatheredParameters):
         self._guards = guards
-        self._whole = whole
+        self._gathered = gathered
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
         for module in self._modules:
             changed: Any = module
@@ -148,9 +131,9 @@ class ModuleMethods:
 
     def _state_dict(self, module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
         stock = type(module).state_dict
-        if self._whole.is_lent:
+        if self._gathered.is_lent:
             return stock(module, *args, **kwargs)
-        with self._whole.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
+        with self._gathered.lend_copies(module, f"state_dict() of {type(module).__name__}") as copies:
             result = stock(module, *args, **kwargs)
             for name, value in result.items():
                 if isinstance(value, nn.Parameter) and value in copies:
@@ -165,10 +148,10 @@ class ModuleMethods:
                 # accelerator.get_state_dict gives the values to the main process only; peft would look for them here.
                 return None
             # Maybe on one rank alone. Of parts of the model it only asks what they hold.
-            with self._whole.lend_names():
+            with self._gathered.lend_names():
                 return stock()
         # Ranks meet before anything is written.
-        with self._whole.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
+        with self._gathered.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
             return stock()
 
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -177,7 +160,7 @@ class ModuleMethods:
             for name, (unit, slot) in self._guards[module].slots.items()
             if f"{prefix}{name}" in state_dict and not unit.holds
         }
-        self._whole.release(set(sharded.values()))
+        self._gathered.release(set(sharded.values()))
         versions = {}
         for slot in sharded:
             parameter = slot.parameter

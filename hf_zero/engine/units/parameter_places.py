@@ -17,7 +17,7 @@ _DEPTH_OF_WRAPPERS = 4
 """peft's two modules around a model, and the model in whose layers the adapters are."""
 
 
-class Homes:
+class ParameterPlaces:
     """The (module, attribute) places of every parameter in the buckets; tied ones have several.
 
     A parameter leaves the engine in three ways: its data moves (`.to(dtype)`, `.half()`), another Parameter takes its place
@@ -47,7 +47,7 @@ class Homes:
         self._name_of_frozen = {p: name for name, p in model.named_parameters() if p not in trained}
         self._frozen = list(self._name_of_frozen)
         # The same by column, for loops of C.
-        self._homes = [module for module, _, _ in self._places]
+        self._modules = [module for module, _, _ in self._places]
         self._names = [name for _, name, _ in self._places]
         self._held = [slot.parameter for _, _, slot in self._places]
         self._parents = [children for children, _, _, _ in self._links]
@@ -60,9 +60,12 @@ class Homes:
         # Compiled, they would trace the hook.
         parts = () if is_compiled(entry) else self._wrapped()
         return [
-            entry.register_forward_pre_hook(WeakHook(self, Homes._begin), prepend=True),
-            entry.register_forward_hook(WeakHook(self, Homes._end), always_call=True),
-            *(part.register_forward_pre_hook(WeakHook(self, Homes._before_part), prepend=True) for part in parts),
+            entry.register_forward_pre_hook(WeakHook(self, ParameterPlaces._begin), prepend=True),
+            entry.register_forward_hook(WeakHook(self, ParameterPlaces._end), always_call=True),
+            *(
+                part.register_forward_pre_hook(WeakHook(self, ParameterPlaces._before_part), prepend=True)
+                for part in parts
+            ),
         ]
 
     @property
@@ -108,7 +111,7 @@ class Homes:
     def _all_are_in_place(self) -> bool:
         """As far as that is seen at a glance, which each step takes: in loops of C. False may be wrong."""
         with look_only():
-            held = map(dict.get, map(_PARAMETERS, self._homes), self._names)
+            held = map(dict.get, map(_PARAMETERS, self._modules), self._names)
             return (
                 all(map(is_, map(dict.get, self._parents, self._child_names), self._children))
                 and all(map(is_, held, self._held))

@@ -16,7 +16,7 @@ from ..hooks import WeakHook
 from ..state.holder import StateHolder
 from ..travel.buffers import place_buffers
 from ..travel.wire import Wire
-from .gathered import WholeParameters
+from .gathered import GatheredParameters
 from .module_guards import ModuleGuard, ModuleMethods
 from .norm_inputs import cast_norm_inputs
 from .schedule import Unsharding
@@ -40,7 +40,7 @@ class ShardedModel:
 
     Attributes:
         schedule: gathers and drops.
-        whole: whole parameters outside of forward and backward.
+        gathered: gathers parameters outside of forward and backward.
         unit_of: unit and slot of each sharded parameter.
     """
 
@@ -70,11 +70,11 @@ class ShardedModel:
         self.unit_of: dict[nn.Parameter, tuple[Unit, ParameterSlot]] = {
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
-        self.whole = WholeParameters(
+        self.gathered = GatheredParameters(
             self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
         guards = self._guard_modules()
-        self._methods = ModuleMethods(model, guards, self.whole)
+        self._methods = ModuleMethods(model, guards, self.gathered)
         self._handles = self._install_hooks(layers, guards)
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in guards if self._casts_weights_of(module))
@@ -111,7 +111,7 @@ class ShardedModel:
 
         The state dicts of the model and of its parts have them, and so do forwards. Yields the model's, {} where not `wanted`.
         """
-        with self.whole.lend_copies(self._model, purpose, wanted=wanted) as copies:
+        with self.gathered.lend_copies(self._model, purpose, wanted=wanted) as copies:
             if not wanted:
                 yield {}
                 return
@@ -204,17 +204,17 @@ class ShardedModel:
     # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
 
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
-        if not self.whole.is_lent:
+        if not self.gathered.is_lent:
             self.schedule.before_forward(unit, (args, kwargs))
 
     def _after_layer(self, _module: nn.Module, _args: tuple, _kwargs: dict, outputs: object, unit: Unit) -> None:
-        if not self.whole.is_lent:
+        if not self.gathered.is_lent:
             self.schedule.after_forward(unit, outputs)
 
     def _look_at_outputs(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
-        if not self.whole.is_lent:
+        if not self.gathered.is_lent:
             self.schedule.look_at_outputs(unit, outputs)
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
-        if not self.whole.is_lent:
+        if not self.gathered.is_lent:
             self.schedule.before_read(self.root)

@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Container, Sequence
 
+import torch
 from torch import nn
 
 from ...engine.buckets.bucket import Bucket
@@ -12,7 +13,7 @@ from ...engine.engine import ZeroEngine
 from ...engine.report_tables import IN_FILES, in_units, render
 from ...engine.travel.outer import anchor_numel
 from ...offload.budget import available_host_bytes
-from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states, state_values
+from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 
 
 def state_plan(engine: ZeroEngine) -> StatePlan:
@@ -22,7 +23,7 @@ def state_plan(engine: ZeroEngine) -> StatePlan:
 
 def ddp_state(engine: ZeroEngine) -> DdpState:
     """The bytes of state that each rank would hold under DDP."""
-    costs = [_cost(engine, bucket) for bucket in _all_buckets(engine)]
+    costs = _costs(engine, _all_buckets(engine))
     return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
 
 
@@ -63,7 +64,7 @@ def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = N
 
 
 def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0) -> StatePlan:
-    costs, beside = [_cost(engine, bucket) for bucket in buckets], engine.memory_report().most_beside_bytes
+    costs, beside = _costs(engine, buckets), engine.memory_report().most_beside_bytes
     return plan_states(costs, engine.config, engine.groups.replicate.size, beside, kept_whole)
 
 
@@ -237,12 +238,17 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     return [("units", f"{named} and the root"), ("gathering", policy)]
 
 
-def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
-    index, group = bucket.key.optimizer, bucket.key.group
-    values: int | None = 0
-    if index >= 0:
-        optimizer = engine.state.groups()[index][0]
-        values = state_values(type(optimizer).__name__, optimizer.param_groups[group])
+def _costs(engine: ZeroEngine, buckets: Sequence[Bucket]) -> list[BucketCost]:
+    tried = {key: engine.state.itemsizes(*key) for key in {_tried_with(bucket) for bucket in buckets}}
+    return [_cost(engine, bucket, tried[_tried_with(bucket)]) for bucket in buckets]
+
+
+def _tried_with(bucket: Bucket) -> tuple[int, int, torch.dtype]:
+    """On what it depends what an optimizer keeps for an element."""
+    return bucket.key.optimizer, bucket.key.group, bucket.precision.master
+
+
+def _cost(engine: ZeroEngine, bucket: Bucket, itemsizes: tuple[int, ...] | None) -> BucketCost:
     precision = bucket.precision
     return BucketCost(
         layout=bucket.layout,
@@ -253,20 +259,20 @@ def _cost(engine: ZeroEngine, bucket: Bucket) -> BucketCost:
         master_bytes=precision.master.itemsize,
         has_master=precision.has_master,
         keeps_master=bucket.keeps_master,
-        state_values=values,
+        state_itemsizes=itemsizes,
         sharded=isinstance(bucket.memory, GatheredMemory),
         trained=bucket.trained,
         apart=bucket.tier.is_apart,
-        in_files=_bytes_in_files(engine, bucket, values or 0),
+        in_files=_bytes_in_files(engine, bucket, sum(itemsizes or ())),
     )
 
 
-def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_values: int) -> int:
+def _bytes_in_files(engine: ZeroEngine, bucket: Bucket, state_bytes: int) -> int:
     """What an element of the bucket's shard has in files."""
     precision, params = (
         bucket.precision,
         engine.parameter_tier.name == IN_FILES and isinstance(bucket.memory, GatheredMemory),
     )
-    state = state_values if bucket.tier.name == IN_FILES else 0
+    state = state_bytes if bucket.tier.name == IN_FILES else 0
     separate = bucket.is_away and bucket.keeps_master
-    return params * precision.kept.itemsize + (state + separate) * precision.master.itemsize
+    return params * precision.kept.itemsize + state + separate * precision.master.itemsize

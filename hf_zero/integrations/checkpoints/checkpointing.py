@@ -1,23 +1,22 @@
 """An engine's state into a checkpoint folder and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...checkpoint.folder.commit import seal
 from ...checkpoint.folder.disks import Disk
-from ...checkpoint.folder.together import Exchange, together
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.pieces import Piece
-from ...checkpoint.format.settings import plain_settings, restore_settings, same_groups
+from ...checkpoint.format.settings import plain_settings, same_groups
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.verify import checkpoint_faults
 from ...checkpoint.writer import Row, plan_rows, write_pieces
+from ...comm.all_or_none import Exchange
 from ...engine.engine import ZeroEngine
-from ...engine.engine_state import SavedState
-from ...layout.intervals import Interval
+from ...engine.engine_state import EngineState, SavedState
+from .load_state import SavedOptimizers, load_state
 from .progress import progress_bar
 
 ZERO_FOLDER = "zero"
@@ -110,46 +109,32 @@ def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
 
 
 def load_engine(engine: ZeroEngine, folder: str | Path) -> None:
-    """Replaces masters and optimizer state by those in `folder`, whatever world size and stage wrote them.
-
-    The parameters themselves are loaded beforehand, by Trainer or accelerate. Every rank reads its own bytes.
-
-    Raises:
-        CheckpointError: not a finished checkpoint, damaged, or of another model or optimizer.
-    """
-    together(
-        engine.transport.exchange,
-        lambda: _load_own(engine, Path(folder)),
-        doing=f"read {folder}",
-        then="Nothing was trained; resume from another checkpoint.",
-    )
+    """Replaces masters and optimizer state by those of one of our checkpoints, see `load_state`. Collective."""
+    load_state(engine, Path(folder), open_own)
 
 
-def _load_own(engine: ZeroEngine, folder: Path) -> None:
+@contextmanager
+def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
+    """The `zero/` folder of one of our checkpoints, for `load_state`."""
     with CheckpointReader(folder) as reader:
-        reader.check_names(engine.state.shapes())
-        for (optimizer, names), saved in zip(engine.state.groups(), _saved_optimizers(engine, reader, folder)):
+        reader.check_names(state.shapes())
+        settings: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for (optimizer, names), saved in zip(state.groups(), _saved_optimizers(state, reader, folder)):
             if not same_groups(saved["groups"], names):
                 raise CheckpointError(
                     f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
                     "optimizer's now. Resume with the weight-decay and group settings that the checkpoint was made with."
                 )
-            for group, saved_group in zip(optimizer.param_groups, saved["groups"]):
-                restore_settings(group, saved_group["settings"])
-        with progress_bar("reading optimizer state", is_main=engine.groups.rank == 0) as show:
-
-            def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
-                values = reader.read(kind, name, interval)
-                show(values.nbytes)
-                return values
-
-            engine.state.fill(read, reader.kinds_of, reader.scalars_of)
+            settings.extend(zip(optimizer.param_groups, (group["settings"] for group in saved["groups"])))
+        yield SavedOptimizers(
+            settings=settings, read=reader.read, kinds_of=reader.kinds_of, scalars_of=reader.scalars_of
+        )
 
 
-def _saved_optimizers(engine: ZeroEngine, reader: CheckpointReader, folder: Path) -> tuple[dict[str, Any], ...]:
+def _saved_optimizers(state: EngineState, reader: CheckpointReader, folder: Path) -> tuple[dict[str, Any], ...]:
     saved = reader.manifest.optimizers
     there = [optimizer["class"] for optimizer in saved]
-    here = [type(optimizer).__name__ for optimizer, _ in engine.state.groups()]
+    here = [type(optimizer).__name__ for optimizer, _ in state.groups()]
     if there != here:
         raise CheckpointError(
             f"hf_zero: {folder} was made with the optimizer {', '.join(there) or 'none'}, and this run has "

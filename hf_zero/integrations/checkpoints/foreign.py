@@ -1,6 +1,8 @@
 """Checkpoints of DeepSpeed ZeRO and FSDP, taken into an engine or made into one of ours."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,17 @@ from transformers import PreTrainedModel
 
 from ...checkpoint.folder.commit import abandon, begin, commit, seal
 from ...checkpoint.folder.disks import Disk
-from ...checkpoint.folder.together import together
 from ...checkpoint.foreign.find import open_foreign
 from ...checkpoint.foreign.states import ForeignCheckpoint
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError
-from ...checkpoint.format.settings import plain_settings, restore_settings
+from ...checkpoint.format.settings import plain_settings
 from ...checkpoint.writer import plan_rows, write_pieces
-from ...engine.engine import ZeroEngine
+from ...engine.engine_state import EngineState
 from ...layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
 from .config_model import CONFIG_NAME, expected_tensors, meta_model
+from .load_state import SavedOptimizers
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed and not what; those of the run that goes on stay."""
@@ -28,28 +30,18 @@ _NOT_COPIED = (".safetensors", ".bin", ".index.json")
 _OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
 
 
-def load_foreign(engine: ZeroEngine, folder: Path) -> str:
-    """Takes this rank's part of the masters and optimizer state of a DeepSpeed or FSDP checkpoint; returns in words what it is.
-    Collective.
+@contextmanager
+def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
+    """The masters and optimizer state of a DeepSpeed or FSDP checkpoint, for `load_state`.
 
-    Whatever world size and stage wrote it: a rank reads the bytes of its own rows. Parameters that are trained in fp32 are
-    loaded beforehand, by `load_foreign_weights`.
+    Parameters that are trained in fp32 are loaded beforehand, by `load_foreign_weights`.
 
     Raises:
-        CheckpointError: on every rank: damaged, not covered, of another model, or with other groups of parameters.
+        CheckpointError: damaged, not covered, of another model, or with other groups of parameters.
     """
-    return together(
-        engine.transport.exchange,
-        lambda: _load_own(engine, folder),
-        doing=f"read {folder}",
-        then="Nothing was trained; resume from another checkpoint.",
-    )[0]
-
-
-def _load_own(engine: ZeroEngine, folder: Path) -> str:
     foreign = open_foreign(folder)
-    foreign.check_names(engine.state.shapes())
-    optimizers = engine.state.groups()
+    foreign.check_names(state.shapes())
+    optimizers = state.groups()
     if len(optimizers) != 1:
         raise CheckpointError(
             f"hf_zero: {folder} is of one optimizer, and this run has {len(optimizers)}. Resume with one optimizer."
@@ -62,12 +54,17 @@ def _load_own(engine: ZeroEngine, folder: Path) -> str:
             f"and {type(optimizer).__name__} has groups of {[len(names) for _, names in here]}, or other parameters in them. "
             "Resume with the weight-decay and group settings that the checkpoint was made with."
         )
+    settings = []
     for (group, _), saved in zip(here, foreign.groups):
         _refuse_other_optimizer(type(optimizer).__name__, group, saved.settings, folder)
-        known = {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}
-        restore_settings(group, known)
-    engine.state.fill(foreign.read, foreign.kinds_of, foreign.scalars_of)
-    return foreign.origin
+        settings.append((group, {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}))
+    yield SavedOptimizers(
+        settings=settings,
+        read=foreign.read,
+        kinds_of=foreign.kinds_of,
+        scalars_of=foreign.scalars_of,
+        origin=foreign.origin,
+    )
 
 
 def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], folder: Path) -> None:

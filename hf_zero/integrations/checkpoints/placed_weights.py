@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 
 from ...checkpoint.folder.disks import Disk
-from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import WEIGHTS, SavedWeight
 from ...checkpoint.format.pieces import DTYPE_NAMES, Piece, lay_out
 from ...checkpoint.writer import Row
+from ...comm.all_or_none import Exchange
 from ...engine.buckets.sharded_parameter import ShardedParametersError
 from ...engine.engine import ZeroEngine
 from ...engine.hooks import WeakHook
@@ -72,11 +73,11 @@ class Layout(ABC):
 
         def make_files() -> dict[str, Any] | None:
             # Parameters have the dtype of their values in here, which is not that of forward and backward everywhere.
-            with engine.sharded.whole.lend_names():
+            with engine.sharded.gathered.lend_names():
                 files = _save_without_values(trainer, tensors, folder) if disk.leads else None
                 return None if files is None else self._make(files, tensors, folder)
 
-        places = together(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
+        places = on_all_ranks(exchange, make_files, doing=f"write the model to {folder}", then=_THEN)[0]
         return None if places is None else self._plan(engine, tensors, places, folder)
 
     @abstractmethod

@@ -1,36 +1,29 @@
 """The optimizer file of a plain Trainer run, read into an engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...checkpoint.folder.together import together
 from ...checkpoint.format.manifest import CheckpointError
-from ...checkpoint.format.settings import restore_settings
-from ...engine.engine import ZeroEngine
+from ...engine.engine_state import EngineState
 from ...layout.intervals import Interval
+from .load_state import SavedOptimizers
 
 
-def load_plain_optimizer(engine: ZeroEngine, file: Path) -> None:
-    """Takes this rank's part of the whole optimizer state that Trainer wrote without hf_zero (`optimizer.pt`). Collective.
+@contextmanager
+def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizers]:
+    """The whole optimizer state that Trainer wrote without hf_zero (`optimizer.pt`), for `load_state`.
 
     The file is memory-mapped, so that a rank reads the bytes of its own rows.
 
     Raises:
-        CheckpointError: on every rank: a damaged file, other groups, or parameters of other sizes.
+        CheckpointError: other groups, or parameters of other sizes.
     """
-    together(
-        engine.transport.exchange,
-        lambda: _load_own(engine, file),
-        doing=f"read {file}",
-        then="Nothing was trained; resume from another checkpoint.",
-    )
-
-
-def _load_own(engine: ZeroEngine, file: Path) -> None:
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    [(optimizer, group_names)] = engine.state.groups()
+    [(optimizer, group_names)] = engine_state.groups()
     indices = [list(group["params"]) for group in saved["param_groups"]]
     if [len(group) for group in indices] != [len(names) for names in group_names]:
         raise CheckpointError(
@@ -41,7 +34,7 @@ def _load_own(engine: ZeroEngine, file: Path) -> None:
     for names, numbers in zip(group_names, indices):
         for name, number in zip(names, numbers):
             state[name] = saved["state"].get(number, {})
-    shapes = engine.state.shapes()
+    shapes = engine_state.shapes()
     elementwise = {
         name: [k for k, v in values.items() if torch.is_tensor(v) and v.dim() > 0 and tuple(v.shape) == shapes[name]]
         for name, values in state.items()
@@ -61,9 +54,16 @@ def _load_own(engine: ZeroEngine, file: Path) -> None:
     def scalars_of(name: str) -> dict[str, Any]:
         return {kind: _own(value) for kind, value in state[name].items() if kind not in elementwise[name]}
 
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"]):
-        restore_settings(group, {key: value for key, value in saved_group.items() if key != "params"})
-    engine.state.fill(read, lambda name: elementwise[name], scalars_of)
+    yield SavedOptimizers(
+        settings=[
+            (group, {key: value for key, value in saved_group.items() if key != "params"})
+            for group, saved_group in zip(optimizer.param_groups, saved["param_groups"])
+        ],
+        read=read,
+        kinds_of=lambda name: elementwise[name],
+        scalars_of=scalars_of,
+        origin="plain Trainer",
+    )
 
 
 def _own(value: Any) -> Any:

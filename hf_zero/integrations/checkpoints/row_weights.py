@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ...checkpoint.folder.together import together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import WEIGHTS, CheckpointError, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...comm.transport import Label
@@ -45,7 +45,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
             return others
 
-    others = together(engine.transport.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    others = on_all_ranks(engine.transport.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
     engine.state.share_weights()
     for name in others:
         engine.transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))

@@ -18,12 +18,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...checkpoint.folder.background import Background
 from ...checkpoint.folder.commit import abandon, begin, commit, discard
 from ...checkpoint.folder.disks import Disk, disk_asked, find_disk
-from ...checkpoint.folder.together import Exchange, together
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.pieces import LivePieces
 from ...checkpoint.verify import newest_first, step_of
 from ...checkpoint.writer import write_live
-from ...comm.aside import Aside
+from ...comm.all_or_none import Exchange
+from ...comm.store_exchange import StoreExchange
 from ...comm.transport import CommunicationError
 from ...device import free_bytes
 from ...engine.engine import ZeroEngine
@@ -63,7 +64,7 @@ class CheckpointSaver:
         # A hub upload begins when Trainer's own save returns, and reads the folder.
         self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
         name = engine.transport.exchange(uuid.uuid4().hex)[0]
-        self._aside = Aside(engine.groups, name, engine.config.comm.timeout_s)
+        self._store_exchange = StoreExchange(engine.groups, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._written: tuple[str, LivePieces] | None = None
@@ -121,7 +122,7 @@ class CheckpointSaver:
 
     def give_up(self) -> None:
         """Lets a save behind training end, without waiting long for other ranks: an exception is ending this one."""
-        self._aside.hurry(_PATIENCE_S)
+        self._store_exchange.hurry(_PATIENCE_S)
         try:
             self._background.finish()
         except (CheckpointError, CommunicationError) as error:
@@ -158,7 +159,7 @@ class CheckpointSaver:
                 step=trainer.state.global_step,
             )
             _note_best(trainer, run_folder, final)
-            together(
+            on_all_ranks(
                 exchange,
                 lambda: _write_the_rest(trainer, temporary, disk),
                 doing=f"write trainer state to {temporary}",
@@ -174,7 +175,7 @@ class CheckpointSaver:
         complete = partial(self._complete, manifest, live, temporary, final, disk=disk, best=best)
         if self._is_async:
             self._live = live
-            self._background.start(partial(complete, exchange=self._aside.exchange))
+            self._background.start(partial(complete, exchange=self._store_exchange.exchange))
         else:
             with self._shown_from_here():
                 complete(exchange=exchange)
@@ -216,7 +217,7 @@ class CheckpointSaver:
             plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
             if plan is not None:
                 return plan
-        together(
+        on_all_ranks(
             exchange,
             lambda: self._trainer.save_model(str(temporary), _internal_call=True),
             doing=f"write the model to {temporary}",

@@ -12,8 +12,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from ...checkpoint.folder.commit import clear_leftovers
 from ...checkpoint.folder.disks import disk_with, find_disk
+from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.folder.run_lock import held_alone
-from ...checkpoint.folder.together import together
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.text import shown
@@ -77,7 +77,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
             )
         return str(asked)
     disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
-    together(
+    on_all_ranks(
         exchange_between_ranks,
         lambda: clear_leftovers(output_dir) if disk.leads else None,
         doing=f"clear {output_dir} of what killed runs left",

@@ -22,11 +22,12 @@ from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...engine.engine import ZeroEngine
 from ...engine.engine_reference import engine_attached_to
 from ...engine.units.forward_dtype import computing_in
-from ..checkpoints.checkpointing import ZERO_FOLDER, load_engine
-from ..checkpoints.foreign import load_foreign, load_foreign_weights
+from ..checkpoints.checkpointing import ZERO_FOLDER, open_own
+from ..checkpoints.foreign import load_foreign_weights, open_saved_by_others
 from ..checkpoints.frozen_base import refuse_other_base
 from ..checkpoints.init import init, leave_in_checkpoint
-from ..checkpoints.plain_optimizer import load_plain_optimizer
+from ..checkpoints.load_state import load_state
+from ..checkpoints.plain_optimizer import open_plain
 from ..checkpoints.row_weights import has_row_weights, load_row_weights
 from ..checkpoints.weights import is_checkpoint_of_ours
 from ..frames import find_in_callers
@@ -258,13 +259,11 @@ class ZeroTrainerMixin(_TrainerBase):
             load_row_weights(engine, Path(checkpoint))
         refuse_other_base(engine, Path(checkpoint))
         if folder.is_dir() and Manifest.read(folder).optimizers:
-            load_engine(engine, folder)
-            origin = None
+            origin = load_state(engine, folder, open_own)
         elif plain.is_file():
-            load_plain_optimizer(engine, plain)
-            origin = "plain Trainer"
+            origin = load_state(engine, plain, open_plain)
         elif is_foreign(Path(checkpoint)):
-            origin = load_foreign(engine, Path(checkpoint))
+            origin = load_state(engine, Path(checkpoint), open_saved_by_others)
             if not (Path(checkpoint) / SCHEDULER_NAME).is_file():
                 raise CheckpointError(
                     f"hf_zero: {checkpoint} has no {SCHEDULER_NAME}: it was made with a scheduler of DeepSpeed's config, which "

@@ -13,7 +13,7 @@ from .transport import CommunicationError, Value
 _GLANCE_S = 0.02
 
 
-class Aside:
+class StoreExchange:
     """Exchanges by way of the store that the ranks were launched with, over a connection of their own.
 
     Args:
@@ -29,7 +29,9 @@ class Aside:
         if groups.world_size > 1:
             # A store's connection serves one call at a time: a wait on a shared one would hold training up.
             # Of more types than torch's stubs say.
-            self._store: Any = dist.PrefixStore(f"hf_zero/aside/{name}", cast(Any, _get_default_store()).clone())
+            self._store: Any = dist.PrefixStore(
+                f"hf_zero/store_exchange/{name}", cast(Any, _get_default_store()).clone()
+            )
 
     def hurry(self, seconds: float) -> None:
         """From now on, gives up after `seconds`: this process wants to end."""

@@ -1,0 +1,102 @@
+"""Work that succeeds on every rank or raises on every rank, so that none goes on alone and waits for the others.
+
+Needs no process group: it is given a function that exchanges a small value between the ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+Exchange = Callable[[object], list]
+"""Every rank's picklable value, in rank order. Collective."""
+
+Errors = tuple[type[Exception], ...]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Unexpected:
+    """What the other ranks are told of an exception that is not among the expected ones."""
+
+    text: str
+
+
+def all_or_none(
+    exchange: Exchange,
+    work: Callable[[], Result],
+    *,
+    expected: Errors,
+    error: Callable[[int, Any], Exception],
+    tell: Callable[[Exception], Any] = str,
+) -> Result:
+    """Runs `work` on every rank; returns this rank's result if every rank has one. Collective: one exchange, after the work.
+
+    Args:
+        expected: exceptions of `work` that all ranks are to raise as one.
+        error: makes that one from the lowest rank that failed and what it told.
+        tell: what the other ranks learn of an expected exception; picklable.
+
+    Raises:
+        what `error` returns, on every rank; where this rank failed too, its own exception is the cause. An `Exception` that is
+        not expected is raised as it is on its own rank, and as a RuntimeError that names the rank on the others. What is no
+        `Exception`, such as KeyboardInterrupt, is raised at once: the others learn it from the end of the process.
+    """
+    result, fault = _attempt(work)
+    raise_on_all(exchange, fault, expected=expected, error=error, tell=tell)
+    return cast(Result, result)
+
+
+def all_results_or_none(
+    exchange: Exchange,
+    work: Callable[[], Result],
+    *,
+    expected: Errors,
+    error: Callable[[int, Any], Exception],
+    tell: Callable[[Exception], Any] = str,
+) -> list[Result]:
+    """Like `all_or_none`, and returns every rank's result in rank order. Results are picklable, and go with the one exchange."""
+    result, fault = _attempt(work)
+    results: list[Result] = []
+
+    def exchange_both(told: object) -> list:
+        everyones = exchange((told, result))
+        results.extend(theirs for _, theirs in everyones)
+        return [told for told, _ in everyones]
+
+    raise_on_all(exchange_both, fault, expected=expected, error=error, tell=tell)
+    return results
+
+
+def raise_on_all(
+    exchange: Exchange,
+    fault: Exception | None,
+    *,
+    expected: Errors,
+    error: Callable[[int, Any], Exception],
+    tell: Callable[[Exception], Any] = str,
+) -> None:
+    """The exchange of `all_or_none`, for work that is done: raises as that does if any rank passes a fault. Collective.
+
+    Args:
+        fault: what has failed on this rank; None is nothing.
+    """
+    is_expected = isinstance(fault, expected)
+    told: object = None
+    if fault is not None:
+        told = (tell(fault),) if is_expected else _Unexpected(f"{type(fault).__name__}: {fault}")
+    everyones = exchange(told)
+    if fault is not None and not is_expected:
+        raise fault
+    for rank, theirs in enumerate(everyones):
+        if isinstance(theirs, _Unexpected):
+            raise RuntimeError(f"hf_zero: rank {rank} failed: {theirs.text}") from fault
+        if theirs is not None:
+            raise error(rank, theirs[0]) from fault
+
+
+def _attempt(work: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
