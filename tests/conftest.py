@@ -10,6 +10,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+import torch.distributed as dist
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 
@@ -69,6 +70,15 @@ def no_watch_outlives_its_test() -> Iterator[None]:
     yield
     for added in set(hooks) - before:
         del hooks[added]
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_outlives_its_test() -> Iterator[None]:
+    """A later test of the same process would find itself in it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test has left its process group initialised")
 
 
 @pytest.fixture(scope="session")

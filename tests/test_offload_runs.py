@@ -176,10 +176,11 @@ def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to
 )
 def test_trainer_trains_one_rank_by_each_file_that_moves_parameters_as_it_does_without(name, plain, tmp_path):
     doors = {"moved": f"flag {ROOT / 'configs' / name}.yaml", "plain": f"flag {plain}"}
-    outcomes = {
-        kind: run(0, 1, door, "gpt2", str(tmp_path / kind), max_steps=4, optim="adamw_torch_fused")
-        for kind, door in doors.items()
-    }
+    outcomes = {}
+    for kind, door in doors.items():
+        folder = str(tmp_path / kind)
+        arguments = {"door": door, "model": "gpt2", "output_dir": folder, "max_steps": 4, "optim": "adamw_torch_fused"}
+        [outcomes[kind]] = run_ranks(run, world_size=1, time_limit_s=100, keyword_arguments=arguments)
     assert outcomes["moved"]["losses"] == outcomes["plain"]["losses"]
     assert outcomes["moved"]["state"] == outcomes["plain"]["state"]
 
