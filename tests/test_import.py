@@ -9,18 +9,21 @@ import pytest
 
 MEASURE = """
 import time
+first = time.process_time()
 import accelerate
 start = time.process_time()
 import hf_zero
 {names}
-print(time.process_time() - start)
+print(time.process_time() - start, start - first)
 """
 
 
-MOST_SECONDS = 0.3
+MOST_SECONDS, MOST_OF_ACCELERATES = 0.3, 0.15
+"""Either will do: a core that does other work too, takes longer for both."""
 
 
-def cpu_seconds_over_accelerate(names: str) -> float:
+def cost_over_accelerate(names: str) -> float:
+    """Seconds of CPU, as far as they are on a machine that has nothing else to do."""
     # As installed: Python keeps what it has compiled.
     keeps_bytecode = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     ran = subprocess.run(
@@ -31,7 +34,8 @@ def cpu_seconds_over_accelerate(names: str) -> float:
         check=True,
         timeout=120,
     )
-    return float(ran.stdout)
+    seconds, accelerates = map(float, ran.stdout.split())
+    return min(seconds, seconds / accelerates / MOST_OF_ACCELERATES * MOST_SECONDS)
 
 
 @pytest.mark.parametrize("names", ["", "hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
@@ -39,7 +43,7 @@ def test_import_costs_little_over_accelerate(names):
     # One of a few is enough: whatever else the machine does adds to a process's time and never takes from it.
     found = []
     while len(found) < 4 and min(found, default=MOST_SECONDS) >= MOST_SECONDS:
-        found.append(cpu_seconds_over_accelerate(names))
+        found.append(cost_over_accelerate(names))
     print(f"import hf_zero; {names}: {min(found):.3f} s of CPU over import accelerate")
     assert min(found) < MOST_SECONDS
 
