@@ -11,10 +11,18 @@ if [[ "${1:-}" == "--slow" ]]; then
 fi
 ruff check .
 ruff format --check .
-python -m mypy
+# Types are checked on one core while the tests' first ones run; what it has to say comes at the end.
+types="$(mktemp)"
+python -m mypy >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null; rm -f "$types"' EXIT
 # Some hundred processes import the package and the tests: what Python has compiled is kept.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 # A file's tests stay in one process, for what they share; the longest files come first (tests/conftest.py). Ranks and time limits are
 # made for a machine that does other work too.
-exec python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} "$@"
+status=0
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} "$@" || status=$?
+wait "$checker" || status=1
+cat "$types"
+exit "$status"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from training import adamw_in_two_groups, gpt2, gpt2_batch
+from training import VOCABULARY, Answer, adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero import ZeroAccelerator, ZeroPlugin, engine_of
 
@@ -25,6 +26,25 @@ class Texts(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self._rows[index]
+
+
+class TextsModel(nn.Module):
+    """As small as a model of texts can be: of blocks of parameters, biases and a loss."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(layers))
+        self.head = nn.Linear(24, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Answer:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+MODELS = {"gpt2": gpt2, "texts": TextsModel}
 
 
 def make_accelerator(door: str, **arguments) -> Accelerator:
@@ -59,6 +79,7 @@ def run(
     load_from: str | None = None,
     compile_model: bool = False,
     layers: int = 3,
+    model: str = "gpt2",
     cpu: bool = True,
     **passed: object,
 ) -> dict:
@@ -69,7 +90,7 @@ def run(
     arguments = passed | ({"dynamo_backend": "eager"} if compile_model else {})
     accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=cpu, **arguments)
     torch.manual_seed(0)
-    model = gpt2(layers=layers)
+    model = MODELS[model](layers=layers)
     optimizer = adamw_in_two_groups(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loader = DataLoader(Texts(4 * world_size * accumulation * steps), batch_size=4)

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from launching import port_to_meet_on
 from torch import nn
 from training import gpt2, gpt2_batch
 
@@ -199,12 +199,6 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Started:
     """The ranks of a run that has been started."""
 
@@ -213,7 +207,7 @@ class Started:
         folder.mkdir(parents=True)
         self.networks = Namespaces() if run.fault == "link cut" else None
         self.is_cut = False
-        self.port = _free_port()
+        self.port = port_to_meet_on()
         self.store = None
         self.pids: dict[int, int] = {}
         self.codes: dict[int, tuple[int | None, float]] = {}

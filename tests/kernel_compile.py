@@ -6,8 +6,11 @@ architecture or variant, of `Figures`.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -56,6 +59,12 @@ class Case:
     architectures: tuple[int, ...] = ARCHITECTURES
 
 
+@dataclass(frozen=True)
+class Compiled:
+    cubin: bytes
+    shared_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figures:
     """Read from the machine code of one kernel; instruction counts are static."""
@@ -63,7 +72,6 @@ class Figures:
     registers: int
     spilled_bytes: int
     shared_bytes: int
-    barriers: int
     loads: dict[str, int]
     stores: dict[str, int]
 
@@ -251,7 +259,7 @@ CASES |= {
 }
 
 
-def compile_case(case: Case, architecture: int) -> Figures:
+def compile_case(case: Case, architecture: int) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -267,7 +275,7 @@ def compile_case(case: Case, architecture: int) -> Figures:
     source = ASTSource(jit, signature, constants, divisible)
     options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    return read_figures(compiled.asm["cubin"], compiled.metadata.shared)
+    return Compiled(compiled.asm["cubin"], compiled.metadata.shared)
 
 
 def with_one_element(case: Case) -> Case:
@@ -284,27 +292,60 @@ def without_options(case: Case) -> Case:
     return replace(case, types=types, constants={**case.constants, **dict.fromkeys(left_out)})
 
 
-def read_figures(cubin: bytes, shared_bytes: int) -> Figures:
+def tool(name: str) -> Path:
     import triton
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and the bytes that it spills."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-        code = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        command = [tool("cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
-    instructions = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
-    return Figures(
-        registers=int(numbers["REG"]),
-        spilled_bytes=int(numbers["STACK"]) + int(numbers["LOCAL"]),
-        shared_bytes=shared_bytes,
-        barriers=sum(name.startswith("BAR.") for name in instructions),
-        loads=count_by_width(instructions, "LDG"),
-        stores=count_by_width(instructions, "STG"),
-    )
+    return {"registers": int(numbers["REG"]), "spilled_bytes": int(numbers["STACK"]) + int(numbers["LOCAL"])}
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The section of an ELF file that holds its one kernel's instructions."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + size * index) for index in range(count)]
+    names_start = sections[names][4]
+    [code] = [s for s in sections if cubin.startswith(b".text.", names_start + s[0])]
+    return cubin[code[4] : code[4] + code[5]]
+
+
+def disassembled(kernels: Sequence[bytes], architecture: int) -> list[list[str]]:
+    """The names of each kernel's instructions. The disassembler needs half a second to begin, so all go through it together."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(kernels))
+        file.flush()
+        command = [tool("nvdisasm"), "--binary", f"SM{architecture}", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
+    ends = list(itertools.accumulate(map(len, kernels)))
+    names: list[list[str]] = [[] for _ in kernels]
+    for address, name in found:
+        names[bisect.bisect_right(ends, int(address, 16))].append(name)
+    return names
+
+
+def figures(compiled: Mapping[str, Compiled], architecture: int) -> dict[str, Figures]:
+    """Of kernels by name."""
+    instructions = disassembled([machine_code(kernel.cubin) for kernel in compiled.values()], architecture)
+    return {
+        name: Figures(
+            **resources(kernel.cubin),
+            shared_bytes=kernel.shared_bytes,
+            loads=count_by_width(found, "LDG"),
+            stores=count_by_width(found, "STG"),
+        )
+        for (name, kernel), found in zip(compiled.items(), instructions)
+    }
 
 
 def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
@@ -321,14 +362,14 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 def main() -> None:
     """Compiles for the architecture named by the first word; for the newest, a launch's other forms too."""
     architecture = int(sys.argv[1])
-    found = {name: {} for name in CASES}
-    for name, case in CASES.items():
-        if architecture not in case.architectures:
-            continue
-        usual = found[name][str(architecture)] = vars(compile_case(case, architecture))
-        for variant in (with_one_element, without_options) if architecture == ARCHITECTURES[-1] else ():
+    cases = {name: case for name, case in CASES.items() if architecture in case.architectures}
+    compiled = {name: compile_case(case, architecture) for name, case in cases.items()}
+    found = {name: {str(architecture): vars(usual)} for name, usual in figures(compiled, architecture).items()}
+    for name, case in cases.items() if architecture == ARCHITECTURES[-1] else ():
+        for variant in (with_one_element, without_options):
             other = variant(case)
-            found[name][variant.__name__] = usual if other == case else vars(compile_case(other, architecture))
+            kernel = compiled[name] if other == case else compile_case(other, architecture)
+            found[name][variant.__name__] = resources(kernel.cubin)
     json.dump(found, sys.stdout, indent=1)
 
 

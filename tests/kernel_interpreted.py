@@ -11,7 +11,8 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, worst_error
@@ -284,6 +285,11 @@ FORMATS = [
 NAN_OF_FLOAT8 = 127
 
 
+def in_turn(left: Sequence[Any], right: Sequence[Any], turn: int) -> list[tuple[Any, Any]]:
+    """Pairs in which each element is once; as many turns as there are elements make all pairs."""
+    return [(one, right[(place + turn) % len(right)]) for place, one in enumerate(left)]
+
+
 def with_strangers(flat: torch.Tensor) -> torch.Tensor:
     """NaN and infinities in some blocks, zeros in one, where the tensor is long enough to leave others as they were."""
     if flat.numel() > 5000:
@@ -295,31 +301,30 @@ def with_strangers(flat: torch.Tensor) -> torch.Tensor:
 @check
 def quantising_is_the_references_bit_for_bit():
     for format in FORMATS:
-        for numel in SHORTER:
+        for place, numel in enumerate(SHORTER):
+            kept = normal(numel, 5) * 0.01
+            pairs = in_turn(DTYPES, (None, kept, kept.bfloat16()), place)
             # The interpreter takes a program of 512 elements as long as the reference takes a million.
-            long = numel > 5000
-            for dtype in (torch.bfloat16,) if long else DTYPES:
-                kept = normal(numel, 5) * 0.01
-                for carried in (kept.bfloat16(),) if long else (None, kept, kept.bfloat16()):
-                    guard = Guarded()
-                    values = guard.of(with_strangers(normal(numel, 4, dtype)))
-                    codes = guard.of(torch.zeros(format.code_bytes(numel), dtype=torch.uint8))
-                    scales = guard.of(torch.zeros(format.blocks(numel)))
-                    residual = None if carried is None else guard.of(carried)
-                    expected = codes.clone(), scales.clone(), None if carried is None else carried.clone()
-                    quantise.quantise_triton(values, codes, scales, format, residual)
-                    quantise.quantise_reference(values, *expected[:2], format, expected[2])
-                    guard.check()
-                    assert same_bits(codes, expected[0]), (format, numel, dtype)
-                    assert same_bits(scales, expected[1]), (format, numel, dtype)
-                    assert carried is None or same_bits(residual, expected[2]), (format, numel, dtype)
+            for dtype, carried in [(torch.bfloat16, kept.bfloat16())] if numel > 5000 else pairs:
+                guard = Guarded()
+                values = guard.of(with_strangers(normal(numel, 4, dtype)))
+                codes = guard.of(torch.zeros(format.code_bytes(numel), dtype=torch.uint8))
+                scales = guard.of(torch.zeros(format.blocks(numel)))
+                residual = None if carried is None else guard.of(carried)
+                expected = codes.clone(), scales.clone(), None if carried is None else carried.clone()
+                quantise.quantise_triton(values, codes, scales, format, residual)
+                quantise.quantise_reference(values, *expected[:2], format, expected[2])
+                guard.check()
+                assert same_bits(codes, expected[0]), (format, numel, dtype)
+                assert same_bits(scales, expected[1]), (format, numel, dtype)
+                assert carried is None or same_bits(residual, expected[2]), (format, numel, dtype)
 
 
 @check
 def dequantised_sums_are_the_references_bit_for_bit():
     for format in FORMATS:
-        for numel in SHORTER:
-            for ranks in (2,) if numel > 5000 else (1, 2, 3):
+        for place, numel in enumerate(SHORTER):
+            for dtype, ranks in [(torch.bfloat16, 2)] if numel > 5000 else in_turn(DTYPES, (1, 2, 3), place):
                 guard = Guarded()
                 codes = normal(ranks * format.code_bytes(numel), numel).mul_(60).add_(136).clamp_(17, 254)
                 codes = codes.to(torch.uint8).view(ranks, format.code_bytes(numel))
@@ -328,13 +333,12 @@ def dequantised_sums_are_the_references_bit_for_bit():
                 scales = normal(ranks * format.blocks(numel), numel + 1).abs_().view(ranks, format.blocks(numel))
                 if numel > 1000:
                     scales[0, 1] = math.inf
-                for dtype in (torch.bfloat16,) if numel > 5000 else DTYPES:
-                    out = guard.of(torch.zeros(numel, dtype=dtype))
-                    expected = torch.zeros(numel, dtype=dtype)
-                    quantise.dequantise_sum_triton(codes, scales, out, format)
-                    quantise.dequantise_sum_reference(codes, scales, expected, format)
-                    guard.check()
-                    assert same_bits(out, expected), (format, numel, ranks, dtype)
+                out = guard.of(torch.zeros(numel, dtype=dtype))
+                expected = torch.zeros(numel, dtype=dtype)
+                quantise.dequantise_sum_triton(codes, scales, out, format)
+                quantise.dequantise_sum_reference(codes, scales, expected, format)
+                guard.check()
+                assert same_bits(out, expected), (format, numel, ranks, dtype)
 
 
 @check
@@ -365,9 +369,12 @@ def pieces_of(sizes: list[int], dtype: torch.dtype, gap: int, shift: int) -> lis
 @check
 def filling_is_the_references_bit_for_bit_and_leaves_the_gaps():
     sizes = [1, 127, 0, 128, 16, 2048, 5, 300, 4096]
-    for source_dtype in DTYPES:
-        for flat_dtype in DTYPES:
-            for gap, shift, factor in ((0, 0, 1.0), (7, 3, 0.3)):
+    ways = ((0, 0, 1.0), (7, 3, 0.3))
+    for number, source_dtype in enumerate(DTYPES):
+        for place, flat_dtype in enumerate(DTYPES):
+            # Of what is read and written as it is, and of what a bf16 model keeps its gradients in, both.
+            both = source_dtype == flat_dtype or (source_dtype, flat_dtype) == (torch.float32, torch.bfloat16)
+            for gap, shift, factor in ways if both else ways[(number + place) % 2 :][:1]:
                 last = [100_003] if (source_dtype, flat_dtype) == (torch.float32, torch.bfloat16) else []
                 pieces = pieces_of([*sizes, *last], source_dtype, gap, shift)
                 guard = Guarded()

@@ -1,6 +1,7 @@
 """Starts a script as a user would, under `accelerate launch`, or in ranks that are forked with everything imported."""
 
 import atexit
+import itertools
 import os
 import runpy
 import socket
@@ -26,6 +27,27 @@ SECONDS = 120
 def own_port() -> int:
     """A port that no test in another process of pytest's launches on."""
     return 29510 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+_meetings = itertools.count()
+
+
+def port_to_meet_on() -> int:
+    """A port that is free, and that no other process comes by before the ranks have met.
+
+    Not one that the system chooses: it gives those to any connection. Each process of pytest's has its own hundreds.
+    """
+    first = 10_000 + 500 * (own_port() - 29_510) % 15_000
+    for turn in _meetings:
+        with socket.socket() as tried:
+            # As the ranks' store does: what a former one has left behind is not in its way.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("127.0.0.1", first + turn % 500))
+            except OSError:
+                continue
+            return first + turn % 500
+    raise AssertionError("the turns have no end")
 
 
 def launch_command(script: Path, *arguments: object, config: Path, flags: Sequence[object] = ()) -> list[str]:
@@ -114,9 +136,7 @@ def run_forked(
 
 def _places(processes: int) -> list[dict[str, str]]:
     """What each of several ranks is told of its place."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_to_meet_on())}
     sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
     return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 

@@ -139,19 +139,22 @@ def steps_of(text: str) -> Iterator[Block | Line]:
 class Folder:
     """A reader's folder: what a fresh copy of the repository has, as far as lines name it, and the lines typed in it.
 
-    A launcher (accelerate, torchrun, plain python) really starts the first of its lines. The others' scripts run in forked
-    ranks: a launcher and its ranks import torch for a quarter of a minute of CPU time.
+    Each of `launchers` really starts the first of its lines. The other scripts run in forked ranks: a launcher and its ranks
+    import torch for a quarter of a minute of CPU time.
 
     Args:
         hub: what `hf-zero push` takes for the Hub.
         examples: of any page, for the lines of all.
+        launchers: "accelerate", "torchrun" or "python". The first two start their ranks by the same code of torch's.
     """
 
-    def __init__(self, path: Path, hub: HubServer, examples: Iterable[Block]):
+    def __init__(
+        self, path: Path, hub: HubServer, examples: Iterable[Block], launchers: Iterable[str] = ("accelerate", "python")
+    ):
         self.path = path
         self.hub = hub
         self.outcomes: dict[Line, Outcome] = {}
-        self.launchers_used: set[str] = set()
+        self.launchers_left = set(launchers)
         for name in ("configs", "scripts", "pyproject.toml"):
             (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, path / name)
         for block in examples:
@@ -193,9 +196,9 @@ class Walk:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
         launch = Launch.of(line.command)
         if launch is not None:
-            if launch.launcher in self.folder.launchers_used:
+            if launch.launcher not in self.folder.launchers_left:
                 return launch.forked(self.folder.path, inherited)
-            self.folder.launchers_used.add(launch.launcher)
+            self.folder.launchers_left.remove(launch.launcher)
         own = {
             "HF_HOME": str(self.folder.path / "caches"),
             "HF_HUB_OFFLINE": "1",

@@ -9,7 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +23,9 @@ import bf16_ways
 import device_trace
 import host_time
 import largest
+import memory
 import offload
+import ranks
 import step
 from launching import run_forked
 from offload_ways import WAYS
@@ -32,7 +34,6 @@ from summary import summarise
 from wire import tcp_bytes
 from workload import WORKLOADS
 
-STEP_SCRIPT = step.BENCH_FOLDER / "step.py"
 TIME_LIMIT_S = 60
 
 
@@ -161,8 +162,28 @@ def run_here(script: ModuleType, *arguments: object) -> int:
         return script.main()
 
 
+def run_as_main(path: Path, *arguments: object) -> None:
+    """The same for a file that cannot be imported by its name, since a standard module has it."""
+    main = ModuleType("__main__")
+    main.__file__ = str(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        patch.setattr(ranks, "PRELOADED_MODULES", list(ranks.PRELOADED_MODULES))
+        # Where the ranks find the functions that they are told to run.
+        patch.setitem(sys.modules, "__main__", main)
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(main))
+
+
+def peaks_in_this_process(command: list[str], env: dict[str, str], check: bool) -> None:
+    """In place of a process with other settings of malloc, which takes its time to import everything."""
+    assert command[0] == sys.executable and Path(command[1]) == Path(memory.__file__) and check
+    assert env[memory._MALLOC_VARIABLE] == str(memory.MALLOC_MMAP_THRESHOLD_BYTES)
+    run_here(memory, *command[2:])
+
+
 @pytest.mark.timeout(200)
-def test_step_compares_engines_end_to_end(tmp_path):
+def test_step_compares_engines_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "subprocess", SimpleNamespace(run=peaks_in_this_process))
     figures_path = tmp_path / "figures.json"
     assert run_here(step, "--quick", "--engines", "fsdp2", "--json", figures_path) == 0
     engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
@@ -170,6 +191,12 @@ def test_step_compares_engines_end_to_end(tmp_path):
     assert engines["fsdp2"]["loss_difference"] == 0.0
     assert engines["fsdp2"]["sent_ratio"]["median"] > 1.0
     assert engines["ddp"]["peak_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_peaks_are_measured_in_a_process_with_its_own_settings_of_malloc():
+    peaks = memory.measure_peaks(["ddp"], workload_name="tiny", fused=True, world_size=2, time_limit_s=TIME_LIMIT_S)
+    assert list(peaks) == ["ddp"] and peaks["ddp"] > 0
 
 
 @pytest.mark.timeout(300)
@@ -192,9 +219,7 @@ def test_host_time_says_by_how_much_a_goal_is_missed():
 @pytest.mark.timeout(300)
 def test_io_saves_and_resumes_end_to_end(tmp_path):
     figures_path = tmp_path / "io.json"
-    command = [sys.executable, STEP_SCRIPT.with_name("io.py"), "--quick", "--stages", "3"]
-    command += ["--folder", tmp_path, "--json", figures_path]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    run_as_main(step.BENCH_FOLDER / "io.py", "--quick", "--stages", 3, "--folder", tmp_path, "--json", figures_path)
     figures = json.loads(figures_path.read_text())
     assert {"stage 3: stall", "stage 3: at once", "torch.save", "DCP", "safetensors"} <= figures["saves"].keys()
     assert all(seconds > 0 for way in figures["saves"].values() for seconds in way)

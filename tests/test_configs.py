@@ -13,7 +13,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from launching import CONFIGS, CPU2, ROOT, SECONDS, launch, launch_command, own_environment
+from launching import CONFIGS, CPU2, ROOT, SECONDS, launch, launch_command, launch_forked, own_environment
 from recipes.report import RESULTS_NAME
 from safetensors.torch import load_file
 
@@ -90,7 +90,7 @@ def test_accelerate_loads_its_config_and_can_launch_with_it(path):
 def test_cpu2_starts_two_ranks_that_know_of_each_other(tmp_path):
     script = tmp_path / "say_where.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(ROOT / 'scripts')!r})\n{SAY_WHERE}", encoding="utf-8")
-    done = launch(script, caches=tmp_path, config=CPU2)
+    done = launch_forked(script, config=CPU2)
     assert done.returncode == 0, done.stderr
     # Two processes write to one pipe: a line's end may come after the other's line.
     assert sorted(re.findall(r"rank \d of \d on cpu", done.stdout)) == ["rank 0 of 2 on cpu", "rank 1 of 2 on cpu"]

@@ -338,16 +338,35 @@ def test_an_offline_client_says_so(plain, server, monkeypatch):
     assert line == (f"hf_zero: this push has committed nothing to {REPO}: HF_HUB_OFFLINE is set; unset it to push.")
 
 
+PUSHES = """
+import sys
+from hf_zero.integrations.cli import main
+
+checkpoint, *repos = sys.argv[1:]
+for repo in repos:
+    sys.argv[1:] = ["push", checkpoint, repo]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended with", end.code or 0)
+"""
+
+
 @pytest.mark.parametrize(
-    "fault",
-    ["none", pytest.param("refused", marks=pytest.mark.slow), "echoed", pytest.param("broken", marks=pytest.mark.slow)],
+    ("fault", "ends"),
+    [
+        ("echoed by the second", [0, 1]),
+        pytest.param("refused", [1], marks=pytest.mark.slow),
+        pytest.param("broken", [1], marks=pytest.mark.slow),
+    ],
 )
-def test_no_token_is_ever_shown_or_sent_with_the_files(fault, trained, tmp_path):
+def test_no_token_is_ever_shown_or_sent_with_the_files(fault, ends, trained, tmp_path):
+    """The pushes are one process's: its first second goes into imports."""
     with HubServer() as server:
         if fault == "refused":
             server.tokens.clear()
-        if fault == "echoed":
-            server.fail(r"POST .*/commit/", status=403, message=f"token {TOKEN} may not write")
+        if fault == "echoed by the second":
+            server.fail(rf"POST .*{REPO}-1/commit/", status=403, message=f"token {TOKEN} may not write")
         if fault == "broken":
             server.fail(r"GET /api/models/[^/]+/[^/]+/revision/", status=500, times=99, message=f"what {TOKEN} wants")
         environment = os.environ | {
@@ -359,13 +378,14 @@ def test_no_token_is_ever_shown_or_sent_with_the_files(fault, trained, tmp_path)
             "HF_DEBUG": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-c", "from hf_zero.integrations.cli import main; main()", "push", trained(1)[0], REPO],
+            [sys.executable, "-c", PUSHES, trained(1)[0], *(f"{REPO}-{number}" for number in range(len(ends)))],
             env=environment,
             capture_output=True,
             text=True,
             timeout=100,
         )
-        assert done.returncode == (0 if fault == "none" else 1), done.stderr
+        assert re.findall(r"ended with (.*)", done.stdout) == list(map(str, ends)), done.stderr
+        assert (f"{REPO}-0" in server.repos) == (ends[0] == 0)
         assert "Request" in done.stderr, "the client's own log is among what is searched"
         assert TOKEN not in done.stdout + done.stderr
         for repo in server.repos.values():

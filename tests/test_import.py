@@ -9,18 +9,25 @@ import pytest
 
 MEASURE = """
 import time
+first = time.process_time()
 import accelerate
 start = time.process_time()
 import hf_zero
 {names}
-print(time.process_time() - start)
+print(time.process_time() - start, start - first)
+import sys
+hf_zero.ZeroPlugin(2)
+assert 'transformers.trainer' not in sys.modules
+[getattr(hf_zero, name) for name in hf_zero.__all__]
 """
 
 
-MOST_SECONDS = 0.3
+MOST_SECONDS, MOST_OF_ACCELERATES = 0.3, 0.15
+"""Either will do: a core that does other work too, takes longer for both."""
 
 
-def cpu_seconds_over_accelerate(names: str) -> float:
+def cost_over_accelerate(names: str) -> float:
+    """Seconds of CPU, as far as they are on a machine that has nothing else to do."""
     # As installed: Python keeps what it has compiled.
     keeps_bytecode = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     ran = subprocess.run(
@@ -31,23 +38,18 @@ def cpu_seconds_over_accelerate(names: str) -> float:
         check=True,
         timeout=120,
     )
-    return float(ran.stdout)
+    seconds, accelerates = map(float, ran.stdout.split())
+    return min(seconds, seconds / accelerates / MOST_OF_ACCELERATES * MOST_SECONDS)
 
 
 @pytest.mark.parametrize("names", ["", "hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
-def test_import_costs_little_over_accelerate(names):
+def test_import_costs_little_over_accelerate_leaves_transformers_trainer_out_and_has_every_public_name(names):
     # One of a few is enough: whatever else the machine does adds to a process's time and never takes from it.
     found = []
     while len(found) < 4 and min(found, default=MOST_SECONDS) >= MOST_SECONDS:
-        found.append(cpu_seconds_over_accelerate(names))
+        found.append(cost_over_accelerate(names))
     print(f"import hf_zero; {names}: {min(found):.3f} s of CPU over import accelerate")
     assert min(found) < MOST_SECONDS
-
-
-def test_a_plain_loop_does_not_import_transformers_trainer_and_every_public_name_is_there():
-    plain = "import hf_zero, sys; hf_zero.ZeroPlugin(2); assert 'transformers.trainer' not in sys.modules"
-    public = "[getattr(hf_zero, name) for name in hf_zero.__all__]"
-    subprocess.run([sys.executable, "-c", f"{plain}; {public}"], check=True, timeout=120)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -1,6 +1,5 @@
 """Saves that all ranks are in: what peft, a script's subclass or a hook saves of parts of the model inside them finds values."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from peft import (
 )
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from told import tell, wait_until_told
 from torch import nn
 from trainer_job import as_launched, make_trainer
 from training import bert, bert_batch, gpt2, gpt2_batch
@@ -208,8 +208,9 @@ def saves_alone(rank: int, world_size: int, folder: str) -> None:
         with pytest.raises(CommunicationError, match=r"(?s)save_pretrained\(\) of GPT2LMHeadModel.*on every rank"):
             model.save_pretrained(Path(folder) / "model")
         assert not (Path(folder) / "model").exists()
+        tell("the error")
     else:
-        time.sleep(5)
+        wait_until_told("the error")
 
 
 def test_save_pretrained_on_one_rank_alone_is_named_and_leaves_no_folder(tmp_path):

@@ -31,6 +31,13 @@ def gpt2_as_published() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config())
 
 
+def gpt2_of_four_layers() -> nn.Module:
+    """A tenth of it, with as great a part in the embeddings."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=384, n_head=6, vocab_size=12_000, n_positions=512))
+
+
 def held_after_backward(stage: int, dtype: torch.dtype = torch.float32, make=medium_gpt2, **settings) -> dict:
     """Storage bytes that live while gradients are reduced and the optimizer has its state; P, G and O of the whole."""
     torch.manual_seed(0)
@@ -169,9 +176,16 @@ def test_gpt2s_state_at_stage_3_on_one_rank_among_many(world_size):
     assert_within_formula(held, 3, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gpt2s_state_at_stage_3(world_size):
-    arguments = {"stage": 3, "make": gpt2_as_published, "bucket_bytes": "auto"}
+@pytest.mark.parametrize(
+    ("make", "world_size"),
+    [
+        (gpt2_of_four_layers, 2),
+        pytest.param(gpt2_as_published, 2, marks=pytest.mark.slow),
+        pytest.param(gpt2_as_published, 4, marks=pytest.mark.slow),
+    ],
+)
+def test_gpt2s_state_at_stage_3(make, world_size):
+    arguments = {"stage": 3, "make": make, "bucket_bytes": "auto"}
     for held in run_ranks(held_on_rank, world_size=world_size, time_limit_s=110, keyword_arguments=arguments):
         assert_within_formula(held, 3, world_size)
         assert held["rows"]["gathered parameters, at most"] <= held["gathered bound"]

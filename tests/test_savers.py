@@ -14,6 +14,7 @@ from accelerate.utils import clean_state_dict_for_safetensors
 from launching import launch, launch_forked
 from ranks import run_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
+from told import tell, wait_until_told
 from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
 
@@ -182,15 +183,16 @@ def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: s
         with pytest.raises(CommunicationError, match=r"only some ranks came to save_pretrained\(\) of GPT2LMHeadModel"):
             model.save_pretrained(f"{folder}/{rank}")
         waited = time.monotonic() - started
-        assert GATHER_TIMEOUT_S - 0.5 < waited < GATHER_TIMEOUT_S + 15, f"waited {waited:.1f} s"
+        assert GATHER_TIMEOUT_S - 0.5 < waited < GATHER_TIMEOUT_S + 60, f"waited {waited:.1f} s"
+        tell(f"rank {rank}'s error")
     # The rest is somewhere else, and lives on.
-    time.sleep(GATHER_TIMEOUT_S + 5)
+    wait_until_told(*(f"rank {each}'s error" for each in come))
 
 
 @pytest.mark.parametrize("come", [(0,), (1, 2)], ids=str)
 def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(come, tmp_path):
     arguments = {"come": come, "folder": str(tmp_path)}
-    run_ranks(some_ranks_save, world_size=3, time_limit_s=60, keyword_arguments=arguments)
+    run_ranks(some_ranks_save, world_size=3, time_limit_s=100, keyword_arguments=arguments)
 
 
 def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
@@ -206,12 +208,12 @@ def one_rank_has_ended(rank: int, world_size: int, ends_first: bool) -> None:
     with pytest.raises(CommunicationError, match=r"state_dict\(\) of GPT2LMHeadModel; ranks \[1\] have ended"):
         model.state_dict()
     waited = time.monotonic() - started
-    assert waited < 20, f"waited {waited:.1f} s"
+    assert waited < 60, f"waited {waited:.1f} s"
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
 def test_ranks_that_have_ended_are_not_waited_for(ends_first):
-    run_ranks(one_rank_has_ended, world_size=2, time_limit_s=60, keyword_arguments={"ends_first": ends_first})
+    run_ranks(one_rank_has_ended, world_size=2, time_limit_s=90, keyword_arguments={"ends_first": ends_first})
 
 
 def one_rank_leaves(rank: int, world_size: int) -> None:
@@ -258,8 +260,12 @@ def forked(script: Path, *arguments: object, caches: Path) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("start", "what", "named"),
     [
-        (launch, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
+        (forked, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
         (forked, "save_state", r"only some ranks came to accelerator\.save_state; ranks \[1\] have ended"),
+        pytest.param(
+            *(launch, "state_dict", r"only some ranks came to state_dict\(\) of Sequential; ranks \[1\] have ended"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             launch,
             "forward",

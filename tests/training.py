@@ -128,7 +128,7 @@ class Job:
     make_batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]] = gpt2_batch
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer | list[torch.optim.Optimizer]] | None = None
     settings: dict | None = None
-    steps: int = 8
+    steps: int = 5
     accumulation: int = 1
     max_norm: float | None = None
     batch_size: int = 2
