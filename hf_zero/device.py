@@ -139,6 +139,34 @@ def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(views, dtype=torch.uint8)
 
 
+class PinnedPool:
+    """Host memory (uint8) of exact sizes, pinned beside an accelerator, that is given out again when its last view has gone.
+
+    It is for copies of one queue, which follow each other: one may still be under way when the memory is given out again.
+
+    Attributes:
+        nbytes: of all that it has made.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` is above 0. Without an accelerator the memory is new each time."""
+        if self._device.type == "cpu":
+            return pinned(nbytes, self._device)
+        free = self._free.setdefault(nbytes, [])
+        if not free:
+            free.append(pinned(nbytes, self._device))
+            self.nbytes += nbytes
+        memory = free.pop()
+        views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
+        weakref.finalize(views, free.append, memory).atexit = False
+        return torch.frombuffer(views, dtype=torch.uint8)
+
+
 def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory (uint8), aligned for direct I/O, through which something passes on its way to or from `device`.
 
