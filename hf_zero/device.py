@@ -1,10 +1,12 @@
 """One interface to what devices do differently: allocation that gives memory back, and what memory is in use."""
 
+import ctypes
 import inspect
 import mmap
 import os
 import re
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -122,6 +124,49 @@ def unpin(tensor: torch.Tensor, device: torch.device) -> None:
             runtime.cudaHostUnregister(tensor.data_ptr())
 
 
+def pinned(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory (uint8) of exactly that size; beside an accelerator, pinned for as long as any view of it is there.
+
+    torch's pinned memory takes a power of two, and keeps what has been freed. This keeps nothing, and knows of no copy: drop it
+    when those from and to it have ended.
+    """
+    memory = allocate(nbytes, torch.uint8, torch.device("cpu"))
+    if not nbytes or device.type == "cpu" or not pin(memory, device):
+        return memory
+    views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
+    # The callback keeps the mapping alive until it has been unpinned: pages may not go back before.
+    weakref.finalize(views, unpin, memory, device).atexit = False
+    return torch.frombuffer(views, dtype=torch.uint8)
+
+
+class PinnedPool:
+    """Host memory (uint8) of exact sizes, pinned beside an accelerator, that is given out again when its last view has gone.
+
+    It is for copies of one queue, which follow each other: one may still be under way when the memory is given out again.
+
+    Attributes:
+        nbytes: of all that it has made.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self.nbytes = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` is above 0. Without an accelerator the memory is new each time."""
+        if self._device.type == "cpu":
+            return pinned(nbytes, self._device)
+        free = self._free.setdefault(nbytes, [])
+        if not free:
+            free.append(pinned(nbytes, self._device))
+            self.nbytes += nbytes
+        memory = free.pop()
+        views = (ctypes.c_uint8 * nbytes).from_address(memory.data_ptr())
+        weakref.finalize(views, free.append, memory).atexit = False
+        return torch.frombuffer(views, dtype=torch.uint8)
+
+
 def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     """Host memory (uint8), aligned for direct I/O, through which something passes on its way to or from `device`.
 
@@ -206,8 +251,12 @@ class SideQueue(ABC):
     """Copies between host and device that run beside the device's own queue."""
 
     @abstractmethod
-    def aside(self) -> AbstractContextManager[None]:
-        """What is queued inside begins after all that the device has in its queue now, and runs beside what comes later."""
+    def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
+        """What is queued inside begins after `behind`, and runs beside what the device is asked for later.
+
+        Args:
+            behind: a point in the device's queue; None is the end of what it has in its queue now.
+        """
 
     @abstractmethod
     def mark(self) -> Mark:
@@ -222,7 +271,7 @@ class _Reached(Mark):
 class _HostQueue(SideQueue):
     """On the host a copy has ended when the call returns."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def mark(self) -> Mark:
@@ -239,7 +288,11 @@ class _Event(Mark):
         self._event.record(stream)
 
     def hold_up_device(self) -> None:
-        torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
+        self.hold_up(torch.get_device_module(self._device).current_stream(self._device))
+
+    def hold_up(self, stream: torch.Stream) -> None:
+        """The device's `stream` goes no further before this point is reached."""
+        stream.wait_event(self._event)
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -259,8 +312,11 @@ class _StreamQueue(SideQueue):
         self._stream = self._module.Stream(device)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._stream.wait_stream(self._module.current_stream(self._device))
+    def aside(self, *, behind: Mark | None = None) -> Iterator[None]:
+        if behind is None:
+            self._stream.wait_stream(self._module.current_stream(self._device))
+        else:
+            cast(_Event, behind).hold_up(self._stream)
         with self._module.stream(self._stream):
             yield
 

@@ -177,9 +177,9 @@ BREAKS = (
     ),
     Break(
         name="second-micro-batch-overwrites-the-first",
-        place="add_or_set",
-        old="gradient.add_(",
-        new="gradient.copy_(",
+        place="_sum_into",
+        old="values.add_(",
+        new="values.copy_(",
         tests=("test_equivalence.py",),
         only="sharded_accumulation",
     ),

@@ -8,6 +8,7 @@
 // - A stream may be held up, by a collective (standin_communicator.cpp). The host is not, before it asks that stream for more.
 // - Operators on tensors of the host and of the device, or of two devices, are refused. All run on the host, so digits are
 //   the host's.
+// - Where the host waits for a device, and how much host memory is locked for copies, is noted.
 // - What would make a context on a device (500 MB on a GPU) is noted, and refused on devices that a process is to keep off.
 #include "standin_device.h"
 
@@ -44,6 +45,27 @@ std::vector<std::string> hazards;
 void note_hazard(const std::string& what) {
   Locked guard;
   hazards.push_back(what);
+}
+
+std::vector<std::pair<int, std::string>> waits;
+
+thread_local int computing = 0;
+
+Computing::Computing() { ++computing; }
+Computing::~Computing() { --computing; }
+
+void note_wait(const std::string& what) {
+  if (computing) return;
+  Locked guard;
+  waits.emplace_back(gettid(), what);
+}
+
+size_t pinned_bytes = 0, most_pinned_bytes = 0;
+
+void note_pinned(size_t nbytes) {
+  Locked guard;
+  pinned_bytes += nbytes;
+  most_pinned_bytes = std::max(most_pinned_bytes, pinned_bytes);
 }
 
 // ---- devices ----
@@ -331,7 +353,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& by) const override {
     if (!event) return;
     auto& [stream, reached_after, holds] = *(Event*)event;
-    if (stream.second != 0) synchronizeEvent(event);
+    if (stream.second != 0) advance(stream, reached_after);
     else if (stream != key_of(by))
       for (auto& hold : holds) push(key_of(by), {std::nullopt, hold});
   }
@@ -340,14 +362,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return !event || streams[((Event*)event)->stream].done >= ((Event*)event)->reached_after;
   }
   void synchronizeEvent(void* event) const override {
-    if (event) advance(((Event*)event)->stream, ((Event*)event)->reached_after);
+    if (!event) return;
+    const auto stream = ((Event*)event)->stream;
+    note_wait(stream.second == 0 ? "an event of a device's own stream" : "an event of a side stream");
+    advance(stream, ((Event*)event)->reached_after);
   }
   bool queryStream(const c10::Stream& of) const override {
     Locked guard;
     return streams[key_of(of)].done >= streams[key_of(of)].queued;
   }
-  void synchronizeStream(const c10::Stream& of) const override { advance(key_of(of)); }
+  void synchronizeStream(const c10::Stream& of) const override {
+    note_wait("a stream");
+    advance(key_of(of));
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
+    note_wait("a device");
     touch(device);
     std::vector<StreamKey> keys;
     std::vector<std::weak_ptr<Hold>> holds;

@@ -54,6 +54,22 @@ extern int only_device;                  // the one that it is to keep to, if no
 
 void note_hazard(const std::string& what);
 
+// Where the host has waited for a device: thread and for what.
+extern std::vector<std::pair<int, std::string>> waits;
+
+void note_wait(const std::string& what);
+
+// An operator, whose own copies are no waits.
+struct Computing {
+  Computing();
+  ~Computing();
+};
+
+// Bytes of host memory that are locked for copies, now and at most.
+extern size_t pinned_bytes, most_pinned_bytes;
+
+void note_pinned(size_t nbytes);
+
 // ---- the current device of a thread ----
 
 extern thread_local c10::DeviceIndex current_device;

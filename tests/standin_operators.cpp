@@ -12,23 +12,31 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include <map>
+
 namespace standin {
 
 // Host memory of torch's own allocator, and where it is.
 struct Pinned final : c10::Allocator {
-  static std::set<void*>& addresses() {
-    static std::set<void*> all;
+  static std::map<char*, size_t>& blocks() {
+    static std::map<char*, size_t> all;
     return all;
   }
   static void release(void* address) {
     Locked guard;
-    addresses().erase(address);
+    auto block = blocks().find((char*)address);
+    note_pinned(-block->second);
+    blocks().erase(block);
     free(address);
   }
+  // As CUDA's, a power of two.
   c10::DataPtr allocate(size_t nbytes) override {
     Locked guard;
-    auto address = malloc(std::max<size_t>(nbytes, 1));
-    addresses().insert(address);
+    size_t taken = 1;
+    while (taken < nbytes) taken *= 2;
+    auto address = malloc(taken);
+    blocks()[(char*)address] = taken;
+    note_pinned(taken);
     return {address, address, &release, c10::Device(at::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -37,14 +45,36 @@ struct Pinned final : c10::Allocator {
 
 Pinned pinned;
 
-// As CUDA's call of that name, which makes a context on the device that is current.
-int host_register(int64_t, int64_t, int) {
+std::map<char*, size_t> registered;
+
+bool is_in(const std::map<char*, size_t>& blocks, const void* address) {
+  auto after = blocks.upper_bound((char*)address);
+  if (after == blocks.begin()) return false;
+  auto block = std::prev(after);
+  return (char*)address < block->first + block->second;
+}
+
+bool is_pinned(const void* address) {
+  Locked guard;
+  return is_in(Pinned::blocks(), address) || is_in(registered, address);
+}
+
+// As CUDA's calls of these names, which make a context on the device that is current.
+int host_register(int64_t address, int64_t nbytes, int) {
   touch(current_device);
+  Locked guard;
+  TORCH_CHECK(registered.emplace((char*)address, nbytes).second, "memory that is pinned already");
+  note_pinned(nbytes);
   return 0;
 }
 
-int host_unregister(int64_t) {
+int host_unregister(int64_t address) {
   touch(current_device);
+  Locked guard;
+  auto block = registered.find((char*)address);
+  TORCH_CHECK(block != registered.end(), "memory that is not pinned");
+  note_pinned(-block->second);
+  registered.erase(block);
   return 0;
 }
 
@@ -67,6 +97,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const auto device = source.device().type() == kType ? source.device().index() : target.device().index();
   const auto stream = current_stream(device);
   touch(device);
+  const bool down = target.device().is_cpu(), crosses = down || source.device().is_cpu();
+  if (target.numel() && crosses && (!non_blocking || (down && !is_pinned(target.data_ptr()))))
+    note_wait(down ? "a copy to the host" : "a copy from the host");
   if (non_blocking && defer(source, target, stream)) return target;
   settle(stream);
   if (target.device().type() == kType && target.device().index() != device) settle(current_stream(target.device().index()));
@@ -83,6 +116,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 at::Scalar item(const at::Tensor& tensor) {
+  note_wait("a value");
   touch(tensor.device().index());
   settle(current_stream(tensor.device().index()));
   advance(current_stream(tensor.device().index()));
@@ -147,6 +181,8 @@ void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   OnDevice on(there.empty() ? current_device : *there.begin());
   touch(current_device);
   settle(current_stream(current_device));
+  // What the fallback copies, a device would not.
+  Computing computing;
   at::native::cpu_fallback(op, stack, true);
 }
 
@@ -164,10 +200,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
-  bool isPinnedPtr(const void* address) const override {
-    Locked guard;
-    return Pinned::addresses().count(const_cast<void*>(address));
-  }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   at::Device getDeviceFromPtr(void* address) const override { return {kType, device_of(address)}; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
@@ -229,6 +262,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("held", [] { return held; });
   module.def("peak", [] { return peak; });
   module.def("hazards", [] { return hazards; });
+  module.def("waits", [] { return waits; });
+  module.def("pinned", [] { return pinned_bytes; });
+  module.def("most_pinned", [] { return most_pinned_bytes; });
   module.def("deferred", [] { return deferred; });
   module.def("contexts", [] { return contexts; });
   module.def("keep_to", [](int device) { only_device = device; });

@@ -41,8 +41,8 @@ class Snapshots:
             time.sleep(0.001)
             return pwrite(handle, data, at)
 
-        def noted(left, most_bytes):
-            now, copies = snapshot(left, most_bytes)
+        def noted(*arguments):
+            now, copies = snapshot(*arguments)
             self.copied_bytes += sum(piece.nbytes for piece in copies)
             self.written_bytes += sum(piece.nbytes for piece in now)
             return now, copies

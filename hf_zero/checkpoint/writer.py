@@ -1,7 +1,7 @@
 """Writing masters and optimizer state: every rank its rows, in a file of its own."""
 
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from ..comm.all_or_none import Exchange
 from ..layout.intervals import Interval
 from .folder.on_all_ranks import on_all_ranks
 from .format.manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
-from .format.pieces import DTYPE_NAMES, LivePieces, Piece, Values, lay_out, write_all
+from .format.pieces import DTYPE_NAMES, LivePieces, Piece, lay_out, write_all
+from .format.staging import Values
 
 Row = tuple[str, str, Interval, Values]
 """Kind, name, interval of the parameter, and the 1-D tensor of those elements."""
@@ -127,6 +128,7 @@ def _manifest(
 def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """0-d tensors as {"dtype", "value"}; numbers, strings, booleans and None as they are."""
     plain: dict[str, dict[str, Any]] = {}
+    numbers = _numbers_of(value for values in scalars.values() for value in values.values())
     for name, values in scalars.items():
         plain[name] = {}
         for key, value in values.items():
@@ -136,7 +138,7 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                         f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, neither one nor one "
                         "an element of this rank's part of it, so it cannot be saved. Leave `split_parameters` at auto."
                     )
-                value = {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+                value = {"dtype": str(value.dtype).removeprefix("torch."), "value": numbers[id(value)]}
             elif not isinstance(value, int | float | str | None):
                 raise CheckpointError(
                     f"hf_zero: the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}, and only tensors, numbers "
@@ -144,3 +146,16 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 )
             plain[name][key] = value
     return plain
+
+
+def _numbers_of(values: Iterable[Any]) -> dict[int, int | float | bool | complex]:
+    """By its id, what each tensor of one element holds. For those on an accelerator, the host waits once for all of a dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for value in values:
+        if torch.is_tensor(value) and value.numel() == 1:
+            alike.setdefault((value.device, value.dtype), []).append(value)
+    numbers: dict[int, int | float | bool | complex] = {}
+    for found in alike.values():
+        together = torch.stack([value.detach().reshape(()) for value in found]).tolist()
+        numbers.update(zip(map(id, found), together))
+    return numbers

@@ -53,7 +53,7 @@ class TrainingStep:
     def _make_store(self) -> GradientStore:
         parts, meeting = self._parts, self._parts.meeting
         most = self._config.grad_buffers if parts.holder.steps_early else None
-        landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most)
+        landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
         return choose_store(
             parts.buckets, self._config, meeting.step_transport, parts.wire.reduction, landing, meeting.peers
         )
@@ -150,9 +150,12 @@ class TrainingStep:
 
     # ---- backward ----
 
+    def _goes_on(self) -> bool:
+        """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
+        return self._no_sync_depth > 0
+
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        # Under no_sync another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
-        if self._no_sync_depth == 0:
+        if not self._goes_on():
             self._parts.holder.landed(bucket, arrival)
 
     # ---- the optimizer's step ----

@@ -1,10 +1,13 @@
 """The way of reduced gradients into the memory that they are stepped from."""
 
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
 import torch
 
-from ..device import Arrival, side_queue
+from ..device import Arrival, PinnedPool, enter_thread, side_queue
+from .host_cores import HostCores
 
 _LEAST_WIDENED_NUMEL = 4096
 """Below it, values are widened by way of a copy."""
@@ -22,17 +25,43 @@ class Downlink:
         target.copy_(source)
         return Arrival()
 
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        """Calls `add` with the values of the 1-D `source`, where the memory is that they are added to.
+
+        Args:
+            behind: what `add` adds to is there on this arrival.
+        """
+        behind.wait()
+        add(source)
+        return Arrival()
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of host memory that sums have taken beside what they add to."""
+        return 0
+
 
 class _StreamDownlink(Downlink):
     """From an accelerator into pinned host memory, on a stream of its own: backward's kernels do not wait for the bus.
 
     What is wider there travels as it is here: torch would widen it first, and send twice the bytes.
+
+    [Note: sums beside backward]
+    What micro-batches have reduced into the shard is added up in host memory, by a thread of its own: backward goes on while the
+    bus and the host are behind. What comes lands in memory of its own, one shard a bucket at most: where the host is a whole
+    micro-batch behind, backward waits for it.
+
+    Args:
+        cores: that sums are taken on.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, cores: HostCores):
         self._module = torch.get_device_module(device)
         self._device = device
+        self._cores = cores
         self._queue = side_queue(device)
+        self._landings = PinnedPool(device)
+        self._thread: ThreadPoolExecutor | None = None
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> Arrival:
         landing = target if target.dtype == source.dtype else landing_in(target, source.dtype)
@@ -42,6 +71,50 @@ class _StreamDownlink(Downlink):
             source.record_stream(self._module.current_stream(self._device))
         landed = self._queue.mark()
         return landed if landing is target else _Widened(landed, target, source.dtype)
+
+    def start_sum(self, add: Callable[[torch.Tensor], None], source: torch.Tensor, behind: Arrival) -> Arrival:
+        if isinstance(behind, _Added):
+            behind.wait()
+        with self._cores.near():
+            landing = self._landings.take(source.nbytes).view(source.dtype)
+        landed = self.start_copy(landing, source)
+        if self._thread is None:
+            self._thread = self._start_thread()
+        return _Added(self._thread.submit(_add_landed, add, landing, landed, behind))
+
+    @property
+    def sum_bytes(self) -> int:
+        return self._landings.nbytes
+
+    def _start_thread(self) -> ThreadPoolExecutor:
+        device, cores, before = self._device, self._cores, torch.get_num_threads()
+
+        def enter() -> None:
+            enter_thread(device)
+            cores.settle()
+
+        thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-gradients", initializer=enter)
+        thread.submit(torch.get_num_threads).result()
+        # What a thread sets for itself is what threads that start later have too, until another sets it.
+        torch.set_num_threads(before)
+        return thread
+
+
+def _add_landed(add: Callable[[torch.Tensor], None], landing: torch.Tensor, landed: Arrival, behind: Arrival) -> None:
+    behind.wait()
+    landed.wait()
+    with torch.no_grad():
+        add(landing)
+
+
+class _Added(Arrival):
+    """The end of a sum in another thread."""
+
+    def __init__(self, added: Future[None]):
+        self._added = added
+
+    def wait(self) -> None:
+        self._added.result()
 
 
 class _Widened(Arrival):
@@ -84,6 +157,6 @@ def widen_in_place(target: torch.Tensor, dtype: torch.dtype) -> None:
         start += part
 
 
-def downlink(device: torch.device) -> Downlink:
-    """The way from `device` into host memory."""
-    return Downlink() if device.type == "cpu" else _StreamDownlink(device)
+def downlink(device: torch.device, cores: HostCores) -> Downlink:
+    """The way from `device` into host memory, where `cores` are at work."""
+    return Downlink() if device.type == "cpu" else _StreamDownlink(device, cores)

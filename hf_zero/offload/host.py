@@ -4,7 +4,7 @@ import weakref
 
 import torch
 
-from ..device import allocate, pin, unpin
+from ..device import PinnedPool, allocate, pin, unpin
 from .downlink import downlink
 from .host_cores import HostCores
 from .tier import Tier
@@ -31,7 +31,8 @@ class HostTier(Tier):
         self.device = device
         self.cores = cores
         self.uplink = uplink(device)
-        self.downlink = downlink(device)
+        self.downlink = downlink(device, cores)
+        self._scratches = PinnedPool(device)
         self._pinned: list[torch.Tensor] = []
         # The callback keeps the mappings alive until they have been unpinned: pages may not go back before.
         weakref.finalize(self, _unpin_all, self._pinned, device)
@@ -46,7 +47,9 @@ class HostTier(Tier):
 
     def scratch(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with self.cores.near():
-            return torch.empty(numel, dtype=dtype, pin_memory=self.device.type != "cpu")
+            if self.device.type == "cpu":
+                return torch.empty(numel, dtype=dtype)
+            return self._scratches.take(numel * dtype.itemsize).view(dtype)
 
 
 def _unpin_all(tensors: list[torch.Tensor], device: torch.device) -> None:

@@ -4,7 +4,7 @@ import torch
 
 from ..device import Mark, queue_end
 
-_PART_BYTES = 16 * 2**20
+PART_BYTES = 16 * 2**20
 """Of a pinned buffer, of which there are two. A power of two, which torch's pinned memory does not round up."""
 
 
@@ -40,8 +40,8 @@ class RoundedUplink(Uplink):
             super().start_copy(target, source)
             return
         if not self._buffers:
-            self._buffers = [torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True) for _ in self._sent]
-        numel = _PART_BYTES // target.itemsize
+            self._buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=True) for _ in self._sent]
+        numel = PART_BYTES // target.itemsize
         for start in range(0, target.numel(), numel):
             part = target[start : start + numel]
             self._send(part, source[start : start + numel])

@@ -10,15 +10,16 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from ...device import allocate
 from .manifest import CheckpointError
+from .staging import BUFFERS, HostCopy, Staging, Values
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -51,23 +52,6 @@ def dtype_named(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-class Values(Protocol):
-    """A 1-D tensor, or what becomes one, part by part, when it is looked at."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def numel(self) -> int: ...
-    def __getitem__(self, part: slice) -> "Values": ...
-    def detach(self) -> torch.Tensor:
-        """The tensor."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A run of bytes of one file: `values`, 1-D and contiguous, belong at byte `offset` of `path`."""
@@ -81,13 +65,17 @@ class Piece:
         return self.values.nbytes
 
     def write(self) -> None:
-        """Puts the values in their place. Raises `OSError`, and `CheckpointError` when the disk takes fewer bytes."""
+        """Puts the values, which are in host memory, in their place.
+
+        Raises:
+            OSError, CheckpointError: the latter when the disk takes fewer bytes.
+        """
         if not self.nbytes:
             return
         # A file that exists: made by `lay_out`, whichever rank did that.
         handle = os.open(self.path, os.O_WRONLY)
         try:
-            left = memoryview(self.values.detach().cpu().view(torch.uint8).numpy())
+            left = memoryview(self.values.detach().view(torch.uint8).numpy())
             at = self.offset
             while left:
                 written = os.pwrite(handle, left, at)
@@ -142,11 +130,35 @@ def write_all(pieces: Iterable[Piece], on_written: Callable[[int], None] = lambd
     Args:
         on_written: is told the bytes of each part that has been written.
     """
-    for piece in pieces:
-        # What is no tensor yet never is all at once.
-        for chunk in _chunks(piece):
-            chunk.write()
-            on_written(chunk.nbytes)
+    # What is no tensor yet never is all at once.
+    chunks = [chunk for piece in pieces for chunk in _chunks(piece)]
+    staging = Staging(chunk.values for chunk in chunks)
+    try:
+        _write_staged(chunks, staging, on_written)
+    finally:
+        staging.close()
+
+
+def _write_staged(chunks: Iterable[Piece], staging: Staging, on_written: Callable[[int], None]) -> None:
+    for chunk in _in_host_memory(chunks, staging):
+        chunk.write()
+        on_written(chunk.nbytes)
+
+
+def _in_host_memory(pieces: Iterable[Piece], staging: Staging) -> Generator[Piece, None, None]:
+    """The pieces with their values in host memory, each until the next is asked for, which is on its way meanwhile."""
+    left, coming = iter(pieces), deque[tuple[Piece, HostCopy]]()
+    try:
+        while True:
+            coming.extend((piece, staging.start(piece.values)) for piece in islice(left, BUFFERS - len(coming)))
+            if not coming:
+                return
+            piece, copy = coming[0]
+            yield replace(piece, values=copy.values())
+            coming.popleft()[1].release()
+    finally:
+        for _, copy in coming:
+            copy.release()
 
 
 class LivePieces:
@@ -167,6 +179,8 @@ class LivePieces:
 
     def __init__(self, pieces: Iterable[Piece], most_bytes: int, refuse_edits: Callable[[], None]):
         self._left = deque(chunk for piece in pieces for chunk in _chunks(piece))
+        self._staging = Staging(chunk.values for chunk in self._left)
+        self._ready = _in_host_memory(tuple(self._left), self._staging)
         self.nbytes = sum(chunk.nbytes for chunk in self._left)
         self.written_bytes = 0
         self.on_written: Callable[[int], None] = lambda _: None
@@ -187,16 +201,19 @@ class LivePieces:
                 if self._fault is not None:
                     raise self._fault
                 if not self._left:
+                    self._end_copies()
                     if not self._is_secured:
                         self._refuse_edits()
                         self._is_secured = True
                     return
                 try:
-                    chunk = self._left.popleft()
+                    chunk = next(self._ready)
                     chunk.write()
+                    self._left.popleft()
                     self._count(chunk.nbytes)
                 except Exception:
                     self._left.clear()
+                    self._end_copies()
                     raise
 
     def secure(self) -> None:
@@ -209,15 +226,24 @@ class LivePieces:
                 if self._is_secured:
                     return
                 self._is_secured = True
-                now, copies = _snapshot(list(self._left), self._most_bytes)
+                # What was on its way is asked for once more.
+                self._ready.close()
+                now, copies = _snapshot(list(self._left), self._most_bytes, self._staging)
                 self._left = deque(copies)
-                write_all(now, self._count)
+                _write_staged(now, self._staging, self._count)
+                self._end_copies()
+                self._ready = _in_host_memory(tuple(copies), self._staging)
                 self._refuse_edits()
         except Exception as fault:
             # This is the thread that trains; the one that saves tells all ranks.
             self._fault = fault
+            self._end_copies()
         finally:
             self._is_wanted = False
+
+    def _end_copies(self) -> None:
+        self._ready.close()
+        self._staging.close()
 
     def _count(self, nbytes: int) -> None:
         self.written_bytes += nbytes
@@ -231,7 +257,7 @@ def _chunks(piece: Piece) -> Iterable[Piece]:
         yield replace(piece, offset=piece.offset + start * flat.itemsize, values=flat[start : start + numel])
 
 
-def _snapshot(pieces: Sequence[Piece], most_bytes: int) -> tuple[list[Piece], list[Piece]]:
+def _snapshot(pieces: Sequence[Piece], most_bytes: int, staging: Staging) -> tuple[list[Piece], list[Piece]]:
     """The pieces that do not fit in `most_bytes`, and copies in host memory of the others."""
     fitting, used = 0, 0
     for piece in pieces:
@@ -240,7 +266,7 @@ def _snapshot(pieces: Sequence[Piece], most_bytes: int) -> tuple[list[Piece], li
         fitting, used = fitting + 1, used + _aligned(piece.nbytes)
     arena = allocate(used, torch.uint8, torch.device("cpu"))
     copies, at = [], 0
-    for piece in pieces[:fitting]:
+    for piece in _in_host_memory(pieces[:fitting], staging):
         values = arena[at : at + piece.nbytes].view(piece.values.dtype)
         values.copy_(piece.values.detach())
         copies.append(replace(piece, values=values))

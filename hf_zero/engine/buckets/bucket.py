@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from ...comm.transport import Label
+from ...device import Arrival
 from ...kernels.quantise import round_to_blocks
 from ...layout.intervals import Interval
 from ...layout.shards import RowLayout, rows_of_shard
 from ...layout.slots import BucketLayout
 from ...offload.parameter_shards import Region
 from ...offload.tier import Tier
+from ..hooks import WeakHook
 from .flat_views import FlatViews
 from .mapped_parameters import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
@@ -126,7 +128,10 @@ class Row:
 def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
     """This rank's rows of some parameters, those for which the next step has a gradient."""
     with look_only():
-        return [row for row in map(row_of.get, parameters) if row is not None and row.has_gradient]
+        rows = [row for row in map(row_of.get, parameters) if row is not None and row.has_gradient]
+    for bucket in {row.slot.bucket for row in rows}:
+        bucket.await_gradient()
+    return rows
 
 
 class Bucket:
@@ -142,6 +147,7 @@ class Bucket:
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
         whole: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
+        arrival: of the reduced gradient in the rows, which may be on its way there; see `await_gradient`.
         is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
         gradient_dtype: of the reduced gradient that waits in the rows for the step.
     """
@@ -163,6 +169,7 @@ class Bucket:
         self.memory = memory
         self.whole = whole
         self.tier = tier
+        self.arrival = Arrival()
         self.is_away = False
         self._labels: dict[str, Label] = {}
         self.gradient_dtype = precision.master
@@ -259,8 +266,8 @@ class Bucket:
         with torch.no_grad():
             self.memory.take_in(slot.place, slot.interval, parameter)
         self.memory.hang(parameter, slot.place)
-        shard, slot.sharded_gradient = slot.sharded_gradient.shard, ShardedGradient(slot.name, parameter)
-        slot.sharded_gradient.shard = shard
+        before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
+        slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
         slot.version = parameter._version
 
     def holds(self, slot: ParameterSlot) -> bool:
@@ -315,6 +322,7 @@ class Bucket:
             ShardedGradientError: no backward has come since the last step, which has given its gradients back; or the script
                 has set a gradient by hand, which no rank would step with.
         """
+        self.await_gradient()
         with look_only():
             for slot in self.slots:
                 gradient = slot.parameter.grad
@@ -331,6 +339,11 @@ class Bucket:
                 if not row.has_gradient:
                     row.tensor.grad = torch.zeros_like(row.tensor) if row.is_zeroed else None
 
+    def await_gradient(self) -> None:
+        """Returns when the rows have their reduced gradient. Who reads or writes its values calls this first."""
+        arrival, self.arrival = self.arrival, Arrival()
+        arrival.wait()
+
     def end_step(self) -> None:
         """Gives the reduced gradients back. What stands in `p.grad` stays until the script zeroes it."""
         with look_only():
@@ -344,6 +357,8 @@ class Bucket:
 
     def drop_gradients(self) -> None:
         """Leaves no gradient, neither in the rows nor in the parameters."""
+        # What is on its way may not outlive the memory that it comes into.
+        self.await_gradient()
         with look_only():
             for row in self.rows:
                 row.tensor.grad = None
@@ -433,7 +448,10 @@ class Bucket:
             slot = slot_of[layout.name]
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
             tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
-            slot.sharded_gradient.shard = tensor
+            slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
+                tensor,
+                WeakHook(self, Bucket.await_gradient),
+            )
             slot.row = Row(slot=slot, layout=layout, tensor=tensor)
             rows.append(slot.row)
         return rows

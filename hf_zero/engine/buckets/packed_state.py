@@ -80,6 +80,10 @@ class PackedPart:
     itemsize = torch.float32.itemsize
 
     @property
+    def device(self) -> torch.device:
+        return self.state.codes.device
+
+    @property
     def shape(self) -> torch.Size:
         return torch.Size([self.interval.numel])
 

@@ -10,11 +10,13 @@ which it is stepped. Otherwise autograd adds to it, as in gradient accumulation.
 back, so what is added after it, without zeroing, is refused: the sum would lack what the script left there.
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
 from torch import nn
 
+from ..hooks import WeakHook
 from .nested import leaves
 
 
@@ -36,11 +38,13 @@ class ShardedGradient(torch.Tensor):
     Attributes:
         pending: what autograd has added since the reduction, whole and not yet reduced; the parameter's shape and dtype.
         shard: what has this rank's part of the reduced gradient in its `.grad`; None where the rank has no part.
+        await_shard: returns when the shard's values, which may be on their way, are there.
         state: what has become of the reduced gradient.
     """
 
     pending: torch.Tensor | None
     shard: nn.Parameter | None
+    await_shard: Callable[[], None]
     state: GradientState
     _name: str
 
@@ -53,6 +57,7 @@ class ShardedGradient(torch.Tensor):
         )
         self.pending = None
         self.shard = None
+        self.await_shard = WeakHook(None, None)
         self.state = GradientState.HELD
         self._name = name
         return self
@@ -77,6 +82,7 @@ class ShardedGradient(torch.Tensor):
     def _zero(self) -> None:
         self.become(GradientState.ZEROED)
         if self.shard is not None and self.shard.grad is not None:
+            self.await_shard()
             self.shard.grad.zero_()
 
     def _add(self, gradient: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ class ShardedStore(GradientStore):
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
         # The shard may still be on its way out of the buffer that is filled again.
-        self._await(slot.bucket)
+        slot.bucket.await_gradient()
         self.put(slot, gradient)
 
     def finish_slot(self, slot: ParameterSlot) -> None:
@@ -127,7 +127,8 @@ class WholeGradients(ShardedStore):
         self._lasting_bytes: dict[Bucket, int] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        return {"gradients": sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values()), "gradient buffers": 0}
+        gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
+        return {"gradients": gradients + self._landing.downlink.sum_bytes, "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
@@ -200,7 +201,7 @@ class PooledGradients(ShardedStore):
 
     def held_bytes(self) -> dict[str, int]:
         return {
-            "gradients": sum(self._shard_bytes.values()),
+            "gradients": sum(self._shard_bytes.values()) + self._landing.downlink.sum_bytes,
             "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
         }
 

@@ -6,11 +6,12 @@ ReplicatedGradients is in replicated_store.py, the two for sharded gradients are
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ...comm.transport import Handle
 from ...device import Arrival, allocate
@@ -29,11 +30,13 @@ class Landing:
         downlink: how they come into a tier's host memory.
         landed: told of each bucket whose rows have theirs, or will have on the arrival.
         most_under_way: reductions that may run before the oldest is waited for; None waits for all at the end of backward.
+        goes_on: whether another backward is to add to what this one leaves, so that nobody reads it yet.
     """
 
     downlink: Downlink
     landed: Callable[[Bucket, Arrival], None]
     most_under_way: int | None
+    goes_on: Callable[[], bool]
 
 
 class GradientStore(ABC):
@@ -48,7 +51,7 @@ class GradientStore(ABC):
         self._landing = landing
         self._open: dict[Bucket, OpenBuffer] = {}
         self._started: dict[Bucket, Handle] = {}
-        self._arrivals: dict[Bucket, Arrival] = {}
+        self._arriving: list[Bucket] = []
         # Put when the bucket starts.
         self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = {}
         # Has a bucket started that stands before one which wants a buffer, and is passed over; False where there is none.
@@ -127,7 +130,7 @@ class GradientStore(ABC):
         """Starts the reduction of what came late, on this rank or another; its result is added to that of the first."""
         self.finish(bucket)
         # The first result may still be on its way out of the buffer that is filled again.
-        self._await(bucket)
+        bucket.await_gradient()
         self._again.add(bucket)
         self._start(bucket)
 
@@ -149,19 +152,21 @@ class GradientStore(ABC):
         handle = self._started.pop(bucket, None)
         if handle is not None:
             handle.finish()
-            self._await(bucket)
             held = (row for row in bucket.rows if row.tensor.grad is not None)
             going_on = {row for row in held if row.slot.continues or bucket in self._again}
             self._again.discard(bucket)
-            self._arrivals[bucket] = self._deliver(bucket, going_on)
-            self._landing.landed(bucket, self._arrivals[bucket])
+            bucket.arrival = self._deliver(bucket, going_on)
+            self._arriving.append(bucket)
+            self._landing.landed(bucket, bucket.arrival)
 
     def finish_all(self) -> None:
-        """Returns when all gradients are in the rows."""
+        """Returns when all gradients are in the rows, or on their way there where another backward adds to them."""
         for bucket in list(self._started):
             self.finish(bucket)
-        for bucket in list(self._arrivals):
-            self._await(bucket)
+        arriving, self._arriving = self._arriving, []
+        if not self._landing.goes_on():
+            for bucket in arriving:
+                bucket.await_gradient()
 
     @abstractmethod
     def end_pass(self) -> None:
@@ -189,11 +194,6 @@ class GradientStore(ABC):
         if self._share != 1.0:
             torch._foreach_mul_(views, self._share)
 
-    def _await(self, bucket: Bucket) -> None:
-        arrival = self._arrivals.pop(bucket, None)
-        if arrival is not None:
-            arrival.wait()
-
     def _buffer(self, bucket: Bucket) -> OpenBuffer:
         found = self._open.get(bucket)
         if found is None:
@@ -215,19 +215,42 @@ def add_or_set(
     Sums are of the master dtype.
 
     `target` is where a gradient that is set stays: `reduced` itself, or a buffer that it is copied into, on the device where
-    the optimizer steps; it is there on the arrival.
+    the optimizer steps. Both are there on the arrival.
     """
-    arrival = Arrival()
-    for row in going_on:
-        widen(row)
-        gradient = cast(torch.Tensor, row.tensor.grad)
-        gradient.add_(row.of(reduced).to(gradient.device))
-    if target is not reduced and not going_on:
-        arrival = downlink.start_copy(target, reduced)
-    for row, view in zip(bucket.rows, bucket.row_views_of(target)):
-        if row in going_on:
-            continue
-        if target is not reduced and going_on:
-            view.copy_(row.of(reduced))
+    views = zip(bucket.rows, bucket.row_views_of(target))
+    if going_on:
+        return downlink.start_sum(_sum_into(views, going_on, sets=target is not reduced), reduced, bucket.arrival)
+    # Into the same memory.
+    bucket.await_gradient()
+    arrival = Arrival() if target is reduced else downlink.start_copy(target, reduced)
+    for row, view in views:
         row.tensor.grad = view
     return arrival
+
+
+def _sum_into(
+    views: Iterable[tuple[Row, torch.Tensor]], going_on: Collection[Row], *, sets: bool
+) -> Callable[[torch.Tensor], None]:
+    """What adds a reduced shard to the gradients of rows that go on, and, if it `sets`, copies it to those of the others.
+
+    These have their views from now on. By `data`, since it may be called in another thread, when somebody has looked at
+    versions: the edits are counted now.
+    """
+    added, copied = [], []
+    for row, view in views:
+        if row in going_on:
+            widen(row)
+            gradient = cast(torch.Tensor, row.tensor.grad)
+            added.append((row, gradient.data))
+            increment_version(gradient)
+        else:
+            row.tensor.grad = view
+            copied.append((row, view.data))
+
+    def take(reduced: torch.Tensor) -> None:
+        for row, values in added:
+            values.add_(row.of(reduced))
+        for row, values in copied if sets else ():
+            values.copy_(row.of(reduced))
+
+    return take

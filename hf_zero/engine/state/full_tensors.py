@@ -48,6 +48,7 @@ class FullTensors:
         row = self._row_of.get(slot.parameter)
         if row is None or not row.has_gradient:
             return self._gather(slot, None)
+        row.slot.bucket.await_gradient()
         widen(row)
         return self._gather(slot, row.tensor.grad)
 

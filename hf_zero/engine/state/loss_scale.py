@@ -71,6 +71,7 @@ class _OverShards(_ScalerBase):
             if sharded.optimizer is optimizer:
                 sharded.refuse_strangers()
                 for row in sharded.rows:
+                    row.slot.bucket.await_gradient()
                     widen(row)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         scale, clean = inv_scale, found_inf

@@ -118,8 +118,11 @@ class ShardedOptimizer:
 
         @functools.wraps(self._stock_zero_grad)
         def zero_grad(*args, **kwargs) -> None:
-            self._stock_zero_grad(*args, **kwargs)
             set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+            if not set_to_none:
+                for row in self.rows:
+                    row.slot.bucket.await_gradient()
+            self._stock_zero_grad(*args, **kwargs)
             with look_only():
                 gradients = [(p, p.grad) for group in self.whole_groups for p in group if p.grad is not None]
                 for parameter, gradient in gradients:
