@@ -1,4 +1,4 @@
-"""The transport that suits a backend and a device, and whether peers' memory is read: chosen once when the engine is built."""
+"""Chooses the transport for a backend and a device, and whether gathers read peers' memory."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What communication cost: calls, bytes this rank sent and over which links, and how long, by kind of collective.
+"""Counts collectives by kind: calls, bytes that this rank sent and over which links, and seconds.
 
 [Note: exposed communication]
 On the host a wait is time in which the host stands still. An accelerator's host goes on, and it is the device's queue that stands

@@ -1,4 +1,4 @@
-"""One rank: nothing travels."""
+"""The transport of a single rank, which sends nothing."""
 
 import torch
 

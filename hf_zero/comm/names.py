@@ -1,4 +1,4 @@
-"""torch 2.13 renamed the flat collectives and warns on the old names; torch 2.11 knows only those."""
+"""The flat collectives of torch.distributed under one name: torch 2.13 renamed them."""
 
 import torch.distributed as dist
 

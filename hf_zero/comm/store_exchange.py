@@ -1,4 +1,4 @@
-"""Small values between the ranks beside the process group, for a thread that must not mix its messages into training's."""
+"""Exchanges of small values through the launcher's store, for threads beside training."""
 
 import pickle
 import time

@@ -1,4 +1,4 @@
-"""Whether a bucket should travel in blocks of integers: tried with this run's ranks, link and device, not guessed."""
+"""Times a bucket's collectives quantised and as they are, with this run's ranks, link and device."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The table of dtypes: what a parameter, its gradient on its way, its master and its moments are held in."""
+"""The table of dtypes: of parameters, gradients as they travel, masters and moments."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass

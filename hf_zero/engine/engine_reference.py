@@ -1,4 +1,4 @@
-"""From a model, or a parameter of it, to the engine that trains it."""
+"""Finds the engine that trains a model or a parameter."""
 
 import weakref
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model in training, this rank's part of it: masters, optimizer state, weights."""
+"""This rank's part of what a checkpoint saves and loads: masters, optimizer state, weights."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

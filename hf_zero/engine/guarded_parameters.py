@@ -1,4 +1,4 @@
-"""A dict in the place of a module's `_parameters`, which has something done before a parameter is read."""
+"""Replaces a module's `_parameters` by a dict that calls a function before a parameter is read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ BeforeRead = Callable[[Any], None]
 
 
 class GuardedParameters(dict):
-    """What stands in the place of a module's `_parameters` while these cannot simply be read.
+    """A dict in the place of a module's `_parameters`, while reading them needs something done before.
 
     Args:
         parameters: the module's own dict, which takes this one's place again later.

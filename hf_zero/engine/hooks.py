@@ -1,4 +1,4 @@
-"""Hooks that a copy or a pickle of the model leaves behind."""
+"""Module hooks that are not copied or pickled with the model."""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What this rank holds, counted from what is there."""
+"""Bytes that this rank holds, by kind, counted from the tensors themselves."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,7 +10,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -42,6 +41,7 @@ from .accelerator.no_sync import add_no_sync
 from .accelerator.scaler import seat_scaler, unscale
 from .accelerator.states import folder_to_fill, numbered_states
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .seams import mix_in
 from .trainer.resumed import say_resumed
 
 if TYPE_CHECKING:
@@ -129,18 +129,12 @@ class ZeroPlugin(ParallelismConfig):
         check_environment(accelerator)
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
-            kind: type = type(accelerator)
-            accelerator.__class__ = _with_engine(kind)
+            mix_in(accelerator, ZeroAcceleratorMixin, "ZeroAccelerator")
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
         accelerator.zero_engines = []
         accelerator._zero_early_optimizers = {}
-
-
-@cache
-def _with_engine(kind: type) -> type[Accelerator]:
-    return type("ZeroAccelerator", (ZeroAcceleratorMixin, kind), {})
 
 
 class ZeroAcceleratorMixin(_AcceleratorBase):

@@ -1,4 +1,4 @@
-"""Small values between the ranks, from host to host, in messages that say what they are for.
+"""Exchanges of small host values between the ranks, in messages that name their purpose.
 
 [Note: a rank that comes alone]
 Where ranks call different collectives of gloo, each takes the other's message for its own, and one of another size ends the

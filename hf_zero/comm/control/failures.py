@@ -1,4 +1,4 @@
-"""What a collective raises that fails."""
+"""Errors of failed collectives."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which rank is the reason for a wait, in words."""
+"""Says which rank a collective waits for, and why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Process groups of the engines' own, which nobody else's collectives pass through.
+"""Process groups that only engines use.
 
 What a script does in the default group, a barrier on one rank alone for instance, is never taken for ours there, and the time
 limit is ours too.

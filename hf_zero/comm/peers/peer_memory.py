@@ -1,4 +1,4 @@
-"""All-gathers without a collective: what a rank sends lies in memory that its peers can read, and each peer copies it.
+"""All-gathers without a collective: each rank copies the shards out of memory that its peers share.
 
 [Note: who may write when]
 A gather has two signals between each two ranks. "Ready": what I have written into my part before I started the gather is there

@@ -1,4 +1,4 @@
-"""Where a bucket's parameters lie: whole, or as a shard to which the rest is gathered for a while."""
+"""Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while."""
 
 import math
 from abc import ABC, abstractmethod
@@ -122,7 +122,7 @@ def _lie_at(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) 
 
 
 class UnshardedMemory(ParameterMemory):
-    """All parameters, all the time (stages 0 to 2)."""
+    """Parameters that are never sharded (stages 0 to 2)."""
 
     is_readable = True
 
@@ -165,7 +165,7 @@ class UnshardedMemory(ParameterMemory):
 
 
 class GatheredMemory(ParameterMemory):
-    """Parameters that are whole from `gather` to `drop` (stage 3). The shard lasts; where it does, the subclasses know.
+    """Parameters that are unsharded from `gather` to `drop` (stage 3). Subclasses know where the shard is kept.
 
     A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
     finds one NaN of stride 0: that shows in the loss, and cannot crash the process as freed memory would.
@@ -326,7 +326,7 @@ class GatheredMemory(ParameterMemory):
 
 
 class ShardMemory(GatheredMemory):
-    """The shard is on the training device, within `flat` where its memory can come and go in parts."""
+    """The shard is on the training device: a part of `flat` where the rest of `flat` can be freed without it."""
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         super().__init__(self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop)), shard)
@@ -371,14 +371,14 @@ class ShardMemory(GatheredMemory):
 
 
 class ApartShardMemory(ShardMemory):
-    """A shard beside the buffer that parameters are gathered in: it stays exact where what is gathered is quantised."""
+    """A shard apart from the gather buffer, so that it stays exact where what is gathered is quantised."""
 
     def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
         return reserve_apart(numel, dtype, device, kept)
 
 
 class SeparateShardMemory(ShardMemory):
-    """A shard in memory of its own, beside the buffer that parameters are gathered in.
+    """A shard in memory of its own, apart from the gather buffer.
 
     Args:
         own: the shard.
@@ -409,7 +409,7 @@ class SeparateShardMemory(ShardMemory):
 
 
 class CastShardMemory(SeparateShardMemory):
-    """A shard of another dtype than the buffer that parameters are gathered in.
+    """A shard of another dtype than the gather buffer.
 
     Args:
         kept: dtype of the shard.

@@ -1,4 +1,4 @@
-"""What is in the arguments of a torch function."""
+"""Tensors inside the nested arguments of a torch function."""
 
 from collections.abc import Iterator
 from typing import Any

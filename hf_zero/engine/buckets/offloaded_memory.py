@@ -1,4 +1,4 @@
-"""A bucket's parameters whose shard lives in another tier than the training device."""
+"""Memory of a bucket whose shard of the parameters is offloaded to host memory or a file."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval, torch.
 
 
 class OffloadedMemory(GatheredMemory):
-    """The shard is in another tier, and is copied into its place in `shown` for each gather.
+    """The shard is offloaded, and is copied to the device for each all-gather.
 
     Args:
         values: the shard.

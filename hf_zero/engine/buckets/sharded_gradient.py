@@ -1,4 +1,4 @@
-"""What stands in `p.grad` once a gradient has been reduced into its shard.
+"""The tensor that is `p.grad` once the gradient has been reduced into shards.
 
 No rank holds that gradient whole any more. With None there, `torch.nn.utils.clip_grad_norm_` and every script that
 reads `p.grad` would find nothing and go on silently; this tensor has the parameter's shape and dtype, holds no memory,

@@ -1,4 +1,4 @@
-"""What a parameter is while its values are sharded: shape, dtype and gradient can be looked at, values cannot be read.
+"""Parameters while their values are sharded: shape, dtype and gradient can be read, values cannot.
 
 An ordinary parameter would hand out the NaN that stands in for values which are on other ranks. So while a parameter is
 sharded its class is a subclass of its own class, of which torch asks leave for each operation. Looks go through; reads
@@ -102,7 +102,7 @@ class ShardedValues(_TensorBase):
 
 
 class ShardedAlias(ShardedValues, torch.Tensor):
-    """What `p.data` and `p.detach()` are while `p` is sharded. Reads through it are reads of `p`."""
+    """What `p.data` and `p.detach()` return while `p` is sharded. Reading its values counts as reading `p`."""
 
     _parameter: nn.Parameter
 

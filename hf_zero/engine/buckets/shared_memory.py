@@ -14,7 +14,7 @@ from .memory import ParameterMemory, SeparateShardMemory, UnshardedMemory
 
 
 class SharedUnshardedMemory(UnshardedMemory):
-    """All parameters, all the time; peers read this rank's shard of them.
+    """Parameters that are never sharded; peers read the part that this rank steps.
 
     Attributes:
         shared: the memory, and the other ranks' shards of theirs.
@@ -31,7 +31,7 @@ class SharedUnshardedMemory(UnshardedMemory):
 
 
 class SharedShardMemory(SeparateShardMemory):
-    """A shard that peers read, beside the buffer that all of them are gathered in.
+    """A shard that peers read, apart from the gather buffer.
 
     Args:
         kept: dtype of the shard. Where it is not that of forward and backward, peers read a copy that is.

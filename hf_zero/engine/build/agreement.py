@@ -1,4 +1,4 @@
-"""All ranks must train the same model with the same settings; said at the start, by name, not by a hang later."""
+"""Checks at the start that all ranks train the same model with the same settings, and names the first difference."""
 
 import hashlib
 import json

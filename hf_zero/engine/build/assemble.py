@@ -1,4 +1,4 @@
-"""From a model, its optimizers and the settings to the parts of an engine."""
+"""Builds the parts of an engine from a model, its optimizers and the config."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

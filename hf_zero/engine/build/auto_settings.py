@@ -1,4 +1,4 @@
-"""What `auto` stands for in this run: tried before training, and the same on all ranks."""
+"""Resolves `auto` settings by trials before training, the same on all ranks."""
 
 import sys
 from dataclasses import replace

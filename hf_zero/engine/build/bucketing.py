@@ -1,4 +1,4 @@
-"""From a model and its optimizers to buckets: what may be trained, who owns what, how large the buckets are."""
+"""Divides a model's parameters into buckets, by unit, dtype and optimizer group."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Models that DDP, FSDP, DeepSpeed or tensor parallelism have already, and that an engine cannot train as well."""
+"""Refuses models that DDP, FSDP, DeepSpeed or tensor parallelism have wrapped already."""
 
 from torch import nn
 

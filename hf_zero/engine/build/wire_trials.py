@@ -1,4 +1,4 @@
-"""`comm.gradients: auto` and `comm.weights: auto`: a bucket goes both ways before training, and the ranks take the better one."""
+"""Resolves `comm.gradients: auto` and `comm.weights: auto`: times a bucket quantised and as it is, before training."""
 
 import sys
 from collections import Counter

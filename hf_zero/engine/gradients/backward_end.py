@@ -1,4 +1,4 @@
-"""Knowing when a backward pass has ended, also for a plain `loss.backward()`."""
+"""A callback at the end of each backward pass, also of a plain `loss.backward()`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass

@@ -1,4 +1,4 @@
-"""The few buffers in which stages 2 and 3 collect whole gradients, one bucket after another."""
+"""A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

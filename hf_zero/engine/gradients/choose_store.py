@@ -1,4 +1,4 @@
-"""Where a stage keeps gradients: an object chosen once when the engine is built."""
+"""Chooses how gradients are kept and reduced, by stage."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from ..buckets.bucket import Bucket
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool
 from .replicated_store import ReplicatedGradients
-from .sharded_store import PooledGradients, WholeGradients
+from .sharded_store import PooledGradients, UnshardedGradients
 from .store import GradientStore, Landing
 
 
@@ -31,6 +31,6 @@ def choose_store(
         return ReplicatedGradients(transport, world_size, landing)
     apart = any(bucket.tier.is_apart for bucket in buckets)
     if config.stage < 2 or (replicated and not apart):
-        return WholeGradients(reduction, world_size, landing)
+        return UnshardedGradients(reduction, world_size, landing)
     pool = BufferPool(buckets, config.grad_buffers, buckets[0].device)
     return PooledGradients(reduction, world_size, landing, pool)

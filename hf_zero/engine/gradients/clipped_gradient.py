@@ -1,4 +1,4 @@
-"""Gradients that are still to be multiplied by their clip coefficient.
+"""Gradients that are multiplied by their clip coefficient later, in the step or when they are read.
 
 A kernel multiplies as it reads, which spares a pass over all gradients, 8 bytes an element. Whoever else reads one has it
 multiplied first, by reading it, to the same bits.

@@ -1,4 +1,4 @@
-"""Gradients that every rank holds whole, as under DDP."""
+"""Unsharded gradients, reduced by all-reduce as under DDP."""
 
 from collections.abc import Collection
 

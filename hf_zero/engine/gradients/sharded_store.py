@@ -1,4 +1,4 @@
-"""Gradients that are reduced into this rank's shard: whole buffers that last (stage 1), or a few that pass (stages 2, 3)."""
+"""Gradients that are reduced into shards, from a buffer for each bucket (stage 1) or from a small pool (stages 2, 3)."""
 
 from abc import abstractmethod
 from collections import deque
@@ -114,8 +114,8 @@ class ShardedStore(GradientStore):
         return flat[bucket.own_interval.start : bucket.own_interval.stop]
 
 
-class WholeGradients(ShardedStore):
-    """Stage 1: a whole buffer a bucket up to the step, so that micro-batches accumulate in it without communication.
+class UnshardedGradients(ShardedStore):
+    """Stage 1: a gradient buffer for each bucket, in which micro-batches accumulate without communication.
 
     The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it. On an accelerator, whose
     allocator hands out again what is freed, the buffer goes with the step.

@@ -1,4 +1,4 @@
-"""Where gradients lie between the backward hook and the optimizer: the difference between the stages.
+"""How gradients are kept and reduced between backward and the optimizer: what the stages differ in.
 
 A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
 the bucket's rows. The three stores keep those buffers for different times; the pass above them (backward_pass.py) is one.
@@ -40,7 +40,7 @@ class Landing:
 
 
 class GradientStore(ABC):
-    """Takes whole local gradients, gives reduced shards.
+    """Takes each parameter's local gradient, and reduces them by bucket into shards.
 
     Args:
         world_size: gradients are divided by it as they are put, in DDP's order: divided, then summed.

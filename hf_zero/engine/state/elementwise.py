@@ -1,4 +1,4 @@
-"""How far an optimizer looks when it updates an element, and so whether it may be given parts of parameters."""
+"""Whether an optimizer updates each element by itself, and so may be given parts of parameters."""
 
 from enum import Enum
 

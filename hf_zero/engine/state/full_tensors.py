@@ -1,4 +1,4 @@
-"""Whole gradients and optimizer states of single parameters, put together from the ranks' rows."""
+"""Gathers the full gradient or optimizer state of one parameter from the ranks' shards."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from .state_rows import elementwise_state, state_of
 
 
 class FullTensors:
-    """Gathers one parameter's worth of sharded state at a time. Every method is collective.
+    """Gathers gradients and optimizer state, one parameter at a time. Every method is collective.
 
     Args:
         row_of: this rank's rows.

@@ -1,4 +1,4 @@
-"""Writes to the optimizer's parameters outside of its step: seen, and sent to the ranks that hold copies of them."""
+"""Detects writes to the optimizer's parameters outside of `step()`, and sends them to the other ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What an optimizer will keep for each element, seen by a trial before its first step."""
+"""Which state an optimizer keeps, seen by a trial step of a copy before its first."""
 
 import copy
 import inspect

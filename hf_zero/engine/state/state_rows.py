@@ -1,4 +1,4 @@
-"""The state of this rank's rows as (kind, name, interval, tensor), out for a checkpoint and back in from one."""
+"""Optimizer state of this rank's rows as (kind, name, interval, tensor), for saving and loading."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a bucket's parameters come together from the ranks' shards: an object chosen once when the engine is built."""
+"""All-gathers of a bucket's parameters: exact, cast, quantised, or out of peers' memory."""
 
 from abc import ABC, abstractmethod
 from typing import cast
@@ -15,7 +15,7 @@ _KIND = "all-gather parameters"
 
 
 class Gather(ABC):
-    """Fills buckets' flat buffers from every rank's own part.
+    """Fills a bucket's flat buffer with every rank's shard.
 
     Attributes:
         is_exact: shards of another dtype than that of forward and backward are gathered as they are.

@@ -1,4 +1,4 @@
-"""Parameters on their way back: all-gathers behind the step, and reads that wait for them.
+"""All-gathers of parameters after the step, and reads of parameters that wait for them.
 
 A gather writes into the flat buffer while the script goes on, so a parameter read too early would be old on some ranks. While
 its bucket is in flight, each module that holds one of its parameters has a `_parameters` dict that finishes the gather at the
@@ -24,7 +24,7 @@ _FRAMES_TO_ZERO_GRAD = 8
 
 
 class InFlightParameters(GuardedParameters):
-    """A module's parameters, some of which are being gathered. Any look at a value waits for what it needs.
+    """A module's `_parameters` while some are being all-gathered. Reading a value waits for its gather.
 
     `before_read` finishes the gather of one name, or of all the module's with None.
     """

@@ -1,4 +1,4 @@
-"""How a filled gradient buffer becomes this rank's part of the sum: an object chosen once when the engine is built."""
+"""Reductions of a bucket's gradients: reduce-scatter, all-reduce, or both over two groups."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator

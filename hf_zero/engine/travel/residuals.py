@@ -1,4 +1,4 @@
-"""What ranks have not sent of their gradients: kept between steps, saved, and handed on to however many ranks resume.
+"""Error feedback: what quantised reductions have not sent of gradients, kept between steps and in checkpoints.
 
 [Note: residuals]
 A residual is what its rank has been given to send and has not sent, in units of the averaged gradient. Only the sum of all

@@ -1,4 +1,4 @@
-"""A second shard of gathered parameters, inside the node: what a forward has gathered stays near until its backward.
+"""Secondary shards: parameters that a forward gathered stay sharded inside the node for its backward.
 
 ZeRO++'s hierarchical partitioning, hpZ (Wang et al. 2023, arXiv 2306.10209). On nodes of n ranks, a rank keeps 1/n of the
 parameters from their forward to the step, and the gathers of the backward send nothing between nodes.

@@ -1,4 +1,4 @@
-"""Whole parameters that hold what quantised gathers left of their masters: the exact values for a while."""
+"""Puts exact values into unsharded parameters for a while, where quantised all-gathers have rounded them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

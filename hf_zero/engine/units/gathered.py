@@ -1,4 +1,4 @@
-"""Whole parameters for a while: to read, to edit, to save."""
+"""Gathers sharded parameters outside of forward and backward: to read, to edit, to save."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +19,7 @@ from .unit import Unit
 
 
 class _Record:
-    """What parameters were when `gathered` made them whole, so that an edit that is not to be kept is seen and undone."""
+    """Parameters as `gathered` found them, so that an edit that is not to be kept is seen and undone."""
 
     def __init__(self):
         self._versions: dict[ParameterSlot, int] = {}

@@ -1,4 +1,4 @@
-"""What a model's own methods do while its parameters are sharded: the right thing, or a clear error."""
+"""`state_dict()`, `load_state_dict()`, `.to()` and the like of modules whose parameters are sharded."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,4 +1,4 @@
-"""Where in the model each bucketed parameter hangs, and whether it still does."""
+"""Which module has each bucketed parameter under which name, and whether it still does."""
 
 from collections.abc import Container, Iterable, Iterator
 from operator import attrgetter, is_

@@ -1,4 +1,4 @@
-"""When units are gathered and when they are given back.
+"""When units are unsharded, prefetched and resharded.
 
 [Note: the end of a unit's backward]
 Autograd runs the nodes that are ready in the reverse of the order in which forward made them, and accumulates a parameter's

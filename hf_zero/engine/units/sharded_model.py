@@ -30,7 +30,7 @@ _HOST = torch.device("cpu")
 
 
 class ShardedModel:
-    """Everything of stage 3 that hangs in the model. Without units, as below stage 3, all of it does nothing.
+    """The units of stage 3 and all hooks and methods that they put on the model. Without units it does nothing.
 
     Args:
         buckets_of: unit name → its buckets; "" is the root's.

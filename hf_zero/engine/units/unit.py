@@ -1,4 +1,4 @@
-"""Units: the parameters that are gathered together, and the three states they go through."""
+"""Units of stage 3: parameters that are unsharded and resharded together."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -34,7 +34,7 @@ class Guard(Protocol):
 
 
 class Unit:
-    """Parameters that are whole at the same time: a transformer layer's, or all that no layer has.
+    """Parameters that are unsharded at the same time: those of a transformer layer, or all that are in no layer.
 
     Attributes:
         name: of the layer's module; "root" for what no layer has.

@@ -1,4 +1,4 @@
-"""Which modules are units: gathered before their forward, dropped after it."""
+"""Chooses the modules that are units: unsharded before their forward, resharded after it."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The model's values, a rank its own part: handed out so that each element is handed out once, and taken back."""
+"""This rank's part of the model's weights, for sharded checkpoints: each element is on exactly one rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext

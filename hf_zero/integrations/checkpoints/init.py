@@ -14,6 +14,7 @@ from ...checkpoint.format.mapped import mapped_tensors
 from ...config import ZeroConfig
 from ...engine.buckets.mapped_parameters import mark_loaded, wanted_dtype
 from ...engine.build.agreement import FILES_ATTRIBUTE
+from ..seams import replaced
 from .weights import weight_files
 
 _HEADER_BYTES = 64 * 1024
@@ -38,11 +39,8 @@ def init(plugin: Any = None) -> Iterator[None]:
         yield
         return
     stock = PreTrainedModel._load_pretrained_model
-    PreTrainedModel._load_pretrained_model = staticmethod(partial(_leave_in_files, stock))
-    try:
+    with replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(_leave_in_files, stock))):
         yield
-    finally:
-        PreTrainedModel._load_pretrained_model = staticmethod(stock)
 
 
 def _leave_in_files(
@@ -67,11 +65,8 @@ def _leave_in_files(
         views[values.data_ptr()] = values, dtype or values.dtype
         return values
 
-    core_model_loading._materialize_copy = leave_in_file
-    try:
+    with replaced(core_model_loading, "_materialize_copy", leave_in_file):
         result = stock(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    finally:
-        core_model_loading._materialize_copy = materialize
     for parameter in model.parameters():
         if parameter.data_ptr() in views and parameter.is_floating_point():
             mark_loaded(parameter, views[parameter.data_ptr()][1])

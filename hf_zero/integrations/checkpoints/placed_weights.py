@@ -28,6 +28,7 @@ from ...engine.buckets.sharded_parameter import ShardedParametersError
 from ...engine.engine import ZeroEngine
 from ...engine.hooks import WeakHook
 from ...layout.intervals import Interval
+from ..seams import replaced
 
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
 
@@ -229,9 +230,7 @@ def _written_by(save_file: Callable[..., None]) -> Iterator[None]:
     with ExitStack() as stack:
         for place in _savers().values():
             module, _, name = place.rpartition(".")
-            owner = importlib.import_module(module)
-            stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, save_file)
+            stack.enter_context(replaced(importlib.import_module(module), name, save_file))
         yield
 
 

@@ -118,9 +118,9 @@ def write_trainer_card(trainer: Trainer, folder: Path, *, facts_of: Path, **said
 
 def trainer_api(trainer: Trainer) -> HfApi:
     """One client for all of a trainer's pushes, so that those in the background go one after the other."""
-    if not hasattr(trainer, "_hub_api"):
-        trainer._hub_api = HfApi(library_name="hf_zero")
-    return trainer._hub_api
+    if not hasattr(trainer, "_hf_zero_hub_api"):
+        trainer._hf_zero_hub_api = HfApi(library_name="hf_zero")
+    return trainer._hf_zero_hub_api
 
 
 def _destination(

@@ -6,7 +6,7 @@ The trainer's class is swapped for one with these methods before them, so subcla
 import inspect
 import os
 import sys
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from ..checkpoints.weights import is_checkpoint_of_ours
 from ..frames import find_in_callers
 from ..gathered import gathered
 from ..hub.card_facts import write_run
+from ..seams import mix_in
 from .checkpoints import CheckpointSaver
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
@@ -56,9 +57,7 @@ def trainer_under_construction() -> Trainer | None:
 
 def install_in_trainer(trainer: Trainer) -> None:
     """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
-    if not isinstance(trainer, ZeroTrainerMixin):
-        kind: type = type(trainer)
-        trainer.__class__ = _with_engine(kind)
+    mix_in(trainer, ZeroTrainerMixin)
     if trainer.args.n_gpu > 1:
         _train_on_one_gpu(trainer)
 
@@ -73,11 +72,6 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
     args._n_gpu = 1
     # ZeroCallback comes when Trainer has multiplied its batch by the GPUs; the arguments do so each time they are asked.
     trainer._train_batch_size = args.train_batch_size
-
-
-@cache
-def _with_engine(kind: type) -> type[Trainer]:
-    return type(kind.__name__, (ZeroTrainerMixin, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class ZeroTrainerMixin(_TrainerBase):

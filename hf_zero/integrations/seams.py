@@ -1,0 +1,359 @@
+"""Where the package enters torch, transformers and accelerate by a private name or replaces a part of them.
+
+Any release may change these without notice. `tests/test_seams.py` looks for each in what is installed, and fails where the
+package uses a private name that is not here.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seam:
+    """Private names of one owner.
+
+    Attributes:
+        owner: what has them, as `package.module:name`.
+        names: read, called, overridden or replaced.
+        where: folders of hf_zero that use them, or files, all without `.py`.
+        why: there is no public way.
+        test: fails where the behaviour that is relied on has changed.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    where: tuple[str, ...]
+    why: str
+    test: str
+
+
+@cache
+def _mixed(mixin: type, kind: type, name: str) -> type:
+    described = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(name, (mixin, kind), described)
+
+
+def mix_in(instance: Any, mixin: type, name: str | None = None) -> None:
+    """Replaces the class of an object that a library has made already by one with `mixin` before it. Again is harmless.
+
+    Args:
+        name: of the new class; by default that of the old.
+    """
+    if not isinstance(instance, mixin):
+        kind: type = type(instance)
+        instance.__class__ = _mixed(mixin, kind, name or kind.__name__)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside, a class or module of another package has `value` under this name."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+REPLACED_CLASSES: Mapping[str, str] = {
+    "integrations/seams": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for "
+    "saving, resuming and preparing; test_trainer.py::test_every_door_has_ddps_losses_with_dropout_and_warmup",
+    "engine/state/loss_scale": "GradScalers that a script or accelerate holds already; "
+    "test_loss_scale.py::test_accelerate_skips_step_and_scheduler_and_saves_the_scale",
+    "engine/buckets/sharded_parameter": "Parameters whose values are not there: reads raise, and no operation can pass; "
+    "test_stage3_faults.py::test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently",
+}
+"""File → objects of whose class it makes another one, and why; the test behind the semicolon."""
+
+SEAMS = (
+    Seam(
+        owner="torch._C:",
+        names=("_current_graph_task_id",),
+        where=("engine",),
+        why="Tells whether a forward is a recomputation inside backward, which steps and checks must leave alone.",
+        test="test_late_gradients.py::test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients",
+    ),
+    Seam(
+        owner="torch._C:",
+        names=("_disabled_torch_function_impl",),
+        where=("engine/buckets",),
+        why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
+        test="test_zero_grad.py::test_a_backward_on_gradients_that_a_step_has_used_is_refused_by_name",
+    ),
+    Seam(
+        owner="torch._C:",
+        names=("_set_conj", "_set_neg"),
+        where=("offload/activations",),
+        why="A saved tensor that comes back from host memory is the same view of its storage, lazy conjugation included.",
+        test="test_offload_activations.py::test_a_storage_moves_once_and_a_write_after_the_save_is_seen",
+    ),
+    Seam(
+        owner="torch:UntypedStorage",
+        names=("_cdata", "_new_with_weak_ptr"),
+        where=("offload/activations",),
+        why="Storages are told apart by identity, and may not be kept alive by that.",
+        test="test_offload_activations.py::test_a_storage_moves_once_and_a_write_after_the_save_is_seen",
+    ),
+    Seam(
+        owner="torch.autograd:Variable",
+        names=("_execution_engine",),
+        where=("engine/gradients/backward_end",),
+        why="A callback at the end of the whole backward; hooks of tensors end with their own part of it.",
+        test="test_gradients.py::test_several_backward_calls_add_up",
+    ),
+    Seam(
+        owner="torch.autograd:",
+        names=("_unsafe_preserve_version_counter",),
+        where=("engine/travel/buffers",),
+        why="Buffers are synchronised between forwards without failing a backward that has saved them, as DDP does.",
+        test="test_placement.py::test_buffers_of_all_dtypes_become_rank_0s",
+    ),
+    Seam(
+        owner="torch.autograd:profiler",
+        names=("_is_profiler_enabled",),
+        where=("comm/profiling",),
+        why="Collectives have names in profiles, which cost nothing where none is being made.",
+        test="test_profiling.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
+    ),
+    Seam(
+        owner="torch.autograd:",
+        names=("_enable_record_function",),
+        where=("comm/profiling",),
+        why="gloo notes the end of a collective in a profile that may have ended meanwhile, and crashes.",
+        test="test_profiling.py::test_profiles_end_behind_a_step_without_a_crash_and_name_collectives",
+    ),
+    Seam(
+        owner="torch:Tensor",
+        names=("_base",),
+        where=("engine/units/schedule",),
+        why="Whether an output is a view of another tensor.",
+        test="test_stage3_faults.py::test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradients",
+    ),
+    Seam(
+        owner="torch:Tensor",
+        names=("_make_subclass", "_make_wrapper_subclass", "_version"),
+        where=("engine", "offload", "integrations/trainer/checkpoints"),
+        why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
+        test="test_zero_grad.py::test_a_backward_on_gradients_that_a_step_has_used_is_refused_by_name",
+    ),
+    Seam(
+        owner="torch.ops:aten",
+        names=("_to_copy",),
+        where=("engine/buckets/sharded_gradient",),
+        why="`model.to()` converts a gradient without memory by this operation.",
+        test="test_zero_grad.py::test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed",
+    ),
+    Seam(
+        owner="torch:",
+        names=(
+            "_foreach_add_",
+            "_foreach_clamp_max_",
+            "_foreach_clamp_min_",
+            "_foreach_copy_",
+            "_foreach_mul",
+            "_foreach_mul_",
+            "_foreach_norm",
+        ),
+        where=("engine", "kernels"),
+        why="One call for a list of tensors; torch's own optimizers rest on them.",
+        test="test_gradients.py::test_several_backward_calls_add_up",
+    ),
+    Seam(
+        owner="torch:",
+        names=("_dynamo",),
+        where=("engine/travel/in_flight",),
+        why="Whether a module has been compiled, without importing the compiler.",
+        test="test_accelerate.py::test_compiled_model_has_ddps_losses",
+    ),
+    Seam(
+        owner="torch._utils:",
+        names=("_unflatten_dense_tensors",),
+        where=("engine/buckets/flat_views",),
+        why="All views of a flat buffer by one call.",
+        test="test_gradients.py::test_several_backward_calls_add_up",
+    ),
+    Seam(
+        owner="torch.utils:_pytree",
+        names=("tree_leaves", "tree_map_only"),
+        where=("engine/gradients",),
+        why="Tensors inside whatever containers models return, as torch itself sees them.",
+        test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
+    ),
+    Seam(
+        owner="torch.nn.modules.batchnorm:",
+        names=("_NormBase",),
+        where=("engine/buckets/gathered_dtypes",),
+        why="The base of all batch and instance norms, whose parameters stay float32 under mixed precision.",
+        test="test_gather_dtype.py",
+    ),
+    Seam(
+        owner="torch.nn:Module",
+        names=("_parameters", "_buffers", "_modules"),
+        where=("engine", "integrations/checkpoints"),
+        why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
+        test="test_late_gradients.py",
+    ),
+    Seam(
+        owner="torch.nn:Module",
+        names=("_apply", "_load_from_state_dict"),
+        where=("engine/units/module_guards",),
+        why="`.to()`, `.half()` and `load_state_dict` of sharded parameters; both are replaced on the modules of stage 3.",
+        test="test_stage3_faults.py::test_moving_and_casting_a_sharded_model_is_refused_unless_it_changes_nothing_and_training_goes_on",
+    ),
+    Seam(
+        owner="torch.nn:Module",
+        names=("_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
+        where=("integrations/checkpoints/placed_weights",),
+        why="Whether a module saves its parameters as they are, or computes what it saves.",
+        test="test_sharded_checkpoints.py::test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept",
+    ),
+    Seam(
+        owner="torch.nn:Module",
+        names=("_compiled_call_impl",),
+        where=("engine/travel/in_flight",),
+        why="Whether `module.compile()` has been called.",
+        test="test_accelerate.py::test_compiled_model_has_ddps_losses",
+    ),
+    Seam(
+        owner="torch._dynamo.eval_frame:OptimizedModule",
+        names=("_orig_mod",),
+        where=("integrations/engine_of",),
+        why="The module that `torch.compile(module)` has wrapped.",
+        test="test_accelerate.py::test_compiled_model_has_ddps_losses",
+    ),
+    Seam(
+        owner="torch.optim:Optimizer",
+        names=("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        where=("engine/state/state_kinds",),
+        why="A step of a part or on trial is nobody else's step: its hooks are left out.",
+        test="test_whole_parameters.py::test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone",
+    ),
+    Seam(
+        owner="torch.amp:GradScaler",
+        names=("_per_optimizer_states", "_unscale_grads_"),
+        where=("engine/state/loss_scale",),
+        why="found_inf is that of all ranks, and gradients are unscaled where they are.",
+        test="test_loss_scale.py::test_the_scale_is_torchs_for_any_overflows_here_or_elsewhere",
+    ),
+    Seam(
+        owner="torch.distributed.distributed_c10d:",
+        names=("_get_default_store",),
+        where=("comm",),
+        why="Threads beside training exchange through the store that the ranks were launched with.",
+        test="test_async_save.py",
+    ),
+    Seam(
+        owner="torch.distributed:ProcessGroupNCCL.Options",
+        names=("_timeout",),
+        where=("comm/groups/own_groups",),
+        why="`new_group` warns of a time limit that its options do not have, too.",
+        test="test_comm.py::test_nccl_is_asked_for_a_stream_of_high_priority",
+    ),
+    Seam(
+        owner="lion_pytorch:Lion",
+        names=("_init_lr",),
+        where=("engine/kernel_steps",),
+        why="What decoupled weight decay is measured by.",
+        test="test_kernel_steps.py",
+    ),
+    Seam(
+        owner="transformers:PreTrainedModel",
+        names=(
+            "_no_split_modules",
+            "_keep_in_fp32_modules_strict",
+            "_hf_peft_config_loaded",
+            "_load_pretrained_model",
+        ),
+        where=("engine", "integrations/checkpoints"),
+        why="Which layers are units, which parameters stay float32, whether adapters are loaded, and how weights are read.",
+        test="test_init.py::test_transformers_still_loads_the_way_init_stands_on",
+    ),
+    Seam(
+        owner="transformers:core_model_loading",
+        names=("_materialize_copy",),
+        where=("integrations/checkpoints/init",),
+        why="Weights stay views of their files while a model is loaded. Replaced meanwhile.",
+        test="test_init.py::test_transformers_still_loads_the_way_init_stands_on",
+    ),
+    Seam(
+        owner="transformers:PretrainedConfig",
+        names=("_attn_implementation",),
+        where=("integrations/checkpoints/config_model",),
+        why="A model on the meta device is made without asking what kernels are installed.",
+        test="test_hostile_folders.py",
+    ),
+    Seam(
+        owner="transformers:PretrainedConfig",
+        names=("_name_or_path",),
+        where=("integrations/hub/card_facts",),
+        why="The model that a run began from, for its card.",
+        test="test_hub.py::test_the_card_tells_what_the_run_wrote_and_no_more",
+    ),
+    Seam(
+        owner="transformers:TrainingArguments",
+        names=("_n_gpu",),
+        where=("integrations/trainer/trainer",),
+        why="A Trainer that sees several GPUs would copy the model to all of them.",
+        test="test_standin_doors.py",
+    ),
+    Seam(
+        owner="transformers:Trainer",
+        names=("_save_checkpoint", "_get_output_dir", "_save_rng_state", "_save_scaler", "_save"),
+        where=("integrations/trainer", "integrations/checkpoints/placed_weights"),
+        why="A checkpoint's folder is written under another name and renamed when all of it is there.",
+        test="test_commit.py",
+    ),
+    Seam(
+        owner="transformers:Trainer",
+        names=(
+            "_load_from_checkpoint",
+            "_load_optimizer_and_scheduler",
+            "_load_scaler",
+            "_load_rng_state",
+            "_load_callback_state",
+            "_load_best_model",
+            "_issue_warnings_after_load",
+        ),
+        where=("integrations/trainer/trainer",),
+        why="Ranks read their own parts of a checkpoint; damaged files are named.",
+        test="test_trainer.py::test_resumed_run_continues_bit_for_bit",
+    ),
+    Seam(
+        owner="transformers:Trainer",
+        names=("_move_model_to_device", "_finalize_training", "_train_batch_size"),
+        where=("integrations/trainer/trainer",),
+        why="At stage 3 the model goes to the device a layer at a time; after training nothing may be under way.",
+        test="test_placement.py::test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3",
+    ),
+    Seam(
+        owner="transformers:Trainer",
+        names=("_push_from_checkpoint", "_finish_current_push"),
+        where=("integrations/trainer",),
+        why="What is pushed is a checkpoint that has been committed.",
+        test="test_hub.py::test_trainer_pushes_the_model_of_each_checkpoint_and_the_last",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
+        names=("_dataloaders", "_models", "_optimizers", "_save_model_state_pre_hook"),
+        where=("integrations",),
+        why="What has been prepared, for `save_state` and for the rows of a step.",
+        test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
+    ),
+    Seam(
+        owner="accelerate.state:AcceleratorState",
+        names=("_shared_state",),
+        where=("integrations/accelerator/ignored_plugin",),
+        why="A second Accelerator ignores its plugin without a word.",
+        test="test_accelerate.py::test_a_plugin_is_attached_before_prepare",
+    ),
+    Seam(
+        owner="accelerate:ParallelismConfig",
+        names=("_validate_accelerator",),
+        where=("integrations/accelerate",),
+        why="The seat of a plugin: an Accelerator calls it with itself when it is made.",
+        test="test_accelerate.py::test_every_door_has_ddps_losses",
+    ),
+)
