@@ -108,8 +108,8 @@ class Row:
     def has_gradient(self) -> bool:
         """Whether the next step has one for this row."""
         # model.zero_grad() takes the stand-in away; optimizer.zero_grad() takes the row's own gradient away.
-        gone = not self.is_parameter and self.slot.parameter.grad is None
-        return self.tensor.grad is not None and not gone
+        tensor, parameter = self.tensor, self.slot.parameter
+        return tensor.grad is not None and (tensor is parameter or parameter.grad is not None)
 
     @property
     def is_zeroed(self) -> bool:
@@ -241,6 +241,10 @@ class Bucket:
         """All slots of a flat buffer laid out as this bucket, as `ParameterSlot.view_of` gives them."""
         return self._slot_views.of(flat)
 
+    def fill_slots(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
+        """Writes a tensor for each slot, times `factor`, into a flat buffer laid out as this bucket, and zeros elsewhere."""
+        self._slot_views.fill(flat, values, factor)
+
     def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """All rows of a flat tensor laid out as the rank's shard, as `Row.of` gives them."""
         return self._row_views.of(shard)
@@ -319,7 +323,8 @@ class Bucket:
             for slot in self.slots:
                 gradient = slot.parameter.grad
                 if gradient is slot.stand_in:
-                    gradient.refuse_if_spent()
+                    if slot.stand_in.state is GradientState.SPENT:
+                        slot.stand_in.refuse_if_spent()
                 elif not (self.whole or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
                         f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward has reduced "
@@ -337,8 +342,10 @@ class Bucket:
             for row in self.rows:
                 row.tensor.grad = None
             for slot in self.slots:
-                if slot.parameter.grad is slot.stand_in:
-                    slot.stand_in.become(GradientState.SPENT)
+                stand_in = slot.stand_in
+                if slot.parameter.grad is stand_in:
+                    # As `become` does: each parameter comes here in each step.
+                    stand_in.state, stand_in.pending = GradientState.SPENT, None
                 else:
                     slot.parameter.grad = None
 

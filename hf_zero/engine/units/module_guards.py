@@ -68,22 +68,24 @@ class ModuleGuard:
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
         self.module = module
         self.slots = dict(slots)
-        self._units = list(dict.fromkeys(unit for unit, _ in slots.values()))
+        # Nearly every module's parameters are of one unit.
+        self._unit, *self._others = dict.fromkeys(unit for unit, _ in slots.values())
         self._schedule = schedule
         self._sharded: ShardedParameters | None = None
 
     def update(self) -> None:
         """Follows a change of state of one of the units."""
-        held: Any = self.module._parameters
-        guarded = isinstance(held, ShardedParameters)
-        needed = any([unit.is_sharded for unit in self._units])
-        if needed and not guarded:
+        attributes = self.module.__dict__
+        held: Any = attributes["_parameters"]
+        if self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others])):
+            if type(held) is ShardedParameters:
+                return
             sharded = self._sharded
             if sharded is None or sharded.stock is not held or not sharded.is_as(held):
                 sharded = self._sharded = ShardedParameters(held, self._before_read)
-            self.module.__dict__["_parameters"] = sharded
-        elif guarded and not needed:
-            self.module.__dict__["_parameters"] = held.stock
+            attributes["_parameters"] = sharded
+        elif type(held) is ShardedParameters:
+            attributes["_parameters"] = held.stock
 
     def remove(self) -> None:
         """Takes it out, whatever the state."""
