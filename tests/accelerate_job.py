@@ -3,12 +3,13 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, Dataset
-from training import adamw_in_two_groups, gpt2, gpt2_batch
+from training import adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero import ZeroAccelerator, ZeroPlugin, engine_of
 
@@ -16,9 +17,9 @@ from hf_zero import ZeroAccelerator, ZeroPlugin, engine_of
 class Texts(Dataset):
     """Random tokens, the same on every rank."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, make_batch: Callable = gpt2_batch):
         generator = torch.Generator().manual_seed(7)
-        self._rows = [{key: value[0] for key, value in gpt2_batch(generator, 1).items()} for _ in range(size)]
+        self._rows = [{key: value[0] for key, value in make_batch(generator, 1).items()} for _ in range(size)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,6 +60,7 @@ def run(
     load_from: str | None = None,
     compile_model: bool = False,
     layers: int = 3,
+    is_bert: bool = False,
     cpu: bool = True,
     **passed: object,
 ) -> dict:
@@ -69,10 +71,11 @@ def run(
     arguments = passed | ({"dynamo_backend": "eager"} if compile_model else {})
     accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=cpu, **arguments)
     torch.manual_seed(0)
-    model = gpt2(layers=layers)
+    model = bert() if is_bert else gpt2(layers=layers)
     optimizer = adamw_in_two_groups(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    loader = DataLoader(Texts(4 * world_size * accumulation * steps), batch_size=4)
+    rows = Texts(4 * world_size * accumulation * steps, bert_batch if is_bert else gpt2_batch)
+    loader = DataLoader(rows, batch_size=4)
     if order == "together":
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     elif order == "optimizer first":

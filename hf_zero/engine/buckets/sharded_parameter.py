@@ -136,7 +136,7 @@ def hide_all(parameters: Iterable[nn.Parameter]) -> None:
 def show_all(parameters: Iterable[nn.Parameter]) -> None:
     """`show_values` for many."""
     for parameter in parameters:
-        kind = type(parameter)
+        kind: Any = type(parameter)
         if kind in _HIDING_KINDS:
             parameter.__class__ = kind._whole_kind
 
