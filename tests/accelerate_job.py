@@ -3,13 +3,14 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from training import VOCABULARY, Answer, adamw_in_two_groups, gpt2, gpt2_batch
+from training import VOCABULARY, Answer, adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch
 
 from hf_zero import ZeroAccelerator, ZeroPlugin, engine_of
 
@@ -17,9 +18,9 @@ from hf_zero import ZeroAccelerator, ZeroPlugin, engine_of
 class Texts(Dataset):
     """Random tokens, the same on every rank."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, make_batch: Callable = gpt2_batch):
         generator = torch.Generator().manual_seed(7)
-        self._rows = [{key: value[0] for key, value in gpt2_batch(generator, 1).items()} for _ in range(size)]
+        self._rows = [{key: value[0] for key, value in make_batch(generator, 1).items()} for _ in range(size)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -44,7 +45,7 @@ class TextsModel(nn.Module):
         return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
 
 
-MODELS = {"gpt2": gpt2, "texts": TextsModel}
+MODELS = {"gpt2": gpt2, "texts": TextsModel, "bert": lambda layers: bert()}
 
 
 def make_accelerator(door: str, **arguments) -> Accelerator:
@@ -90,10 +91,12 @@ def run(
     arguments = passed | ({"dynamo_backend": "eager"} if compile_model else {})
     accelerator = make_accelerator(door, gradient_accumulation_steps=accumulation, cpu=cpu, **arguments)
     torch.manual_seed(0)
+    make_batch = bert_batch if model == "bert" else gpt2_batch
     model = MODELS[model](layers=layers)
     optimizer = adamw_in_two_groups(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    loader = DataLoader(Texts(4 * world_size * accumulation * steps), batch_size=4)
+    rows = Texts(4 * world_size * accumulation * steps, make_batch)
+    loader = DataLoader(rows, batch_size=4)
     if order == "together":
         model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     elif order == "optimizer first":

@@ -165,6 +165,8 @@ def _device_module(compiled: ModuleType, name: str) -> ModuleType:
     module.memory_allocated = module.memory_reserved = lambda device=None: compiled.held()
     module.max_memory_allocated = lambda device=None: compiled.peak()
     module.mem_get_info = lambda device=None: (compiled.CAPACITY - compiled.held(), compiled.CAPACITY)
+    module.reset_peak_memory_stats = lambda device=None: None
+    module.get_device_name = lambda device=None: f"stand-in {name}"
     module.empty_cache = lambda: None
     module.cudart = lambda: SimpleNamespace(
         cudaHostRegister=compiled.host_register, cudaHostUnregister=compiled.host_unregister

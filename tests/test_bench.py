@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"
 
 import bf16_ways
 import device_trace
+import gpus
 import host_time
 import largest
 import memory
@@ -359,6 +360,35 @@ def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) ->
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def test_a_way_that_fails_on_gpus_is_shown_and_the_others_are_measured(tmp_path, monkeypatch):
+    measure = gpus.measure
+
+    def failing(way, *arguments, **options):
+        if way.name in ("torch", "stage 2"):
+            raise ValueError("on purpose")
+        return measure(way, *arguments, **options)
+
+    monkeypatch.setattr(gpus, "measure", failing)
+    small = [
+        "--device",
+        "cpu",
+        "--models",
+        "bert-tiny",
+        "--steps",
+        "1",
+        "--rounds",
+        "1",
+        "--ways",
+        "stage 1",
+        "stage 2",
+    ]
+    assert gpus.main([*small, "--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "gpus.json").read_text())["ways"]
+    errors = {way["way"]: way["error"] for way in found}
+    assert errors["torch"] == errors["stage 2"] == "ValueError: on purpose"
+    assert errors["stage 1"] is None
 
 
 def test_training_on_gpus_is_compared_way_by_way(tmp_path):

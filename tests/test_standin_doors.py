@@ -1,8 +1,11 @@
 """Trainer and accelerate on accelerators, as far as a stand-in shows it: models come from host memory, and train as with DDP."""
 
+import json
 from pathlib import Path
+from unittest import mock
 
 import accelerate_job
+import gpus
 import pytest
 import standin_device
 import trainer_job
@@ -73,6 +76,56 @@ def test_accelerate_trains_at_stage_2(library, tmp_path):
     compared(library, tmp_path, [("accelerate", {"door": "plugin 2", "steps": STEPS})])
 
 
+def test_four_ranks_train_a_bert_with_buffers_from_host_memory(library, tmp_path):
+    compared(library, tmp_path, [accelerate_with_bert("plugin 3", steps=2)], world_size=4)
+
+
+def accelerate_with_bert(door: str, steps: int = STEPS) -> tuple[str, dict]:
+    return "accelerate", {"door": door, "steps": steps, "model": "bert"}
+
+
+def trained_by_the_gpu_script(rank: int, world_size: int, library: Path, folder: str, arguments: list[str]) -> int:
+    """The status that scripts/bench/gpus.py ends with, on stand-in devices.
+
+    Without DDP, whose reducer wants futures of a process group: the stand-in's has none. FSDP2 is the reference then.
+    """
+    compiled = standin_device.register_known(library)
+    ways = [way for way in gpus.ways(world_size, folder) if way.name != "DDP"]
+    with standin_device.process_group(rank, world_size, folder, standin_device.KNOWN_BACKEND):
+        trainer_job.as_launched(rank, world_size)
+        compiled.keep_to(rank)
+        with (
+            mock.patch.object(gpus.dist, "destroy_process_group"),
+            mock.patch.object(gpus, "ways", lambda *_: ways),
+        ):
+            status = gpus.main(["--device", standin_device.KNOWN_NAME, "--models", "bert-tiny", *arguments])
+    assert compiled.hazards() == compiled.crossings() == []
+    return status
+
+
+def ways_of_the_gpu_script(library: Path, folder: Path, world_size: int, *chosen: str) -> list[dict]:
+    arguments = ["--steps", "1", "--rounds", "1", "--json", str(folder / "gpus.json"), "--nvme-path", str(folder)]
+    ways = ["--ways", *chosen] if chosen else []
+    given = {"library": library, "folder": str(folder), "arguments": [*arguments, *ways]}
+    statuses = run_ranks(trained_by_the_gpu_script, world_size=world_size, time_limit_s=400, keyword_arguments=given)
+    found = json.loads((folder / "gpus.json").read_text())["ways"]
+    assert statuses == [0] * world_size, found
+    return found
+
+
+def test_the_script_for_several_gpus_runs_on_devices(library, tmp_path):
+    ways = ways_of_the_gpu_script(library, tmp_path, 2, "stage 3")
+    assert [way["way"] for way in ways] == ["FSDP2", "stage 3"]
+    assert all(way["peak_mib"] > 0 for way in ways)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gpu_script_runs_every_way_on_devices(world_size, library, tmp_path):
+    ways = ways_of_the_gpu_script(library, tmp_path, world_size)
+    assert len(ways) == {1: 12, 2: 14}[world_size]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("model", ["bert", "gpt2", "llama"])
@@ -92,6 +145,7 @@ def test_trainer_with_adapters(model, library, tmp_path):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_accelerate_at_each_stage(world_size, library, tmp_path):
     jobs = [("accelerate", {"door": f"plugin {stage}", "steps": STEPS}) for stage in range(4)]
+    jobs += [accelerate_with_bert(f"plugin {stage}") for stage in range(4)]
     compared(library, tmp_path, jobs, world_size=world_size)
 
 

@@ -69,10 +69,20 @@ class _Waiting(AbstractContextManager):
         self._ledger, self._kind = ledger, kind
 
     def __enter__(self) -> None:
-        self._start = self._ledger.begin_wait()
+        self._ledger.is_waiting = True
+        self._start = self._ledger.now()
 
     def __exit__(self, *_error: object) -> None:
-        self._ledger.end_wait(self._kind, self._start)
+        self._ledger.is_waiting = False
+        self._ledger.add(self._kind, "wait_seconds", self._start)
+
+
+class _Rows(dict[str, CommRow]):
+    """By kind; one that is asked for first begins."""
+
+    def __missing__(self, kind: str) -> CommRow:
+        row = self[kind] = CommRow(kind=kind)
+        return row
 
 
 class Ledger:
@@ -81,19 +91,23 @@ class Ledger:
     Args:
         now: gives moments of the device that is trained on; by default the host's.
         watch: is told of each wait, and names one that fails.
+
+    Attributes:
+        now: gives the present moment.
+        is_waiting: in a wait that counts; others, until its end, are parts of it.
     """
 
     def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None):
         self.watch = watch or Watch()
-        self._now = now or clock(torch.device("cpu"))
-        self._rows: dict[str, CommRow] = {}
+        self.now = now or clock(torch.device("cpu"))
+        self.is_waiting = False
+        self._rows = _Rows()
         self._under_way: dict[str, int] = {}
         self._since: dict[str, Moment] = {}
-        self._is_waiting = False
         self._unread: deque[_Span] = deque()
 
     def count(self, kind: str, bytes_sent: int, bytes_between: int) -> None:
-        row = self._row(kind)
+        row = self._rows[kind]
         row.calls += 1
         self.watch.begun[kind] += 1
         row.bytes_sent += bytes_sent
@@ -102,37 +116,33 @@ class Ledger:
     def began(self, kind: str) -> None:
         """A collective of this kind has been started."""
         if not self._under_way.get(kind):
-            self._since[kind] = self._now()
+            self._since[kind] = self.now()
         self._under_way[kind] = self._under_way.get(kind, 0) + 1
 
     def ended(self, kind: str) -> None:
         """One of this kind has been finished."""
         self._under_way[kind] -= 1
         if not self._under_way[kind]:
-            self._end(kind, "under_way_seconds", self._since[kind])
+            self.add(kind, "under_way_seconds", self._since[kind])
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
         """For the duration of a wait for a collective of this kind."""
         # Of a collective that is made of others, the time is theirs.
-        return _PART_OF_ANOTHER if self._is_waiting else _Waiting(self, kind)
-
-    def begin_wait(self) -> Moment:
-        """Where the wait begins that others, until its end, are parts of."""
-        self._is_waiting = True
-        return self._now()
-
-    def end_wait(self, kind: str, start: Moment) -> None:
-        """Counts the wait that began at `start`."""
-        self._is_waiting = False
-        self._end(kind, "wait_seconds", start)
+        return _PART_OF_ANOTHER if self.is_waiting else _Waiting(self, kind)
 
     def rows(self) -> tuple[CommRow, ...]:
         """The state of now, by kind. Of times, what the device has passed."""
         self._read()
         return tuple(replace(row) for _, row in sorted(self._rows.items()) if row.calls)
 
-    def _end(self, kind: str, attribute: str, start: Moment) -> None:
-        self._unread.append(_Span(self._row(kind), attribute, start, self._now()))
+    def add(self, kind: str, attribute: str, start: Moment) -> None:
+        """Counts the time from `start` to now."""
+        row, end = self._rows[kind], self.now()
+        if not self._unread and start.is_past and end.is_past:
+            # The host's clock has always passed.
+            setattr(row, attribute, getattr(row, attribute) + start.seconds_until(end))
+            return
+        self._unread.append(_Span(row, attribute, start, end))
         self._read()
 
     def _read(self) -> None:
@@ -141,8 +151,3 @@ class Ledger:
             span = self._unread.popleft()
             seconds = getattr(span.row, span.attribute) + span.start.seconds_until(span.end)
             setattr(span.row, span.attribute, seconds)
-
-    def _row(self, kind: str) -> CommRow:
-        if kind not in self._rows:
-            self._rows[kind] = CommRow(kind=kind)
-        return self._rows[kind]

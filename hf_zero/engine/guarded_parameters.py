@@ -41,8 +41,9 @@ class ParametersGuard:
 
     def put(self) -> None:
         """Unless it is there."""
-        held: Any = self._module._parameters
-        if isinstance(held, self._kind):
+        # Past `nn.Module.__getattr__`: stage 3 comes here for each module of each unit, twice in a pass.
+        held: Any = self._module.__dict__["_parameters"]
+        if type(held) is self._kind:
             return
         guarded = self._guarded
         if guarded is None or guarded.stock is not held or not guarded.follow():
@@ -51,6 +52,6 @@ class ParametersGuard:
 
     def remove(self) -> None:
         """Leaves the module with its own dict."""
-        held: Any = self._module._parameters
-        if isinstance(held, self._kind):
+        held: Any = self._module.__dict__["_parameters"]
+        if type(held) is self._kind:
             self._module.__dict__["_parameters"] = held.stock

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from .deal import deal, group
 from .intervals import Interval, uncovered
@@ -76,7 +77,7 @@ class BucketLayout:
     def shard_numel(self) -> int:
         return self.numel // self.shards
 
-    @property
+    @cached_property
     def padding(self) -> list[Interval]:
         """Runs of the bucket that belong to no parameter."""
         return uncovered(Interval(0, self.numel), [slot.interval for slot in self.slots])

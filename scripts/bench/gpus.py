@@ -163,8 +163,8 @@ def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool) -> Figu
     job = Job(way, MODELS[model].make, MODELS[model].batch, cpu)
     try:
         device = job.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
+        if device.type != "cpu":
+            torch.get_device_module(device).reset_peak_memory_stats(device)
         losses = job.steps(WARMUP_STEPS)
         step_ms, host_ms = [], []
         for _ in range(rounds):
@@ -235,7 +235,9 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["bert-base", "gpt2"])
     parser.add_argument("--ways", nargs="+", help="names, as in the table; the reference is always there")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument(
+        "--device", default="cuda", help="or cpu, or another accelerator that torch and accelerate know"
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -248,8 +250,8 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_options(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("skipped: no CUDA device on this machine; --device cpu tries the harness")
+    if options.device != "cpu" and not torch.get_device_module(options.device).is_available():
+        print(f"skipped: no {options.device} device on this machine; --device cpu tries the harness")
         return 0
     is_cpu, world_size = options.device == "cpu", int(os.environ.get("WORLD_SIZE", 1))
     deadline_s = time.monotonic() + 60 * options.minutes
@@ -264,11 +266,12 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{model}, {way.name}: not measured, for want of time (--minutes)")
                 continue
             found = tried(way, model, reference, steps=options.steps, rounds=options.rounds, cpu=is_cpu)
-            reference = reference or found.losses
+            if found.error is None:
+                reference = reference or found.losses
             figures.append(found)
             gc.collect()
             if not is_cpu:
-                torch.cuda.empty_cache()
+                torch.get_device_module(options.device).empty_cache()
     if int(os.environ.get("RANK", 0)) == 0:
         report(options, figures, world_size)
     if dist.is_initialized():
@@ -280,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: int) -> None:
     run = describe_run(options)
-    device = "CPU" if options.device == "cpu" else torch.cuda.get_device_name()
+    device = "CPU" if options.device == "cpu" else torch.get_device_module(options.device).get_device_name()
     title = f"{world_size} x {device}, commit {run['commit']}, torch {run['torch']}"
     Console(width=160).print(table(figures, title))
     path = options.json or BENCH_FOLDER / "results" / f"gpus-{run['commit']}-{world_size}.json"

@@ -51,6 +51,7 @@ class Watch:
     def __init__(self):
         self.begun: Counter[str] = Counter()
         self.given_up: Wait | None = None
+        # By thread.
         self._inside: dict[int, Wait] = {}
 
     def inside(self, what: object) -> AbstractContextManager[Wait]:
@@ -59,21 +60,7 @@ class Watch:
         Args:
             what: a `Label`, or words.
         """
-        return _Inside(self, what)
-
-    def begin(self, what: object) -> tuple[Wait, Wait | None]:
-        """Notes that the calling thread waits; returns the wait, and the one that it is a part of."""
-        thread = threading.get_ident()
-        outer, wait = self._inside.get(thread), Wait(what)
-        self._inside[thread] = wait
-        return wait, outer
-
-    def end(self, outer: Wait | None) -> None:
-        """Notes that the calling thread waits in `outer` again."""
-        if outer is None:
-            self._inside.pop(threading.get_ident(), None)
-        else:
-            self._inside[threading.get_ident()] = outer
+        return _Inside(self, self._inside, what)
 
     def fail(self, wait: Wait, error: RuntimeError) -> None:
         """Notes that a wait has failed."""
@@ -107,13 +94,16 @@ class Watch:
 class _Inside(AbstractContextManager):
     """One wait of one thread. Not by a generator: each collective of a step makes two of these."""
 
-    __slots__ = ("_outer", "_wait", "_watch", "_what")
+    __slots__ = ("_outer", "_thread", "_wait", "_waits", "_watch")
 
-    def __init__(self, watch: Watch, what: object):
-        self._watch, self._what = watch, what
+    def __init__(self, watch: Watch, waits: dict[int, Wait], what: object):
+        self._watch, self._waits, self._wait = watch, waits, Wait(what)
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Wait:
-        self._wait, self._outer = self._watch.begin(self._what)
+        # None, or the wait that this one is a part of.
+        self._outer = self._waits.get(self._thread)
+        self._waits[self._thread] = self._wait
         return self._wait
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -123,4 +113,7 @@ class _Inside(AbstractContextManager):
                 if not isinstance(error, CommunicationError):
                     raise self._watch.explain(self._wait, error) from error
         finally:
-            self._watch.end(self._outer)
+            if self._outer is None:
+                self._waits.pop(self._thread, None)
+            else:
+                self._waits[self._thread] = self._outer

@@ -110,8 +110,8 @@ class Row:
     def has_gradient(self) -> bool:
         """Whether the next step has one for this row."""
         # model.zero_grad() takes the `ShardedGradient` away; optimizer.zero_grad() takes the row's own gradient away.
-        gone = not self.is_parameter and self.slot.parameter.grad is None
-        return self.tensor.grad is not None and not gone
+        tensor, parameter = self.tensor, self.slot.parameter
+        return tensor.grad is not None and (tensor is parameter or parameter.grad is not None)
 
     @property
     def is_zeroed(self) -> bool:
@@ -248,6 +248,10 @@ class Bucket:
         """All slots of a flat buffer laid out as this bucket, as `ParameterSlot.view_of` gives them."""
         return self._slot_views.of(flat)
 
+    def fill_slots(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
+        """Writes a tensor for each slot, times `factor`, into a flat buffer laid out as this bucket, and zeros elsewhere."""
+        self._slot_views.fill(flat, values, factor)
+
     def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """All rows of a flat tensor laid out as the rank's shard, as `Row.of` gives them."""
         return self._row_views.of(shard)
@@ -327,7 +331,8 @@ class Bucket:
             for slot in self.slots:
                 gradient = slot.parameter.grad
                 if gradient is slot.sharded_gradient:
-                    gradient.refuse_if_spent()
+                    if slot.sharded_gradient.state is GradientState.SPENT:
+                        slot.sharded_gradient.refuse_if_spent()
                 elif not (self.whole or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
                         f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward has reduced "
@@ -350,8 +355,10 @@ class Bucket:
             for row in self.rows:
                 row.tensor.grad = None
             for slot in self.slots:
-                if slot.parameter.grad is slot.sharded_gradient:
-                    slot.sharded_gradient.become(GradientState.SPENT)
+                sharded = slot.sharded_gradient
+                if slot.parameter.grad is sharded:
+                    # As `become` does: each parameter comes here in each step.
+                    sharded.state, sharded.pending = GradientState.SPENT, None
                 else:
                     slot.parameter.grad = None
 

@@ -16,7 +16,7 @@ from ...offload.parameter_shards import Region
 from ...offload.uplink import Uplink
 from ...read_ahead import ask_for
 from .padding import clear_padding
-from .sharded_parameter import are_hidden, hide_values, look_only, show_values
+from .sharded_parameter import all_are_hidden, are_hidden, hide_all, hide_values, look_only, show_all, show_values
 
 _DTYPE = attrgetter("dtype")
 
@@ -114,11 +114,9 @@ def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
     return is_there and parameter.dtype == place.dtype
 
 
-def _lie_at(parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> bool:
+def _whereabouts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], set[torch.dtype]]:
     # Each step asks this of every parameter: in loops of C.
-    addresses = list(map(torch.Tensor.data_ptr, parameters))
-    dtypes = set(map(_DTYPE, parameters))
-    return addresses == list(map(torch.Tensor.data_ptr, places)) and dtypes == set(map(_DTYPE, places))
+    return list(map(torch.Tensor.data_ptr, tensors)), set(map(_DTYPE, tensors))
 
 
 class UnshardedMemory(ParameterMemory):
@@ -129,6 +127,9 @@ class UnshardedMemory(ParameterMemory):
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
         self.shown = self.flat = self._allocate(layout.numel, dtype, device)
         self._own = self.flat[shard.start : shard.stop]
+        # Of the places that were asked for last: `flat` stays where it is.
+        self._asked: Sequence[torch.Tensor] = ()
+        self._whereabouts = _whereabouts(())
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return allocate(numel, dtype, device)
@@ -161,7 +162,9 @@ class UnshardedMemory(ParameterMemory):
         return _lies_at(parameter, place)
 
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
-        return _lie_at(parameters, places)
+        if places is not self._asked:
+            self._asked, self._whereabouts = places, _whereabouts(places)
+        return _whereabouts(parameters) == self._whereabouts
 
 
 class GatheredMemory(ParameterMemory):
@@ -286,11 +289,10 @@ class GatheredMemory(ParameterMemory):
             self._absences = [self._absent.expand(place.shape) for place in places]
         if self.is_shown_exactly:
             places = list(map(self._shown_at, places))
-        change = show_values if self.is_readable else hide_values
         with look_only():
             for parameter, values in zip(parameters, places if self.is_readable else self._absences):
                 parameter.data = values
-                change(parameter)
+            (show_all if self.is_readable else hide_all)(parameters)
 
     def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
         show_values(parameter)
@@ -311,11 +313,11 @@ class GatheredMemory(ParameterMemory):
         return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, self._shown_at(place)))
 
     def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
-        if all(map(are_hidden, parameters)):
+        if all_are_hidden(parameters):
             return True
         if self.is_shown_exactly:
             places = list(map(self._shown_at, places))
-        return self.is_readable and _lie_at(parameters, places)
+        return self.is_readable and _whereabouts(parameters) == _whereabouts(places)
 
     def _shown_at(self, place: torch.Tensor) -> torch.Tensor:
         """The elements of `shown` that are at `place` in `flat`."""

@@ -5,7 +5,7 @@ sharded its class is a subclass of its own class, of which torch asks leave for 
 gather the parameter inside a forward or backward, where all ranks come by, and raise everywhere else.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -70,6 +70,10 @@ _SPELLED = {
 }
 
 
+_HIDING_KINDS: set[type] = set()
+"""The classes of parameters whose values are hidden."""
+
+
 class ShardedParametersError(RuntimeError):
     """An operation that needs whole parameters met sharded ones."""
 
@@ -121,14 +125,37 @@ def show_values(parameter: nn.Parameter) -> None:
         parameter.__class__ = kind._whole_kind
 
 
+def hide_all(parameters: Iterable[nn.Parameter]) -> None:
+    """`hide_values` for many, which each layer comes to twice in a step."""
+    for parameter in parameters:
+        kind: Any = type(parameter)
+        if kind not in _HIDING_KINDS:
+            parameter.__class__ = _hiding(kind)
+
+
+def show_all(parameters: Iterable[nn.Parameter]) -> None:
+    """`show_values` for many."""
+    for parameter in parameters:
+        kind: Any = type(parameter)
+        if kind in _HIDING_KINDS:
+            parameter.__class__ = kind._whole_kind
+
+
 def are_hidden(parameter: torch.Tensor) -> bool:
     """Whether the parameter's values are sharded, as far as torch is concerned."""
     return isinstance(parameter, ShardedValues)
 
 
+def all_are_hidden(parameters: Iterable[torch.Tensor]) -> bool:
+    """`are_hidden` of many."""
+    return _HIDING_KINDS.issuperset(map(type, parameters))
+
+
 @cache
 def _hiding(kind: type) -> type[nn.Parameter]:
-    return type(f"Sharded{kind.__name__}", (ShardedValues, kind), {"_whole_kind": kind})
+    hiding: Any = type(f"Sharded{kind.__name__}", (ShardedValues, kind), {"_whole_kind": kind})
+    _HIDING_KINDS.add(hiding)
+    return hiding
 
 
 def unreadable(name: str, operation: str) -> ShardedParametersError:

@@ -18,6 +18,24 @@ from .store import GradientStore
 _USED = Label(kind="agreement on used parameters", subject="this pass")
 
 
+class _Filling:
+    """How far a bucket has come in the running pass.
+
+    Attributes:
+        place: of the bucket among all.
+        awaited: how many of its slots have no gradient yet.
+        collects: small gradients may be put without further questions; the pass reduces, and has not started the bucket.
+    """
+
+    __slots__ = ("awaited", "bucket", "collects", "place")
+
+    def __init__(self, bucket: Bucket, place: int):
+        self.bucket = bucket
+        self.place = place
+        self.awaited = 0
+        self.collects = False
+
+
 class Gradients:
     """Takes gradients from autograd's hooks and drives the store.
 
@@ -44,11 +62,11 @@ class Gradients:
         self._world_size = world_size
         self._buckets = list(buckets)
         # Not the layout's index: that counts buckets of frozen parameters, too.
-        self._place = {bucket: place for place, bucket in enumerate(self._buckets)}
+        self._fillings = [_Filling(bucket, place) for place, bucket in enumerate(self._buckets)]
+        self._filling_of = {filling.bucket: filling for filling in self._fillings}
         self._store = store
         self._transport = transport
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
-        self._awaited: dict[Bucket, int] = {}
         self._next = 0
         self._held: set[ParameterSlot] = set()
         self._late: set[Bucket] = set()
@@ -64,7 +82,10 @@ class Gradients:
 
     def install(self) -> list[RemovableHandle]:
         """Puts a hook on every parameter; the handles take them off again."""
-        return [slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, slot)) for slot in self._slots]
+        return [
+            slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, slot, self._filling_of[slot.bucket]))
+            for slot in self._slots
+        ]
 
     def refuse_unreduced(self) -> None:
         """Raises `RuntimeError` for a gradient that was accumulated without communication and not reduced since."""
@@ -103,7 +124,8 @@ class Gradients:
         self._held.clear()
 
     def _begin_pass(self) -> None:
-        self._awaited = {bucket: len(bucket.slots) for bucket in self._buckets}
+        for filling in self._fillings:
+            filling.awaited, filling.collects = len(filling.bucket.slots), False
         self._next = 0
         self._late.clear()
         self._passed_over.clear()
@@ -131,18 +153,38 @@ class Gradients:
             self._store.hold(slot, gradient)
             self._held.add(slot)
             return
-        self._touched = slot.used = True
+        if not self._touched:
+            self._touched = True
+            for filling in self._fillings:
+                filling.collects = True
+        slot.used = True
         if isinstance(gradient, ShardedGradient):
             gradient = cast(torch.Tensor, gradient.take_pending())
-        if self._place[bucket] < self._next:
+        filling = self._filling_of[bucket]
+        if filling.place < self._next:
             self._late.add(bucket)
             self._may_pass_over &= bucket not in self._passed_over
             self._store.put_late(slot, gradient)
             return
         if not slot.arrived:
-            self._awaited[bucket] -= 1
+            filling.awaited -= 1
         self._store.put(slot, gradient)
-        if not self._awaited[bucket]:
+        if not filling.awaited:
+            self._start_full(up_to=len(self._buckets))
+
+    def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
+        """`take` of a small slot, most of a model's, where little is to be asked: its first gradient in a pass that reduces."""
+        gradient = slot.parameter.grad
+        if not filling.collects or slot.arrived or type(gradient) is not torch.Tensor or gradient.is_sparse:
+            self.take(slot)
+            return
+        if not slot.bucket.memory.is_readable:
+            self.take(slot)
+            return
+        slot.used = True
+        self._store.put_small(slot, gradient)
+        filling.awaited -= 1
+        if not filling.awaited:
             self._start_full(up_to=len(self._buckets))
 
     def _start_passed_over(self, bucket: Bucket) -> bool:
@@ -153,24 +195,28 @@ class Gradients:
         comes after all is late, and reduced once more; a model in which that happens is one whose gradients come in another
         order than its buckets, and there nothing is passed over again.
         """
-        place = self._place[bucket]
+        place = self._filling_of[bucket].place
         if not self._may_pass_over or self._next >= place:
             return False
         passed_over = self._buckets[self._next]
-        begun = [each for each in self._buckets if self._awaited[each] < len(each.slots)]
-        behind = [each for each in begun if self._next < self._place[each] <= place]
-        if not behind or self._place[begun[-1]] > place or all(each.key != passed_over.key for each in behind):
+        begun = [each for each in self._fillings if each.awaited < len(each.bucket.slots)]
+        behind = [each for each in begun if self._next < each.place <= place]
+        if not behind or begun[-1].place > place or all(each.bucket.key != passed_over.key for each in behind):
             return False
         self._next += 1
         self._passed_over.add(passed_over)
-        self._store.start(passed_over)
+        self._start(passed_over)
         self._start_full(up_to=place)
         return True
 
     def _start_full(self, *, up_to: int) -> None:
-        while self._next < up_to and self._awaited[self._buckets[self._next]] == 0:
-            self._store.start(self._buckets[self._next])
+        while self._next < up_to and self._fillings[self._next].awaited == 0:
+            self._start(self._buckets[self._next])
             self._next += 1
+
+    def _start(self, bucket: Bucket) -> None:
+        self._filling_of[bucket].collects = False
+        self._store.start(bucket)
 
     def _end_pass(self) -> None:
         if self._touched:
@@ -180,7 +226,7 @@ class Gradients:
     def _finish_pass(self) -> None:
         rest, self._next = self._buckets[self._next :], len(self._buckets)
         for bucket in rest:
-            self._store.start(bucket)
+            self._start(bucket)
         for bucket in self._agree():
             self._store.start_again(bucket)
         self._store.finish_all()
@@ -199,15 +245,16 @@ class Gradients:
     def _agree(self) -> list[Bucket]:
         """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
         used, late = [slot.used for slot in self._slots], [bucket in self._late for bucket in self._buckets]
-        local = torch.frombuffer(bytearray(used + late), dtype=torch.uint8)
-        agreed = self._transport.agree_max(local, _USED).tolist()
-        for slot, is_used in zip(self._slots, agreed):
-            if is_used and not slot.used:
-                slot.used = slot.used_elsewhere = True
+        local = bytearray(used + late)
+        agreed = self._transport.agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED).tolist()
+        if agreed != list(local):
+            for slot, is_used in zip(self._slots, agreed):
+                if is_used and not slot.used:
+                    slot.used = slot.used_elsewhere = True
         return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
 
 
-def _hook_of(gradients: Gradients, slot: ParameterSlot) -> Callable[[torch.Tensor], None]:
+def _hook_of(gradients: Gradients, slot: ParameterSlot, filling: _Filling) -> Callable[[torch.Tensor], None]:
     """A hook on a parameter; the parameter does not keep `gradients`, and the engine with it."""
     known = weakref.ref(gradients)
 
@@ -216,7 +263,12 @@ def _hook_of(gradients: Gradients, slot: ParameterSlot) -> Callable[[torch.Tenso
         if gradients is not None:
             gradients.take(slot)
 
-    return on_gradient
+    def on_small_gradient(_parameter: torch.Tensor) -> None:
+        gradients = known()
+        if gradients is not None:
+            gradients.take_small(slot, filling)
+
+    return on_small_gradient if slot.is_small else on_gradient
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:

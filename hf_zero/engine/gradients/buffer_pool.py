@@ -1,7 +1,7 @@
 """A pool of bucket-sized gradient buffers, which stages 2 and 3 fill and reduce one after the other."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 
@@ -10,15 +10,17 @@ from ...offload.tier import DeviceTier
 from ..buckets.bucket import Bucket
 
 
-class OpenBuffer(NamedTuple):
-    """A bucket's flat gradient buffer (numel,) of the reduce dtype, and the views of its slots."""
+class OpenBuffer:
+    """A bucket's flat gradient buffer (numel,) of the reduce dtype."""
 
-    flat: torch.Tensor
-    views: list[torch.Tensor]
+    def __init__(self, bucket: Bucket, flat: torch.Tensor):
+        self.flat = flat
+        self._bucket = bucket
 
-    @classmethod
-    def of(cls, bucket: Bucket, flat: torch.Tensor) -> "OpenBuffer":
-        return cls(flat, bucket.views_of(flat))
+    @cached_property
+    def views(self) -> list[torch.Tensor]:
+        """Of the bucket's slots, in their order; made when the first is needed."""
+        return self._bucket.views_of(self.flat)
 
 
 class BufferPool:

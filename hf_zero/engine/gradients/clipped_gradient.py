@@ -83,15 +83,17 @@ def take_coefficient(row: Row) -> Coefficient | None:
     return coefficient
 
 
-@torch.no_grad()
 def widen(row: Row) -> None:
     """Has a row's gradient that is kept in fewer digits than its master in all of them, multiplied by what it is to be."""
     gradient, dtype = row.tensor.grad, row.slot.bucket.precision.master
-    # To ask a clipped gradient for its dtype would multiply it.
+    # Each step asks this of every row. Of a clipped gradient, the question would multiply it.
+    if gradient is None or (type(gradient) is torch.Tensor and gradient.dtype == dtype):
+        return
     with torch._C.DisableTorchFunctionSubclass():
-        if gradient is None or gradient.dtype == dtype:
+        if gradient.dtype == dtype:
             return
     coefficient = take_coefficient(row)
-    row.tensor.grad = gradient.to(dtype)
-    if coefficient is not None:
-        row.tensor.grad.mul_(coefficient.value)
+    with torch.no_grad():
+        row.tensor.grad = gradient.to(dtype)
+        if coefficient is not None:
+            row.tensor.grad.mul_(coefficient.value)

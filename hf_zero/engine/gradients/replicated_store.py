@@ -35,10 +35,11 @@ class ReplicatedGradients(GradientStore):
         if gradient.dtype != slot.bucket.precision.reduce:
             # Autograd itself keeps adding to `p.grad`, which may have no other dtype than the parameter.
             return
-        flat, views = self._lasting_buffer(slot.bucket)
-        if gradient.data_ptr() != views[slot.number].data_ptr():
-            views[slot.number].copy_(gradient)
-            slot.parameter.grad = slot.view_of(flat)
+        lasting = self._lasting_buffer(slot.bucket)
+        view = lasting.views[slot.number]
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+            slot.parameter.grad = slot.view_of(lasting.flat)
 
     def release(self, bucket: Bucket) -> None:
         """`p.grad` lasts until the script zeroes it."""
@@ -48,6 +49,10 @@ class ReplicatedGradients(GradientStore):
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put(slot, gradient)
+        slot.parameter.grad = None
+
+    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        super().put_small(slot, gradient)
         slot.parameter.grad = None
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:

@@ -40,6 +40,12 @@ class ShardedStore(GradientStore):
         if parameter.grad is not sharded_gradient:
             parameter.grad = sharded_gradient
 
+    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        super().put_small(slot, gradient)
+        sharded_gradient = slot.sharded_gradient
+        sharded_gradient.state, sharded_gradient.pending = GradientState.HELD, None
+        slot.parameter.grad = sharded_gradient
+
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         self.finish(slot.bucket)
         # The shard may still be on its way out of the buffer that is filled again.
@@ -133,11 +139,12 @@ class UnshardedGradients(ShardedStore):
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
             return
-        flat, views = self._lasting_buffer(slot.bucket)
-        if gradient.data_ptr() != views[slot.number].data_ptr():
+        lasting = self._lasting_buffer(slot.bucket)
+        view = lasting.views[slot.number]
+        if gradient.data_ptr() != view.data_ptr():
             self._spill(slot.bucket)
-            views[slot.number].copy_(gradient)
-            slot.parameter.grad = slot.view_of(flat)
+            view.copy_(gradient)
+            slot.parameter.grad = slot.view_of(lasting.flat)
 
     def release(self, bucket: Bucket) -> None:
         if bucket.device.type != "cpu":
@@ -228,7 +235,7 @@ class PooledGradients(ShardedStore):
         while self._pool.exhausted_for(bucket) and (self._in_flight or self.start_passed_over(bucket)):
             self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
-        return OpenBuffer.of(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
+        return OpenBuffer(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         self._in_flight.append(bucket)

@@ -8,6 +8,7 @@ ReplicatedGradients is in replicated_store.py, the two for sharded gradients are
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 from typing import cast
 
 import torch
@@ -20,6 +21,11 @@ from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.padding import clear_padding
 from .buffer_pool import OpenBuffer
 from .clipped_gradient import widen
+
+_AT_ONCE_NUMEL = 1 << 20
+"""Gradients that fill no more are put in one piece, which takes as much memory once more meanwhile."""
+
+_DTYPE, _NUMBER, _FIRST = attrgetter("dtype"), attrgetter("number"), itemgetter(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +59,8 @@ class GradientStore(ABC):
         self._started: dict[Bucket, Handle] = {}
         self._arriving: list[Bucket] = []
         # Put when the bucket starts.
-        self._small: dict[Bucket, list[tuple[ParameterSlot, torch.Tensor]]] = {}
+        self._small: dict[Bucket, list[ParameterSlot]] = {}
+        self._small_gradients: dict[Bucket, list[torch.Tensor]] = {}
         # Has a bucket started that stands before one which wants a buffer, and is passed over; False where there is none.
         self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
         # Whose reduction is the second in its pass.
@@ -94,8 +101,7 @@ class GradientStore(ABC):
         """
         bucket = slot.bucket
         if slot.is_small and not slot.arrived:
-            slot.arrived = True
-            self._small.setdefault(bucket, []).append((slot, gradient))
+            self.put_small(slot, gradient)
             return
         view = self._buffer(bucket).views[slot.number]
         is_there = gradient.data_ptr() == view.data_ptr()
@@ -110,6 +116,16 @@ class GradientStore(ABC):
         else:
             torch.mul(gradient, self._share, out=view)
         slot.arrived = True
+
+    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """`put` of a small slot's first gradient in a pass."""
+        slot.arrived = True
+        bucket = slot.bucket
+        if bucket in self._small:
+            self._small[bucket].append(slot)
+            self._small_gradients[bucket].append(gradient)
+        else:
+            self._small[bucket], self._small_gradients[bucket] = [slot], [gradient]
 
     @abstractmethod
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -135,14 +151,14 @@ class GradientStore(ABC):
         self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
-        flat, views = self._buffer(bucket)
+        buffer = self._buffer(bucket)
         self._put_small(bucket)
-        for slot, view in zip(bucket.slots, views):
+        for slot in bucket.slots:
             if not slot.arrived:
-                view.zero_()
+                buffer.views[slot.number].zero_()
             slot.arrived = False
         del self._open[bucket]
-        self._started[bucket] = self._start_reduction(bucket, flat)
+        self._started[bucket] = self._start_reduction(bucket, buffer.flat)
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
             self.finish(next(iter(self._started)))
@@ -179,14 +195,21 @@ class GradientStore(ABC):
                 slot.arrived = False
         self._open.clear()
         self._small.clear()
+        self._small_gradients.clear()
 
     def _put_small(self, bucket: Bucket) -> None:
-        small = self._small.pop(bucket, None)
-        if not small:
+        slots, gradients = self._small.pop(bucket, None), self._small_gradients.pop(bucket, [])
+        if not slots:
             return
         buffer = self._buffer(bucket)
-        gradients, views = [gradient for _, gradient in small], [buffer.views[slot.number] for slot, _ in small]
-        if any(gradient.dtype != buffer.flat.dtype for gradient in gradients):
+        is_as_it_is = set(map(_DTYPE, gradients)) == {buffer.flat.dtype}
+        is_all = is_as_it_is and len(slots) == len(bucket.slots)
+        if is_all and self._share != 1.0 and buffer.flat.numel() <= _AT_ONCE_NUMEL:
+            ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
+            bucket.fill_slots(buffer.flat, ordered, self._share)
+            return
+        views = [buffer.views[slot.number] for slot in slots]
+        if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
             torch._foreach_copy_(views, torch._foreach_mul(gradients, self._share))
             return
@@ -204,7 +227,7 @@ class GradientStore(ABC):
 def new_buffer(bucket: Bucket) -> OpenBuffer:
     """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
     flat = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
-    return OpenBuffer.of(bucket, clear_padding(flat, bucket.layout))
+    return OpenBuffer(bucket, clear_padding(flat, bucket.layout))
 
 
 def add_or_set(

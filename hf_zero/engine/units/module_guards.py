@@ -58,13 +58,14 @@ class ModuleGuard:
 
     def __init__(self, module: nn.Module, slots: Mapping[str, tuple[Unit, ParameterSlot]], schedule: Unsharding):
         self.slots = dict(slots)
-        self._units = list(dict.fromkeys(unit for unit, _ in slots.values()))
+        # Nearly every module's parameters are of one unit.
+        self._unit, *self._others = dict.fromkeys(unit for unit, _ in slots.values())
         self._schedule = schedule
         self._guard = ParametersGuard(module, ShardedParameters, self._before_read)
 
     def update(self) -> None:
         """Follows a change of state of one of the units."""
-        if any([unit.is_sharded for unit in self._units]):
+        if self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others])):
             self._guard.put()
         else:
             self._guard.remove()

@@ -268,7 +268,7 @@ class Unsharding:
     def _start(self, unit: Unit, gather: Gather) -> None:
         if unit.is_sharded:
             unit.start_unshard(gather)
-            gathered = sum(other.passing_bytes for other in self.units if not other.is_sharded)
+            gathered = sum([other.passing_bytes for other in self.units if not other.is_sharded])
             self.peak_bytes = max(self.peak_bytes, gathered)
 
     @staticmethod

@@ -1,0 +1,124 @@
+"""How many calls of Python and operations of torch a step takes, on the job of host_time.py.
+
+    python scripts/bench/host_calls.py                              # a minute
+    python scripts/bench/host_calls.py --engines hf_zero3 --top 30  # which functions of this package they are
+
+CPU time tells what a step costs the host, and wants a machine on which nothing else runs. Calls are the same on a busy one,
+so a change to what a step does is seen here first. Steps are clipped, and counted after some of warm-up, on rank 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from host_time import USUAL, ClippedSteps, LaunchBound
+from peers import ENGINES, chosen_engines
+from ranks import run_ranks
+from rich.console import Console
+from rich.table import Table
+from workload import adamw_arguments
+
+PACKAGE = "/hf_zero/"
+WARMUP_STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """What one engine's step takes, as means over some steps.
+
+    Attributes:
+        python: calls of Python functions, of everything that runs in the step.
+        package: of those, the ones in this package.
+        builtin: calls of functions written in C.
+        operations: of torch, those called by others too.
+        functions: calls by function of this package, "file:line name".
+    """
+
+    python: float
+    package: float
+    builtin: float
+    operations: float
+    functions: dict[str, float]
+
+
+def count_calls(rank: int, world_size: int, *, engine_names: list[str], n_layer: int, steps: int) -> dict[str, Calls]:
+    """The calls of each engine on this rank."""
+    workload, found = LaunchBound(n_layer=n_layer), {}
+    for name in engine_names:
+        engine = ClippedSteps(ENGINES[name](workload.make_model, adamw_arguments(fused=True)))
+        batches = [workload.make_batch(rank, step) for step in range(WARMUP_STEPS + steps)]
+        for batch in batches[:WARMUP_STEPS]:
+            engine.step(batch)
+        found[name] = _count(engine, batches[WARMUP_STEPS:])
+        engine.finish()
+        engine.close()
+    return found
+
+
+def _count(engine: ClippedSteps, batches: list[dict[str, torch.Tensor]]) -> Calls:
+    functions: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _argument: Any) -> None:
+        kinds[event] += 1
+        path = frame.f_code.co_filename
+        if event == "call" and PACKAGE in path:
+            functions[f"{path.rpartition(PACKAGE)[2]}:{frame.f_code.co_firstlineno} {frame.f_code.co_name}"] += 1
+
+    sys.setprofile(note)
+    try:
+        for batch in batches:
+            engine.step(batch)
+    finally:
+        sys.setprofile(None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for batch in batches:
+            engine.step(batch)
+        engine.finish()
+    steps = len(batches)
+    return Calls(
+        python=kinds["call"] / steps,
+        package=functions.total() / steps,
+        builtin=kinds["c_call"] / steps,
+        operations=sum(event.name.startswith("aten::") for event in profile.events()) / steps,
+        functions={name: calls / steps for name, calls in functions.most_common()},
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=list(USUAL), metavar="ENGINE", help=", ".join(ENGINES))
+    parser.add_argument("--n-layer", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--top", type=int, default=0, help="functions of this package to list for each engine")
+    parser.add_argument("--time-limit-s", type=float, default=300)
+    options = parser.parse_args()
+    try:
+        names = chosen_engines(options.engines)
+    except ValueError as error:
+        parser.error(str(error))
+    arguments = {"engine_names": names, "n_layer": options.n_layer, "steps": options.steps}
+    found = run_ranks(count_calls, world_size=2, time_limit_s=options.time_limit_s, keyword_arguments=arguments)[0]
+    table = Table(title=f"BERT of {options.n_layer} layers, 2 ranks, calls a step on rank 0", title_justify="left")
+    for index, column in enumerate(("engine", "Python", "of them hf_zero's", "built in", "torch operations")):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for name, calls in found.items():
+        figures = (calls.python, calls.package, calls.builtin, calls.operations)
+        table.add_row(name, *(f"{figure:,.0f}" for figure in figures))
+    console = Console(width=120)
+    console.print(table)
+    for name, calls in found.items() if options.top else ():
+        console.print(f"\n{name}")
+        for function, count in list(calls.functions.items())[: options.top]:
+            console.print(f"{count:9.1f}  {function}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
