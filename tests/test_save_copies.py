@@ -31,6 +31,7 @@ SAVED = {
     "8-bit moments": INEXACT["8-bit moments"][0],
     "bf16": INEXACT["bf16"][0],
 }
+MORE = ("stage 3", "bf16")
 
 
 def in_small_parts() -> None:
@@ -106,7 +107,7 @@ def saves_beside_training(rank: int, world_size: int, library: Path, folder: str
 SIDE = "an event of a side stream"
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in MORE else n for n in SAVED])
 def test_a_save_behind_training_has_the_bytes_of_the_moment_and_stops_no_queue(name, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path), "name": name}
     run_ranks(saves_beside_training, world_size=1, time_limit_s=100, keyword_arguments=arguments)
