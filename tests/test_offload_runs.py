@@ -33,8 +33,8 @@ def nvme(path: Path) -> dict:
     return {"optimizer": "nvme", "nvme_path": str(path)}
 
 
-def measured(offload: dict, frozen: int = 0) -> dict[str, int]:
-    command = [sys.executable, str(JOB), "memory", json.dumps(offload), str(frozen)]
+def measured(*offloads: dict, frozen: int = 0) -> list[dict[str, int]]:
+    command = [sys.executable, str(JOB), "memory", json.dumps(offloads), str(frozen)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -48,7 +48,7 @@ def measured(offload: dict, frozen: int = 0) -> dict[str, int]:
     ],
 )
 def test_memory_grows_by_weights_gradients_and_the_window(early, tmp_path):
-    plain, moved = measured({}), measured(nvme(tmp_path) | early)
+    plain, moved = measured({}, nvme(tmp_path) | early)
     # One layer's gradient as autograd made it, and what a layer passes on: the same without offload.
     activations = plain["growth"] - plain["weights"] - plain["gradients"] - plain["state"]
     # With early steps all of it is there at a time, and stacks of the threads that take them.
@@ -71,7 +71,7 @@ def test_memory_grows_by_weights_gradients_and_the_window(early, tmp_path):
     "frozen", [pytest.param(0, marks=pytest.mark.slow, id="all trained"), pytest.param(30, id="base frozen")]
 )
 def test_memory_with_parameters_in_files_is_that_of_the_layers_in_use(frozen, tmp_path):
-    plain, moved = measured({}, frozen), measured(nvme(tmp_path) | {"params": "nvme"}, frozen)
+    plain, moved = measured({}, nvme(tmp_path) | {"params": "nvme"}, frozen=frozen)
     activations = plain["growth"] - plain["frozen"] - plain["weights"] - plain["gradients"] - plain["state"]
     # The layer in use and the one gathered ahead of it; that one's shard and the next one's on their way from the disk.
     assert moved["gathered"] <= 2 * moved["layer"]
