@@ -355,6 +355,8 @@ class Communicator final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                                                std::vector<int64_t>& input_sizes, const c10d::AllToAllOptions&) override {
     TORCH_CHECK(output_sizes.empty() && input_sizes.empty(), "all-to-all: the stand-in has equal parts only");
+    TORCH_CHECK(input.numel() == output.numel() && output.scalar_type() == input.scalar_type(), "all-to-all: sizes or dtypes");
+    TORCH_CHECK(input.size(0) % getSize() == 0, "all-to-all: ", input.size(0), " elements are not equal parts for ", getSize(), " ranks");
     return launch("all-to-all", -1, {input}, {output}, [size = getSize(), place = getRank()](c10d::Backend& gloo, const at::Tensor& in) {
       Tensors mine;
       for (auto& theirs : gathered(size)(gloo, in).chunk(size)) mine.push_back(theirs.chunk(size)[place]);

@@ -83,6 +83,10 @@ def refuses(rank: int, compiled) -> None:
         dist.all_reduce(there(1, dtype=torch.uint16))
     with pytest.raises(RuntimeError, match="contiguous"):
         dist.all_reduce(there(1, 2, 3, 4).view(2, 2).t())
+    with pytest.raises(RuntimeError, match="all-to-all: 3 elements are not equal parts for 2 ranks"):
+        dist.all_to_all_single(there(0, 0, 0), there(1, 2, 3))
+    with pytest.raises(RuntimeError, match="all-to-all: sizes or dtypes"):
+        dist.all_to_all_single(there(0, 0, 0, 0), there(1, 2))
     alone = dist.new_group(backend=standin_device.BACKEND)
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.ones(1), group=alone)

@@ -227,8 +227,16 @@ class Unsharding:
             unit.forget_fetch()
 
     def release(self, units: Iterable[Unit]) -> None:
-        """Drops units that were made whole for a look, unless a pass is using them."""
+        """Drops units that were made whole for a look; those whose forward is running become what they were in it."""
+        units = list(units)
         self._drop([unit for unit in units if unit not in self._running])
+        for unit in units:
+            if unit in self._running and not unit.holds and unit.gather is not self._wire.forward:
+                # Exact ones may be of another dtype than the forward, or have digits that it does not.
+                self._finish(unit)
+                unit.reshard()
+                self._start(unit, self._wire.forward)
+                self._finish(unit)
 
     # ---- how ----
 
