@@ -1,7 +1,6 @@
 """Clipping that kernels do as they read: no one who looks, edits, adds or steps sees a gradient that is not clipped."""
 
 from functools import partial
-from types import MethodType
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from test_kernel_steps import Small, small
 from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.gradients.clip import scale_gradients
 from hf_zero.engine.gradients.clipped_gradient import ClippedGradient
-from hf_zero.engine.state.holder import StateHolder
 from hf_zero.engine.state.loss_scale import GradScaler
 
 WITH_ROWS = {
@@ -158,7 +157,7 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
     for at_once in (False, True):
         model, optimizer, engine = small(SIZES, **WITH_ROWS[setting])
         if at_once:
-            engine._parts.holder.scale_gradients = MethodType(StateHolder.scale_gradients, engine._parts.holder)
+            engine._parts.holder.scale_gradients = scale_gradients
         model().backward()
         seen = [ACTS[act](engine, model, optimizer) or [] for act in acts]
         assert not (at_once and any(clipped(engine)))

@@ -3,6 +3,7 @@
 import copy
 import random
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -121,16 +122,22 @@ def same(ours: list, theirs: list) -> bool:
     )
 
 
-@settings(max_examples=10, deadline=None)
+PLACES = ({}, {"optimizer": "nvme"}, {"params": "nvme"}, {"optimizer": "nvme", "params": "nvme"})
+
+
+@settings(max_examples=15, deadline=None)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     stage=st.integers(0, 3),
     events=st.lists(st.sampled_from(EVENTS), min_size=1, max_size=9),
+    place=st.sampled_from(PLACES),
 )
-def test_one_rank_trains_as_the_loop_that_applies_updates_one_step_late(name, stage, events):
-    found, _, engine = delayed(0, name, stage, events)
-    assert same(found, reference(name, events, 1))
-    engine.close()
+def test_one_rank_trains_as_the_loop_that_applies_updates_one_step_late(name, stage, events, place):
+    with TemporaryDirectory() as path:
+        in_files = place | {"nvme_path": path} if place else {}
+        found, _, engine = delayed(0, name, 3 if "params" in place else stage, events, **in_files)
+        assert same(found, reference(name, events, 1))
+        engine.close()
 
 
 def on_several_ranks(rank: int, world_size: int, path: str) -> list[tuple[str, bool]]:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.holders import step_copies
-from hf_zero.engine.holders.trust import Trust
+from hf_zero.engine.holders import double
+from hf_zero.engine.holders.early_steps import Trust
 from hf_zero.integrations.accelerator.announce import announce
 
 pytestmark = pytest.mark.timeout(180)
@@ -75,7 +75,7 @@ def built(offload: dict, make_optimizer, stage: int = 2, model: nn.Module | None
     optimizer = make_optimizer([{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}])
     engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "5KiB", "offload": offload, **more})
     if offload.get("speculate_bytes") == EARLY["speculate_bytes"]:
-        engine._parts.holder.early.trust = Always()
+        engine._parts.holder._timing.steps.trust = Always()
     return model, optimizer, engine
 
 
@@ -192,8 +192,8 @@ def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
     model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage, grad_buffers=1)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
-    stock = step_copies.Shadow.step
-    monkeypatch.setattr(step_copies.Shadow, "step", lambda *args: (stock(*args), stepped.set())[0])
+    stock = double.Double.step
+    monkeypatch.setattr(double.Double, "step", lambda *args: (stock(*args), stepped.set())[0])
     model[0][0].weight.register_hook(lambda _: waited.append(stepped.wait(20)))
     before = [p.detach().clone() for p in model.parameters()]
     model(torch.ones(4, WIDTH)).square().sum().backward()
@@ -208,7 +208,7 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     def fail(*_):
         raise MemoryError("no room for copies")
 
-    monkeypatch.setattr(step_copies.Shadow, "step", fail)
+    monkeypatch.setattr(double.Double, "step", fail)
     before = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
     model(torch.ones(4, WIDTH)).square().sum().backward()
     with pytest.raises(MemoryError, match="no room for copies"):
@@ -217,14 +217,14 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf_zero-step")]
     assert threads
     engine.close()
-    assert not any(thread.is_alive() for thread in engine._parts.holder._thread._thread._threads)
+    assert not any(thread.is_alive() for thread in engine._parts.holder._timing._beside._thread._thread._threads)
 
 
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     own = torch.get_num_threads()
     seen = set()
-    stock = step_copies.Shadow.step
-    monkeypatch.setattr(step_copies.Shadow, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
+    stock = double.Double.step
+    monkeypatch.setattr(double.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
     model, optimizer, _ = built({**EARLY, "threads": own + 2}, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)

@@ -11,7 +11,7 @@ from training import Job, Outcome, adamw_in_two_groups, gpt2, gpt2_batch, steps,
 
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.holders.stochastic_holder import STEP
+from hf_zero.engine.holders.rounded_master import STEP
 from hf_zero.integrations.accelerator.announce import state_plan
 from hf_zero.integrations.checkpoints.checkpointing import load_engine
 

@@ -40,7 +40,7 @@ class OffloadConfig:
     speculate_bytes: int | str = AUTO
     """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
     `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
-    the CPU."""
+    the CPU, and with `optimizer: cpu` and `params: nvme` together, whose copies are in both."""
     threads: int | Literal["auto"] = AUTO
     """CPU threads of steps on the host. `auto`: a rank's part of the host's cores beside an accelerator, and torch's own number
     where training is on the CPU."""
@@ -48,7 +48,8 @@ class OffloadConfig:
     """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
     the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
     delay: int = 0
-    """`cpu`: 1 ends each step behind the next forward and backward, which read parameters that are one step old. Not exact."""
+    """With `optimizer: cpu` or `nvme`, 1 ends each step behind the next forward and backward, which read parameters that are one
+    step old. Not exact."""
     delay_warmup: int = 40
     """Steps at the start that are taken in their time all the same."""
     window: int = 2
@@ -87,12 +88,6 @@ class OffloadConfig:
             )
         self._check_numa()
         self._check_delay()
-        if self.optimizer == "cpu" and self.params == "nvme" and (self.delay or self.speculate_bytes not in (AUTO, 0)):
-            name = "delay" if self.delay else "speculate_bytes"
-            raise ConfigError(
-                f"hf_zero config: `offload.{name}: {getattr(self, name)}` steps on copies of masters in host memory, and with "
-                "`offload.params: nvme` masters are in the parameters' files. Set `offload.params: cpu`, or leave it out."
-            )
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
@@ -120,10 +115,11 @@ class OffloadConfig:
                     "0`. Set that to 1, or leave the warm-up out."
                 )
             return
-        if self.optimizer != "cpu" or self.ratio != 1:
+        if not self.moves_state or self.ratio != 1:
             raise ConfigError(
-                f"hf_zero config: `offload.delay: 1` needs all of the state in host memory (optimizer is {self.optimizer}, ratio "
-                f"is {self.ratio}). Set `offload.optimizer: cpu` and `offload.ratio: 1.0`, or leave the delay out."
+                "hf_zero config: `offload.delay: 1` needs all of the state in host memory or in files (optimizer is "
+                f"{self.optimizer}, ratio is {self.ratio}). Set `offload.optimizer: cpu` or `nvme` and `offload.ratio: 1.0`, or "
+                "leave the delay out."
             )
         if self.speculate_bytes not in (AUTO, 0):
             raise ConfigError(

@@ -13,7 +13,6 @@ from .checks import (
     ConfigError,
     class_names,
     is_auto,
-    not_built,
     one_of,
     parse_bytes,
     plain,
@@ -135,7 +134,7 @@ class ZeroConfig:
         for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "true, false")
-        self._check_moments()
+        one_of("moments", self.moments, ("32bit", "8bit"))
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
@@ -146,32 +145,6 @@ class ZeroConfig:
             raise ConfigError(
                 f"hf_zero config: `gather_dtype: {self.gather_dtype}` is for float32 parameters, and `param_dtype: "
                 f"{self.param_dtype}` leaves none. Leave one of the two out."
-            )
-
-    def _check_moments(self) -> None:
-        one_of("moments", self.moments, ("32bit", "8bit"))
-        offload = self.offload
-        if not self.quantises_moments:
-            return
-        if offload.optimizer == "cpu" and offload.params == "nvme":
-            raise not_built(
-                "moments",
-                f"{self.moments} with offload.optimizer: {offload.optimizer}, offload.params: {offload.params}",
-                "state in host memory beside masters in files has 32-bit moments. Leave `moments` at 32bit, or set "
-                "`offload.optimizer: nvme`, or `offload.params: cpu`",
-            )
-        if offload.optimizer == "nvme" and offload.ratio != 1:
-            raise not_built(
-                "moments",
-                f"{self.moments} with offload.optimizer: nvme, offload.ratio: {offload.ratio}",
-                "beside state in files, state on the device has 32-bit moments. Leave `moments` at 32bit, or set "
-                "`offload.ratio: 1.0`, or `offload.optimizer: cpu`",
-            )
-        if offload.optimizer == "cpu" and (offload.delay or offload.speculate_bytes not in (AUTO, 0)):
-            name = "delay" if offload.delay else "speculate_bytes"
-            raise ConfigError(
-                f"hf_zero config: `moments: {self.moments}` and `offload.{name}: {getattr(offload, name)}`, which steps on "
-                "32-bit copies of moments. Leave one of the two out."
             )
 
     def _refuse_settings_of_stage_3(self) -> None:
@@ -215,14 +188,9 @@ class ZeroConfig:
     def _refuse_settings_beside_outer_steps(self) -> None:
         if self.comm.sync_every == 1:
             return
-        offload = self.offload
         others: dict[str, int | str] = {}
-        if offload.optimizer == "nvme":
-            others["offload.optimizer"] = offload.optimizer
-        if offload.moves_params:
-            others["offload.params"] = offload.params
-        if offload.delay:
-            others["offload.delay"] = offload.delay
+        if self.offload.delay:
+            others["offload.delay"] = self.offload.delay
         if self.rounding != "nearest":
             others["rounding"] = self.rounding
         if self.param_dtype == "float16":
@@ -230,8 +198,7 @@ class ZeroConfig:
         for name, value in others.items():
             raise ConfigError(
                 f"hf_zero config: `{name}: {value}` does not go with `comm.sync_every: {self.comm.sync_every}`: outer steps need "
-                "each rank's masters in memory, in all groups at the same step and as it left them. Leave one of the two out; "
-                "`offload.optimizer: cpu` goes with outer steps."
+                "each rank's masters as its last step left them, in all groups at the same step. Leave one of the two out."
             )
 
     @property

@@ -242,7 +242,7 @@ class ZeroEngine:
         for handle in self._handles:
             handle.remove()
         self.sharded.hand_back(wanted=self.groups.rank == 0 or not rank0_only)
-        self._parts.holder.close(self.buckets)
+        self._parts.holder.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()

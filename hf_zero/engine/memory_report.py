@@ -8,11 +8,10 @@ from torch import nn
 
 from ..device import peak_bytes
 from ..offload.activations import Activations
-from ..offload.nvme import NvmeTier
 from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
 from .buckets.bucket import Bucket
-from .report_tables import MemoryReport, MemoryRow, TrafficReport
+from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport
 from .state.holder import StateHolder
 from .state.optimizer import ShardedOptimizer
 from .state.state_rows import state_of
@@ -33,7 +32,7 @@ class Places:
 
     def traffic(self) -> TrafficReport | None:
         """Of what is in files, if anything is."""
-        files = self.state if isinstance(self.state, NvmeTier) else self.parameters.files
+        files = self.state.files or self.parameters.files
         if files is None:
             return None
         read, written = files.moved_bytes
@@ -69,7 +68,7 @@ def report_memory(
             *_parameter_rows(model, buckets, trained, sharded, places.parameters.name),
             *_gradient_rows(buckets, _kept_bytes(trained, sharded), gradient_bytes),
             *_state_rows(buckets, trained, optimizers, places.holder),
-            *(row for row in _in_tiers("outer steps", buckets, places.outer.held_bytes) if row.bytes),
+            *(row for row in _in_memory("outer steps", buckets, places.outer.held_bytes) if row.bytes),
             MemoryRow(kind="gathered parameters, at most", bytes=sharded.schedule.peak_bytes, ddp_bytes=0),
             *([MemoryRow(kind="activations, at most", bytes=moved, ddp_bytes=0, where="host memory")] if moved else []),
         ),
@@ -157,9 +156,9 @@ def _state_rows(
     if window_bytes:
         where = buckets[0].tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
-    # Copies are where the state is; gradients are stepped on in memory.
     beside = (
-        ("copies of the state", holder.copy_bytes(), buckets[0].tier.name if buckets else "device"),
+        ("copies of the state", holder.copy_bytes(), "host memory"),
+        ("copies of the state", holder.file_copy_bytes(), IN_FILES),
         ("gradients of early and late steps", holder.gradient_bytes(), "host memory"),
     )
     rows += [MemoryRow(kind=kind, bytes=n, ddp_bytes=0, where=where) for kind, n, where in beside if n]
@@ -173,10 +172,24 @@ def _in_tiers(
     ddp_bytes_of: Callable[[Bucket], float] = lambda _: 0.0,
 ) -> list[MemoryRow]:
     """A row for each tier that holds something, and at least one."""
+    return _by_place(kind, {bucket: bucket.tier.name for bucket in buckets}, nbytes_of, ddp_bytes_of)
+
+
+def _in_memory(kind: str, buckets: Sequence[Bucket], nbytes_of: Callable[[Bucket], int]) -> list[MemoryRow]:
+    """The same for what is in memory also where the tier keeps state in files."""
+    return _by_place(kind, {bucket: bucket.tier.scratch_name for bucket in buckets}, nbytes_of, lambda _: 0.0)
+
+
+def _by_place(
+    kind: str,
+    place_of: Mapping[Bucket, str],
+    nbytes_of: Callable[[Bucket], int],
+    ddp_bytes_of: Callable[[Bucket], float],
+) -> list[MemoryRow]:
     found: dict[str, tuple[int, float]] = {}
-    for bucket in buckets:
-        nbytes, ddp_bytes = found.get(bucket.tier.name, (0, 0.0))
-        found[bucket.tier.name] = (nbytes + nbytes_of(bucket), ddp_bytes + ddp_bytes_of(bucket))
+    for bucket, place in place_of.items():
+        nbytes, ddp_bytes = found.get(place, (0, 0.0))
+        found[place] = (nbytes + nbytes_of(bucket), ddp_bytes + ddp_bytes_of(bucket))
     first = next(iter(found), "device")
     held = {name: sums for name, sums in found.items() if sums[0]} or {first: (0, 0.0)}
     return [

@@ -179,8 +179,7 @@ class TrainingStep:
         parts = self._parts
         parts.holder.after_step(buckets)
         parts.tier.cores.give_back()
-        for bucket in parts.outer.after_step(buckets):
-            bucket.write_back()
+        parts.outer.after_step(buckets)
         for bucket in (bucket for bucket in buckets if not bucket.whole):
             bucket.end_step()
             self.store.release(bucket)

@@ -30,8 +30,8 @@ def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, Par
 def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -> Tier:
     """Where the state lives."""
     if config.optimizer == "nvme":
-        # A step that begins before its time leaves the parameters alone, and has to write somewhere.
-        apart = config.speculate_bytes not in (AUTO, 0)
+        # A step that is not taken in its time leaves the parameters alone, and has to write somewhere.
+        apart = bool(config.delay) or config.speculate_bytes not in (AUTO, 0)
         return NvmeTier(device, config.files_folder, config.window, cores, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
         return HostBesideFiles(device, config.files_folder, config.window, cores)
@@ -41,6 +41,6 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
     if config.params == "nvme":
-        files = tier if isinstance(tier, NvmeTier) else NvmeTier(device, config.files_folder, config.window, cores)
+        files = tier.files or NvmeTier(device, config.files_folder, config.window, cores)
         return FileParameters(device, files, config.window)
     return HostParameters(device, cores) if config.params == "cpu" else DeviceParameters()

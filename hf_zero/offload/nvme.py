@@ -10,6 +10,7 @@ from .host import HostTier
 from .host_cores import HostCores
 from .run_folder import RunFolder
 from .stored import Kind, StoredShard
+from .tier import StateFiles
 from .window import Window
 
 
@@ -26,11 +27,11 @@ class NvmeTier(HostTier):
         cores: of steps.
         apart: keep masters apart from parameters in host memory, too, which otherwise are their own masters.
 
-    Attributes:
-        moved_bytes: (read, written) by the last step, with what came before it since the step before.
+    Attributes: see `StateFiles`.
     """
 
     name = "NVMe"
+    holds_state = True
 
     def __init__(self, device: torch.device, path: Path, window: int, cores: HostCores, *, apart: bool = False):
         super().__init__(device, cores)
@@ -41,29 +42,26 @@ class NvmeTier(HostTier):
         self.moved_bytes = (0, 0)
         self._moved_before = (0, 0)
 
+    @property
+    def files(self) -> StateFiles:
+        return self
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         # A master on its way to its file: for a moment, and therefore not pinned.
         return allocate(numel, dtype, torch.device("cpu"))
 
     def store(self, name: str, kinds: Sequence[Kind]) -> StoredShard:
-        """Makes a shard's file.
-
-        Raises:
-            OffloadError: there is no room for it.
-        """
         shard = StoredShard(self.folder.path / f"{name.replace(' ', '-')}.state", kinds)
         self.shards.append(shard)
         return shard
 
     def end_step(self) -> None:
-        """Ends what `moved_bytes` counts as one step. A second call in which nothing has moved changes nothing."""
         now = (sum(shard.read_bytes for shard in self.shards), sum(shard.written_bytes for shard in self.shards))
         if now != self._moved_before:
             self.moved_bytes = (now[0] - self._moved_before[0], now[1] - self._moved_before[1])
         self._moved_before = now
 
     def close(self) -> None:
-        """Removes the files; what they hold is lost."""
         self.window.close()
         for shard in self.shards:
             shard.file.close()
@@ -78,6 +76,7 @@ class HostBesideFiles(NvmeTier):
     """
 
     name = HostTier.name
+    holds_state = False
 
     def __init__(self, device: torch.device, path: Path, window: int, cores: HostCores):
         super().__init__(device, path, window, cores, apart=True)

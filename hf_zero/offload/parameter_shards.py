@@ -14,7 +14,7 @@ from .host import HostTier
 from .host_cores import HostCores
 from .nvme import NvmeTier
 from .stored import Kind, StoredShard
-from .tier import DeviceTier, Tier
+from .tier import DeviceTier, StateFiles, Tier
 
 PARAMETER = "parameter"
 """The kind of a parameter shard in a file of its own."""
@@ -225,7 +225,7 @@ class ParameterTier(ABC):
     """
 
     name: str
-    files: NvmeTier | None = None
+    files: StateFiles | None = None
 
     @abstractmethod
     def masters_apart(self, tier: Tier) -> bool:
@@ -297,9 +297,9 @@ class FileParameters(OffloadedParameters):
     """
 
     name = NvmeTier.name
-    files: NvmeTier
+    files: StateFiles
 
-    def __init__(self, device: torch.device, files: NvmeTier, window: int):
+    def __init__(self, device: torch.device, files: StateFiles, window: int):
         self.files = files
         self._mover = FileMover(device, window)
 

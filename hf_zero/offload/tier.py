@@ -1,13 +1,48 @@
 """The tier of one shard's state: master copy, gradient shard and optimizer state live where their tier allocates them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ..device import allocate
 from .downlink import Downlink
 from .host_cores import HostCores
+from .run_folder import RunFolder
+from .stored import Kind, StoredShard
 from .uplink import Uplink
+from .window import Window
+
+
+class StateFiles(Protocol):
+    """Files that a tier keeps state in.
+
+    Attributes:
+        folder: of this run.
+        window: through which files pass.
+        shards: the files.
+        moved_bytes: (read, written) by the last step, with what came before it since the step before.
+        holds_state: they have optimizer state; else only masters that are parameters as well.
+    """
+
+    folder: RunFolder
+    window: Window
+    shards: list[StoredShard]
+    moved_bytes: tuple[int, int]
+    holds_state: bool
+
+    def store(self, name: str, kinds: Sequence[Kind]) -> StoredShard:
+        """Makes a shard's file. Raises `OffloadError` where there is no room for it."""
+        ...
+
+    def end_step(self) -> None:
+        """Ends what `moved_bytes` counts as one step. A second call in which nothing has moved changes nothing."""
+        ...
+
+    def close(self) -> None:
+        """Removes the files; what they hold is lost."""
+        ...
 
 
 class Tier(ABC):
@@ -29,6 +64,11 @@ class Tier(ABC):
     cores: HostCores
     uplink: Uplink
     downlink: Downlink
+
+    @property
+    def files(self) -> StateFiles | None:
+        """Files that it keeps state in; None where all is in its memory."""
+        return None
 
     @abstractmethod
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -132,7 +132,7 @@ def assemble(
         device=device,
         tier=tier,
         parameter_tier=parameter_tier,
-        settle=holder.settle,
+        adopt=holder.adopt,
     )
     sharded = _sharded_model(model, of_parts, meeting, wire, holder)
     all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
@@ -153,7 +153,7 @@ def assemble(
         row_of=row_of,
         unsharded=unsharded,
         sharded=sharded,
-        outer=choose_outer(transport, groups.outer, config.comm, buckets),
+        outer=choose_outer(transport, groups.outer, config.comm, buckets, holder.at_hand),
         model_buffers=ModelBuffers(model, meeting.step_transport, device, wanted=is_shared),
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),

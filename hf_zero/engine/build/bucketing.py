@@ -159,7 +159,7 @@ def build_parts(
     device: torch.device,
     tier: Tier,
     parameter_tier: ParameterTier,
-    settle: Callable[[Bucket], None],
+    adopt: Callable[[Bucket], None],
 ) -> dict[str, list[Bucket]]:
     """Moves a model into flat buckets; part name → its buckets, as they are numbered and reduced. Collective.
 
@@ -168,7 +168,7 @@ def build_parts(
     Args:
         owner: (optimizer, group) of each trained parameter.
         tier, parameter_tier: where state, and where shards of parameters, live.
-        settle: called with each bucket when it is built.
+        adopt: called with each bucket when it is built.
     """
     built: dict[str, list[Bucket]] = {}
     start_alike = partial(take_rank_0s, device=device, transport=transport)
@@ -192,7 +192,7 @@ def build_parts(
             placement=placement,
             parameter_tier=parameter_tier,
             prepare=start_alike,
-            settle=settle,
+            adopt=adopt,
         )
         count += len(buckets)
         if buckets:
@@ -220,7 +220,7 @@ def build_buckets(
     placement: Placement,
     parameter_tier: ParameterTier,
     prepare: Callable[[nn.Parameter], None],
-    settle: Callable[[Bucket], None],
+    adopt: Callable[[Bucket], None],
 ) -> list[Bucket]:
     """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
 
@@ -232,7 +232,7 @@ def build_buckets(
         placement: of state in tiers.
         parameter_tier: where shards of parameters live.
         prepare: called with each parameter before its values are taken.
-        settle: called with each bucket when it is built.
+        adopt: called with each bucket when it is built.
     """
     parameter_of = dict(part.parameters)
     buckets = []
@@ -269,7 +269,7 @@ def build_buckets(
                 tier=tier,
             )
         )
-        settle(buckets[-1])
+        adopt(buckets[-1])
     return buckets
 
 

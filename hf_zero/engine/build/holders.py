@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -15,24 +14,20 @@ from ...device import free_bytes
 from ...kernels.choose import uses_kernels
 from ...offload.budget import available_host_bytes, disk_fault, host_memory_fault, ranks_on_this_host
 from ...offload.files import free_disk_bytes
-from ...offload.nvme import HostBesideFiles, NvmeTier
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
 from ..buckets.mapped_parameters import is_loaded, wanted_dtype
 from ..buckets.precision import resolve_precision
 from ..gradients.nonfinite import NonFiniteCheck
-from ..holders.delayed_holder import Delayed
-from ..holders.early_file_holder import InFilesEarly
-from ..holders.early_holder import SteppedEarly
-from ..holders.eight_bit_holder import InEightBits, RoundedInEightBits
-from ..holders.file_holder import InFiles, MastersInFiles
-from ..holders.stochastic_holder import RoundedStochastically
-from ..kernel_steps.kernel_holder import InEightBitsByKernels, SteppedByKernels
-from ..kernel_steps.kernel_step import kernel_or_own_step
-from ..state.bucket_steps import OwnStep
-from ..state.holder import InMemory, StateHolder
-from ..state.packed_moments import PackedMoments
+from ..holders.early import Early
+from ..holders.late import Late
+from ..holders.places import Places
+from ..kernel_steps.kernel_choice import KernelSteps
+from ..state.holder import StateHolder
+from ..state.placeholders import Placeholders
 from ..state.state_kinds import tier_bytes_needed
+from ..state.step_choice import OwnSteps
+from ..state.step_timing import InTime, StepTiming
 from ..travel.outer import anchor_numel
 
 _ROOM_TO_KEEP_WHOLE = 4
@@ -62,28 +57,28 @@ def choose_holder(
         nonfinite: what looks at the gradients before a step.
         needed: what `refuse_unless_it_fits` has found to be there.
     """
-    offload, by_kernels = config.offload, uses_kernels(config.kernels, tier.device)
-    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
-    if isinstance(tier, NvmeTier):
-        packed = PackedMoments(optimizers if config.quantises_moments else ())
-        if isinstance(tier, HostBesideFiles):
-            return MastersInFiles(tier, optimizers, transport, packed)
-        if most_bytes:
-            return InFilesEarly(tier, optimizers, transport, packed, most_bytes=most_bytes)
-        return InFiles(tier, optimizers, transport, packed)
-    if config.quantises_moments and config.rounding == "stochastic":
-        return RoundedInEightBits(optimizers)
-    if config.quantises_moments:
-        return InEightBitsByKernels(optimizers, nonfinite) if by_kernels else InEightBits(optimizers)
-    if config.rounding == "stochastic":
-        return RoundedStochastically(
-            optimizers, partial(kernel_or_own_step, nonfinite=nonfinite) if by_kernels else OwnStep
-        )
+    places = Places(config, tier, optimizers)
+    return StateHolder(
+        optimizers,
+        place=places.of,
+        timing=_choose_timing(config.offload, tier, optimizers, places.placeholders, needed),
+        choice=KernelSteps(nonfinite) if uses_kernels(config.kernels, tier.device) else OwnSteps(),
+        files=tier.files,
+        transport=transport,
+    )
+
+
+def _choose_timing(
+    offload: OffloadConfig,
+    tier: Tier,
+    optimizers: Sequence[torch.optim.Optimizer],
+    placeholders: Placeholders,
+    needed: Elsewhere,
+) -> StepTiming:
     if offload.delay:
-        return Delayed(optimizers, tier, warmup=offload.delay_warmup)
-    if most_bytes:
-        return SteppedEarly(optimizers, tier, most_bytes=most_bytes)
-    return SteppedByKernels(optimizers, nonfinite) if by_kernels else InMemory()
+        return Late(tier, tier.files, placeholders, optimizers, warmup=offload.delay_warmup)
+    most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
+    return Early(tier, tier.files, placeholders, most_bytes=most_bytes) if most_bytes else InTime()
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:
@@ -92,6 +87,9 @@ def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhe
         return config.speculate_bytes
     if device.type == "cpu":
         # On the host, a step during backward would take the cores that backward runs on.
+        return 0
+    if config.optimizer == "cpu" and config.params == "nvme":
+        # Copies would be in both kinds of memory, and the room in one does not say what the other may take.
         return 0
     in_files = config.optimizer == "nvme"
     free, taken = (
@@ -123,9 +121,7 @@ def bytes_elsewhere(
         )
         # At least: whole buckets move. Anchors of outer steps lie beside masters.
         moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, groups)))
-        # There are no more copies than there is state.
-        asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
-        copies = moved if offload.delay else min(asked, moved)
+        copies = _copy_bytes(offload, moved)
         host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
     if offload.moves_params:
         # What lies in host memory already leaves its place there.
@@ -137,8 +133,15 @@ def bytes_elsewhere(
             # An fp32 parameter is its own master, in its file, which both counts above have.
             equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
             once = sum(p.numel() * _itemsize(config, p) for p in equal) // groups.shard_size
-            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once, disk)
+            second = _copy_bytes(offload, once)
+            host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once - second, disk + second)
     return Elsewhere(host=host, disk=disk)
+
+
+def _copy_bytes(offload: OffloadConfig, moved: int) -> int:
+    """Of second copies of `moved` bytes of state: no more than there is of it."""
+    asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
+    return moved if offload.delay else min(asked, moved)
 
 
 def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:

@@ -13,8 +13,8 @@ from ..buckets.bucket import Bucket, Row
 from ..buckets.contiguous_rows import Run, runs_of
 from ..gradients.clipped_gradient import Coefficient, take_coefficient
 from ..gradients.nonfinite import NonFiniteCheck
+from ..state.bucket_state import Blocks
 from ..state.bucket_steps import BucketStep, OwnStep
-from ..state.packed_moments import PackedMoments
 from .flat_state import FlatState
 from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 
@@ -122,7 +122,7 @@ class KernelStepInBlocks(KernelStep):
     Parameters too small for blocks are stepped one by one, on their float32 moments.
 
     Args:
-        packed: the moments.
+        blocks: each bucket's moments.
     """
 
     def __init__(
@@ -131,17 +131,17 @@ class KernelStepInBlocks(KernelStep):
         form: AdamWForm,
         nonfinite: NonFiniteCheck,
         otherwise: BucketStep,
-        packed: PackedMoments,
+        blocks: Mapping[Bucket, Blocks],
     ):
         super().__init__(optimizer, form, nonfinite, otherwise)
         self._form: AdamWForm = form
-        self._packed = packed
+        self._blocks = blocks
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
-        register = self._optimizer.state
-        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, self._packed)
+        register, blocks = self._optimizer.state, self._blocks[bucket]
+        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, blocks)
         alone_of = {row: None if is_in_blocks(row.slot.parameter.numel()) else row for row in rows}
-        packed, names = self._packed.of(bucket), self._form.state_names(group)
+        packed, names = blocks.blocks(), self._form.state_names(group)
         for run, (number, alone), clip in self._runs(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
             if alone is None:
                 states = {name: packed[name].cut(run.interval) for name in names}
@@ -151,10 +151,7 @@ class KernelStepInBlocks(KernelStep):
                 self._form.step(group, number, self._place(bucket, run, states, clip))
 
 
-def kernel_or_own_step(optimizer: torch.optim.Optimizer, nonfinite: NonFiniteCheck) -> BucketStep:
-    """The kernel's step where one does what the optimizer does, else the optimizer's own."""
+def kernel_of(optimizer: torch.optim.Optimizer, nonfinite: NonFiniteCheck) -> KernelStep | None:
+    """The kernel's step on state in float32; None where none does what the optimizer does."""
     form = form_of(optimizer)
-    if form is None:
-        _log.info("hf_zero: no kernel does what %s does; its own step is taken.", type(optimizer).__name__)
-        return OwnStep(optimizer)
-    return KernelStep(optimizer, form, nonfinite, OwnStep(optimizer))
+    return None if form is None else KernelStep(optimizer, form, nonfinite, OwnStep(optimizer))

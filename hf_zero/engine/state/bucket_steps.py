@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
 from ...comm.transport import Label, Transport
 from ...offload.files import OffloadError
+from ...offload.stored import StoredShard
+from ...offload.window import Window
 from ..buckets.bucket import Bucket, Row
 from ..gradients.clipped_gradient import widen
 from ..hooks import WeakHook
@@ -16,30 +18,66 @@ from .state_kinds import own_step
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
 
-Move = Callable[[Bucket, Any, Any], None]
-"""(bucket, what holds its state, what the walk gives beside it: a buffer with a file's contents)."""
+
+class Passage(Protocol):
+    """How a bucket's state comes to memory for a step, and goes back."""
+
+    def lend(self, buffer: torch.Tensor | None) -> None: ...
+
+    def take_back(self, buffer: torch.Tensor | None) -> None: ...
 
 
-def _nothing(bucket: Bucket, shard: Any, buffer: Any) -> None:
-    """State that stays where it is needs no move."""
+class InPlace:
+    """A step finds the state where it is."""
+
+    def lend(self, buffer: torch.Tensor | None) -> None:
+        """It is at hand."""
+
+    def take_back(self, buffer: torch.Tensor | None) -> None:
+        """It is where it belongs."""
+
+
+class Walk(Protocol):
+    """Visits buckets one after the other, each with a buffer that has its file's contents."""
+
+    def walk(
+        self, buckets: Sequence[Bucket], *, spared: int
+    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]: ...
+
+
+class _WalkInMemory:
+    def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
+        yield from ((bucket, None) for bucket in buckets)
+
+
+NO_FILES = _WalkInMemory()
+"""One bucket after another, with nothing to be fetched."""
+
+
+class WalkOverFiles:
+    """Files are read and written through the buffers of a window, behind the buckets that have none.
+
+    Args:
+        shards: the files of buckets that have one.
+    """
+
+    def __init__(self, window: Window, shards: Mapping[Bucket, StoredShard]):
+        self._window = window
+        self._shards = shards
+
+    def walk(
+        self, buckets: Sequence[Bucket], *, spared: int
+    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
+        yield from ((bucket, None) for bucket in buckets if bucket not in self._shards)
+        bucket_of = {self._shards[bucket]: bucket for bucket in buckets if bucket in self._shards}
+        with closing(self._window.walk(list(bucket_of), spared=spared)) as walk:
+            for shard, buffer in walk:
+                yield bucket_of[shard], buffer
 
 
 def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
     """Every bucket is stepped in its time."""
     return ()
-
-
-class Walk(Protocol):
-    """How the buckets' state comes and goes, one after the other."""
-
-    def walk(self, shards: Sequence[Any], *, spared: int) -> Generator[tuple[Any, Any], None, None]: ...
-
-
-class InTurn:
-    """One bucket after another, with nothing to be fetched."""
-
-    def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
-        yield from ((bucket, None) for bucket in buckets)
 
 
 class BucketStep(ABC):
@@ -73,17 +111,17 @@ class OwnStep(BucketStep):
             self._optimizer.param_groups = groups
 
 
-class Within(BucketStep):
-    """A step for which the bucket's state is brought, and put away behind it."""
+class LentStep(BucketStep):
+    """A step for which the bucket's state is brought to memory, and put away behind it."""
 
-    def __init__(self, step: BucketStep, *, bring: Move, put: Move):
+    def __init__(self, step: BucketStep, passages: Mapping[Bucket, Passage]):
         self._step = step
-        self._bring, self._put = bring, put
+        self._passages = passages
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        self._bring(bucket, bucket, None)
+        self._passages[bucket].lend(None)
         self._step.step(bucket, rows)
-        self._put(bucket, bucket, None)
+        self._passages[bucket].take_back(None)
 
     def forget(self, bucket: Bucket) -> None:
         self._step.forget(bucket)
@@ -105,30 +143,27 @@ class BucketSteps:
     word from all.
 
     Args:
-        shards: what holds the state of each of the optimizer's buckets, such as its file.
-        step: of one bucket.
+        passages: of each bucket that is stepped so.
+        walk: in which order they come.
         transport: of the ranks that step together.
-        bring, put: called before and after a bucket is stepped.
+        step: of one bucket.
         take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        shards: Mapping[Bucket, Any],
-        window: Walk,
-        *,
-        step: BucketStep,
+        passages: Mapping[Bucket, Passage],
+        walk: Walk,
         transport: Transport,
-        bring: Move = _nothing,
-        put: Move = _nothing,
+        step: BucketStep,
+        *,
         take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
     ):
         self._optimizer = optimizer
-        self._shards = shards
-        self._window = window
+        self._passages = passages
+        self._walk = walk
         self._step = step
-        self._bring, self._put = bring, put
         self._take_over = take_over
         self._transport = transport
         self._gradients: dict[Row, torch.Tensor] = {}
@@ -162,7 +197,7 @@ class BucketSteps:
 
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
         self.refuse_broken()
-        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._shards}
+        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._passages}
         try:
             done = self._take_over(self._optimizer)
             self._step_each({bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done})
@@ -174,15 +209,13 @@ class BucketSteps:
             row.tensor.grad = None
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
-        bucket_of = {self._shards[bucket]: bucket for bucket in rows_of}
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
         makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
-        with closing(self._window.walk(list(bucket_of), spared=int(makes_state))) as walk:
-            for shard, buffer in walk:
-                bucket = bucket_of[shard]
-                self._bring(bucket, shard, buffer)
+        with closing(self._walk.walk(list(rows_of), spared=int(makes_state))) as walk:
+            for bucket, buffer in walk:
+                self._passages[bucket].lend(buffer)
                 self._step.step(bucket, rows_of[bucket])
-                self._put(bucket, shard, buffer)
+                self._passages[bucket].take_back(buffer)
 
     def _raise_together(self) -> None:
         """Raises on every rank what has ended this step on one of them. Collective."""

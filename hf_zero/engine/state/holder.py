@@ -1,171 +1,226 @@
-"""Who holds optimizer state between steps: memory, where the optimizer put it, or something that it is fetched from."""
+"""Who holds optimizer state between steps, and has it stepped."""
 
-import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from ...comm.local import LocalTransport
+from ...comm.transport import Transport
 from ...device import Arrival
-from ...offload.parameter_shards import Region
+from ...offload.tier import StateFiles
 from ..buckets.bucket import Bucket, Row
 from ..buckets.packed_state import PackedPart
-from ..gradients.clip import scale_gradients
 from ..report_tables import EarlyReport, KernelReport
-
-DUE = "delayed "
-"""Begins the names of what a checkpoint has of a step that was due."""
-
-
-def without_due(state: dict[str, Any]) -> dict[str, Any]:
-    """A row's state without a step that was due when the checkpoint was made, for a run that takes steps in their time."""
-    kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
-    if len(kept) < len(state):
-        warnings.warn(
-            "The checkpoint was made with `offload.delay: 1`: the gradients of its last step, which were due, are dropped. Set "
-            "`offload.delay: 1` to go on as that run would have.",
-            stacklevel=2,
-        )
-    return kept
+from .bucket_state import BucketState, StatePlace
+from .bucket_steps import NO_FILES, BucketStep, BucketSteps, OwnStep, WalkOverFiles
+from .step_choice import StepChoice
+from .step_timing import StepTiming
 
 
-class StateHolder(ABC):
-    """Chosen once, with the tier. The optimizer's own dict stays the register of what state a row has.
+class StateHolder:
+    """Holds masters and optimizer state between steps. The optimizer's own dict stays the register of what state a row has.
 
-    Attributes:
-        steps_early: it wants to be told of gradients while backward goes on.
+    [Note: where, when and how]
+    Where a bucket's state is, when it is stepped and what steps it are three choices that know nothing of each other:
+    a `BucketState` (in memory, in 8-bit blocks, in a file, a master that is rounded away), a `StepTiming` (in the script's step,
+    before it, behind it) and a `StepChoice` (the optimizer's own arithmetic, or kernels). What none of them has to say about is
+    left to the optimizer's own step over all its parameters.
+
+    Args:
+        optimizers: that the engine trains with, in its order.
+        place: says where a new bucket's state is.
+        files: the tier whose files hold state; None where there are none.
+        transport: of the ranks that step together.
     """
 
-    steps_early = False
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        place: Callable[[Bucket], BucketState],
+        timing: StepTiming,
+        choice: StepChoice,
+        files: StateFiles | None,
+        transport: Transport,
+    ):
+        self._optimizers = optimizers
+        self._place = place
+        self._timing = timing
+        self._choice = choice
+        self._files = files
+        self._transport = transport
+        self._states: dict[Bucket, BucketState] = {}
+        self._steps: list[BucketSteps] = []
+        self._bucket_steps: list[BucketStep] = []
+        self._lent_bytes = 0
 
-    def settle(self, bucket: Bucket) -> None:
+    @property
+    def steps_early(self) -> bool:
+        """Whether it wants to be told of gradients while backward goes on."""
+        return self._timing.steps_early
+
+    def adopt(self, bucket: Bucket) -> None:
         """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
-        self.take(bucket)
-        bucket.rest(self.master_region(bucket))
+        state = self._states[bucket] = self._place(bucket)
+        state.master.settle()
+        bucket.rest(state.master.region)
+        if state.optimizer is not None:
+            self._timing.admit(state.optimizer, state)
 
-    @abstractmethod
-    def take(self, bucket: Bucket) -> None:
-        """Takes a new bucket's master, if it is to live elsewhere."""
-
-    @abstractmethod
-    def master_region(self, bucket: Bucket) -> Region | None:
-        """Where in a file the bucket's master lies, if its digits are the parameters' own; None elsewhere."""
-
-    @abstractmethod
     def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Has the optimizer's steps go over these buckets, which are its own, as this holder needs it."""
+        """Has the optimizer's steps go over these buckets, which are its own."""
+        states = {bucket: self._states[bucket] for bucket in buckets}
+        by_others = self._choice.assign(optimizer, states)
+        for assigned in by_others:
+            # No disk can fail under one rank alone, so none has to wait for a word from the others.
+            self._add(
+                assigned.step, BucketSteps(optimizer, assigned.passages, NO_FILES, LocalTransport(), assigned.step)
+            )
+        left = states.keys() - {bucket for assigned in by_others for bucket in assigned.passages}
+        own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
+        step, take_over = OwnStep(optimizer), self._timing.take_over
+        if self._files is not None:
+            shards = {bucket: state.shard for bucket, state in own.items() if state.shard is not None}
+            walk = WalkOverFiles(self._files.window, shards)
+            self._add(step, BucketSteps(optimizer, own, walk, self._transport, step, take_over=take_over))
+        elif own:
+            self._add(step, BucketSteps(optimizer, own, NO_FILES, LocalTransport(), step, take_over=take_over))
+        self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
+        for bucket in buckets:
+            if self._states[bucket].state.is_away:
+                self._put_earlier(optimizer, bucket)
 
-    @abstractmethod
     def before_forward(self) -> None:
         """Called at each forward."""
+        for steps in self._steps:
+            steps.come_last()
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
         """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
 
         None leaves them.
         """
-        scale_gradients(rows, coefficient)
+        self._choice.scale_gradients(rows, coefficient)
 
     def after_step(self, buckets: Sequence[Bucket]) -> None:
         """Called after the optimizer's step, before gradients are given back: the parameters become what their masters are."""
-        for bucket in buckets:
+        if self._files is not None:
+            # Called twice for a class of optimizer whose step calls its parent's.
+            self._files.end_step()
+        for steps in self._steps:
+            steps.give_back_gradients()
+        for bucket in self._choice.unwritten(buckets):
             bucket.write_back()
 
-    @abstractmethod
-    def at_hand(self, bucket: Bucket):
+    def at_hand(self, bucket: Bucket) -> AbstractContextManager[None]:
         """A context in which the bucket's master may be read and written."""
+        return self._states[bucket].master.at_hand()
 
-    @abstractmethod
     def values(self, row: Row, name: str, value: Any) -> Any:
         """What the optimizer's register has under `name` for a row, with its values, which may be a copy."""
+        return self._state_of(row).values(row, name, value)
 
-    @abstractmethod
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        """A row's state or master, live, without taking memory for it. `tensor` is what the register or the row has."""
+        """A row's state, live, without taking memory for it. `tensor` is what the register has."""
+        return self._state_of(row).view(row, kind, tensor)
+
+    def master_view(self, row: Row) -> torch.Tensor | PackedPart:
+        """A row's master, live, without taking memory for it."""
+        master = self._states[row.slot.bucket].master
+        if master.is_away:
+            self._refuse_broken()
+        return master.view(row, row.tensor.detach())
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
-        return without_due(state)
+        for step in self._bucket_steps:
+            step.forget(row.slot.bucket)
+        return self._states[row.slot.bucket].state.put(row, self._timing.put(row, state))
 
-    @abstractmethod
     def put_master(self, row: Row, values: torch.Tensor) -> None:
         """Replaces the row's master."""
+        self._states[row.slot.bucket].master.put(row, values)
 
-    @abstractmethod
-    def window_bytes(self) -> int:
-        """Memory at most for state that passes through during a step."""
-
-    @abstractmethod
-    def close(self, buckets: Sequence[Bucket]) -> None:
-        """Gives state that lives elsewhere back to the optimizer's register, and ends."""
-
-    def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
-        return sum(tensor.nbytes for tensor in tensors)
-
-    # ---- of those that step out of time; the others take every bucket's step when the script asks for it ----
-
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:  # noqa: B027 (nothing to do is an answer)
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
         """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
-
-    def early_report(self) -> EarlyReport | None:
-        """What is stepped before its time; None where nothing is."""
-        return None
-
-    def kernel_report(self) -> KernelReport | None:
-        """What is stepped by kernels in place of the optimizers' own steps; None where nothing is to be."""
-        return None
-
-    def copy_bytes(self) -> int:
-        """Bytes of state that are there twice, for steps that are not taken in their time."""
-        return 0
-
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
-        return 0
-
-    def most_beside_bytes(self) -> int:
-        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
-        return 0
+        self._timing.landed(bucket, arrival)
 
     def beside(self, row: Row) -> dict[str, Any]:
         """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
-        return {}
+        return self._timing.beside(row)
 
+    def close(self) -> None:
+        """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+        self._timing.close()
+        for steps in self._steps:
+            steps.release()
+        for state in self._states.values():
+            if state.bucket.whole and state.state.is_away:
+                # Its rows are the parameters, whose state stays with the optimizer.
+                self._fill_register(state)
+            state.state.close()
+        if self._files is not None:
+            self._files.close()
 
-class InMemory(StateHolder):
-    """State stays where the optimizer made it."""
-
-    def take(self, bucket: Bucket) -> None:
-        """It is where it belongs."""
-
-    def master_region(self, bucket: Bucket) -> Region | None:
-        return None
-
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """The optimizer's own step does."""
-
-    def before_forward(self) -> None:
-        """Nothing is on its way."""
-
-    @contextmanager
-    def at_hand(self, bucket: Bucket) -> Iterator[None]:
-        yield
-
-    def values(self, row: Row, name: str, value: Any) -> Any:
-        return value
-
-    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        return tensor
-
-    def put_master(self, row: Row, values: torch.Tensor) -> None:
-        with torch.no_grad():
-            row.tensor.copy_(values.view(row.tensor.shape))
+    # ---- what it takes ----
 
     def window_bytes(self) -> int:
-        return 0
+        """Memory at most for state that passes through during a step."""
+        shards = [state.shard for state in self._states.values() if state.shard is not None]
+        return self._lent_bytes + (0 if self._files is None else self._files.window.nbytes(shards))
 
-    def close(self, buckets: Sequence[Bucket]) -> None:
-        """It is where it belongs."""
+    def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
+        return self._states[bucket].state.nbytes(tensors)
+
+    def copy_bytes(self) -> int:
+        """Bytes of copies of state in memory, for steps that are not taken in their time."""
+        return self._timing.copy_bytes()
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of such copies in files."""
+        return self._timing.file_copy_bytes()
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
+        return self._timing.gradient_bytes()
+
+    def most_beside_bytes(self) -> int:
+        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
+        return self._timing.most_beside_bytes()
+
+    def early_report(self) -> EarlyReport | None:
+        """What is stepped before its time; None where nothing is."""
+        return self._timing.report()
+
+    def kernel_report(self) -> KernelReport | None:
+        """What is stepped by kernels in place of the optimizers' own steps; None where nothing is to be."""
+        return self._choice.report()
+
+    def _add(self, step: BucketStep, steps: BucketSteps) -> None:
+        self._bucket_steps.append(step)
+        self._steps.append(steps)
+
+    def _put_earlier(self, optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
+        """Takes state that the optimizer had before it came to the engine."""
+        for row in bucket.rows:
+            if row.tensor in optimizer.state:
+                optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
+
+    def _fill_register(self, state: BucketState) -> None:
+        for row, found in state.registered().items():
+            for name, value in found.items():
+                found[name] = state.state.values(row, name, value)
+
+    def _state_of(self, row: Row) -> StatePlace:
+        state = self._states[row.slot.bucket].state
+        if state.is_away:
+            self._refuse_broken()
+        return state
+
+    def _refuse_broken(self) -> None:
+        """What is in files is not the state of any step once one of them has failed."""
+        for steps in self._steps:
+            steps.refuse_broken()

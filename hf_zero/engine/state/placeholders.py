@@ -13,7 +13,7 @@ States = Mapping[Row, dict[str, Any]]
 """The state of some of a bucket's rows by name: the optimizer's register of them, or a copy of it."""
 
 
-class StandIns:
+class Placeholders:
     """Tensors of any shape without memory: they read as NaN, or 0 where the dtype has none, until the state is back."""
 
     def __init__(self):

@@ -26,11 +26,10 @@ def state_rows(
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
         state = state_of(optimizers, row) | holder.beside(row)
-        tensors = elementwise_state(state, row)
+        tensors = {kind: holder.view(row, kind, there) for kind, there in elementwise_state(state, row).items()}
         if row.slot.bucket.precision.rounds and not replica:
-            tensors = {MASTER: row.tensor.detach(), **tensors}
-        for kind, there in tensors.items():
-            tensor = holder.view(row, kind, there)
+            tensors = {MASTER: holder.master_view(row), **tensors}
+        for kind, tensor in tensors.items():
             yield StateRow(
                 kind=prefix + kind,
                 name=row.slot.name,

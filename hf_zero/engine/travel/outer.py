@@ -7,7 +7,8 @@ rate 1 and no momentum it is local SGD (Stich 2019, arXiv 1805.09767). Optimizer
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -25,6 +26,8 @@ _KIND = f"{OUTER}{_MOMENTUM}"
 _PARTS = 3
 """Of a bucket's outer step."""
 
+AtHand = Callable[[Bucket], AbstractContextManager[None]]
+
 
 class OuterSteps(ABC):
     """What is done about models of other groups.
@@ -37,7 +40,7 @@ class OuterSteps(ABC):
 
     @abstractmethod
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        """Called when an optimizer has stepped `buckets`, all that it has; returns those whose masters an outer step changed."""
+        """Called when an optimizer has stepped `buckets`, all that it has; returns those that an outer step changed."""
 
     @abstractmethod
     def finish(self) -> list[Bucket]:
@@ -89,10 +92,14 @@ class Anchor:
         own: of the elements of the bucket's master, those that this part is of.
         values: (ceil(shard_numel / R),) of the master's dtype; what is past the end of the master is zero.
         steps: local ones since the last outer step.
+
+    Args:
+        at_hand: makes a context in which a bucket's master is in memory.
     """
 
-    def __init__(self, bucket: Bucket, among: RankGroup, outer: OuterConfig):
+    def __init__(self, bucket: Bucket, among: RankGroup, outer: OuterConfig, at_hand: AtHand):
         self._bucket = bucket
+        self._at_hand = at_hand
         self._among = among
         numel = -(-bucket.master.numel() // among.size)
         start, stop = (min(bucket.master.numel(), place * numel) for place in (among.place, among.place + 1))
@@ -104,21 +111,23 @@ class Anchor:
 
     def start_from_master(self) -> None:
         """Takes the master as it is for the common model."""
-        self.values.data[: self.own.numel].copy_(self._bucket.master[self.own.start : self.own.stop])
+        with self._at_hand(self._bucket):
+            self.values.data[: self.own.numel].copy_(self._bucket.master[self.own.start : self.own.stop])
         self.steps = 0
 
     def step(self, transport: Transport) -> Iterator[None]:
-        """Moves the anchor by the mean of the masters, and the master to the anchor. Collective.
+        """Moves the anchor by the mean of the masters, and master and parameters to the anchor. Collective.
 
         In three parts, between which those of other buckets may come: the sum starts; the anchor moves, and is sent; the
         master becomes what has arrived.
         """
-        bucket, master, among = self._bucket, self._bucket.master, self._among
+        bucket, among, numel = self._bucket, self._among, self._bucket.layout.shard_numel
         # Where the parameters are: what moves between accelerators is in their memory, wherever masters live.
-        flat = allocate(self.values.numel() * among.size, master.dtype, bucket.device)
-        flat[: master.numel()].copy_(master)
-        flat[master.numel() :].zero_()
-        mean = torch.empty(self.values.numel(), dtype=master.dtype, device=bucket.device)
+        flat = allocate(self.values.numel() * among.size, self.values.dtype, bucket.device)
+        with self._at_hand(bucket):
+            flat[:numel].copy_(bucket.master)
+        flat[numel:].zero_()
+        mean = torch.empty(self.values.numel(), dtype=self.values.dtype, device=bucket.device)
         label = bucket.label("reduce-scatter models")
         models = transport.start_reduce_scatter(flat, mean, label, among=among)
         yield
@@ -128,7 +137,9 @@ class Anchor:
         anchors = transport.start_all_gather(flat, own, bucket.label("all-gather models"), among=among)
         yield
         anchors.finish()
-        master.copy_(flat[: master.numel()])
+        with self._at_hand(bucket):
+            bucket.master.copy_(flat[:numel])
+            bucket.write_back()
         self.steps = 0
 
     def _move(self, mean: torch.Tensor) -> None:
@@ -174,12 +185,14 @@ class SyncedEvery(OuterSteps):
         buckets: whose masters are equal in all groups when this is made.
     """
 
-    def __init__(self, transport: Transport, among: RankGroup, comm: CommConfig, buckets: Iterable[Bucket]):
+    def __init__(
+        self, transport: Transport, among: RankGroup, comm: CommConfig, buckets: Iterable[Bucket], at_hand: AtHand
+    ):
         self._transport = transport
         self._sync_every = comm.sync_every
         self._has_momentum = comm.outer.momentum > 0
         self.replica = among.place
-        self._anchors = {bucket: Anchor(bucket, among, comm.outer) for bucket in buckets}
+        self._anchors = {bucket: Anchor(bucket, among, comm.outer, at_hand) for bucket in buckets}
 
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         for bucket in buckets:
@@ -230,7 +243,7 @@ def anchor_numel(shard_numel: int, among: RankGroup, outer: OuterConfig) -> int:
 
 
 def choose_outer(
-    transport: Transport, among: RankGroup | None, comm: CommConfig, buckets: Sequence[Bucket]
+    transport: Transport, among: RankGroup | None, comm: CommConfig, buckets: Sequence[Bucket], at_hand: AtHand
 ) -> OuterSteps:
-    """Outer steps where there are groups to bring together."""
-    return NoOuterSteps() if among is None else SyncedEvery(transport, among, comm, buckets)
+    """Outer steps where there are groups to bring together. `at_hand`: see `Anchor`."""
+    return NoOuterSteps() if among is None else SyncedEvery(transport, among, comm, buckets, at_hand)

@@ -10,7 +10,6 @@ from torch import nn
 from ...comm.groups.groups import Groups
 from ...layout.intervals import Interval
 from ..buckets.bucket import Bucket
-from ..buckets.rows import MASTER
 from ..state.holder import StateHolder
 
 
@@ -34,7 +33,7 @@ def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) 
     for bucket in buckets:
         if bucket.precision.weights is not None:
             for row in bucket.rows:
-                master = holder.view(row, MASTER, row.tensor).detach().reshape(-1)
+                master = holder.master_view(row).detach().reshape(-1)
                 yield OwnWeights(
                     parameter=row.slot.parameter,
                     interval=row.layout.in_parameter,

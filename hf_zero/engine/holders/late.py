@@ -1,23 +1,26 @@
 """Steps of state in host memory that end one step late, behind the next forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from ...device import Arrival
-from ...offload.tier import Tier
+from ...offload.tier import StateFiles, Tier
 from ..buckets.bucket import Bucket, Row
-from ..state.holder import DUE
-from .copies_holder import SteppedOnCopies
-from .step_copies import Seen, Stepped, look, look_again
+from ..state.bucket_state import BucketState
+from ..state.placeholders import Placeholders
+from ..state.step_timing import DUE, StepTiming
+from .double import Stepped
+from .seen_step import Seen
+from .steps_beside import StepsBeside, memory_bytes, try_aside
 
 _GRADIENT = f"{DUE}gradient"
 _SETTING = f"{DUE}setting "
 
 
-class Delayed(SteppedOnCopies):
+class Late(StepTiming):
     """`optimizer.step()` starts a step and takes over the one that it started the time before.
 
     [Note: the delayed update]
@@ -29,31 +32,62 @@ class Delayed(SteppedOnCopies):
     Delayed parameter update: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", 2021.
 
     Args:
+        tier, files, placeholders: see `StepsBeside`.
         warmup: of each optimizer, the steps at the start that are taken in their time.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], tier: Tier, *, warmup: int):
-        super().__init__(optimizers, tier)
+    steps_early = False
+
+    def __init__(
+        self,
+        tier: Tier,
+        files: StateFiles | None,
+        placeholders: Placeholders,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        warmup: int,
+    ):
+        self._beside = StepsBeside(tier, files, placeholders)
         self._in_time = {optimizer: warmup for optimizer in optimizers}
         self._due: dict[Bucket, tuple[Seen, Future[Stepped]]] = {}
         self._restored: dict[Bucket, dict[Row, tuple[torch.Tensor, dict[str, Any]]]] = {}
 
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        super().step_with(optimizer, buckets)
-        if self.hindrance is not None:
+    def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
+        trial, hindrance = try_aside(optimizer, state)
+        if trial is None or hindrance is not None:
             raise ValueError(
-                f"hf_zero: `offload.delay: 1` steps a bucket at a time beside training, which cannot be: {self.hindrance}. "
-                "Leave `offload.delay` at 0, or use another optimizer."
+                f"hf_zero: `offload.delay: 1` steps a bucket at a time beside training, which cannot be: {hindrance}. Leave "
+                "`offload.delay` at 0, or use another optimizer."
             )
+        self._beside.add(optimizer, state, memory_bytes(state, trial))
 
-    def beside(self, row: Row) -> dict[str, Any]:
-        if row.slot.bucket not in self._due:
-            return {}
-        seen, _ = self._due[row.slot.bucket]
-        for due, gradient, _ in seen.rows:
-            if due is row:
-                return {_GRADIENT: gradient, **_flat(seen.settings)}
-        return {}
+    def takes(self, bucket: Bucket) -> bool:
+        return bucket in self._beside.doubles
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """The step is begun when the script asks for it."""
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+        mine = self._beside.of(optimizer)
+        for bucket in mine:
+            self._start_restored(bucket, optimizer)
+        due = {bucket: self._due.pop(bucket) for bucket in mine if bucket in self._due}
+        stepped = {bucket: future.result() for bucket, (_, future) in due.items()}
+        for bucket, (seen, _) in due.items():
+            now = self._beside.doubles[bucket].seen_again(seen)
+            if not seen.equals(now):
+                # The script has changed weights or state meanwhile.
+                stepped[bucket] = self._beside.start(bucket, now, Arrival()).result()
+        self._beside.give_back_buffers()
+        self._beside.take_over(stepped)
+        if self._in_time[optimizer]:
+            self._in_time[optimizer] -= 1
+            return ()
+        for bucket in mine:
+            seen = self._beside.doubles[bucket].seen()
+            if seen.rows:
+                self._due[bucket] = (seen, self._beside.start(bucket, seen, Arrival()))
+        return mine
 
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         # What was due in this run is not of the state that is put.
@@ -66,40 +100,33 @@ class Delayed(SteppedOnCopies):
             restored[row] = (due[_GRADIENT], settings)
         return {name: value for name, value in state.items() if name not in due}
 
+    def beside(self, row: Row) -> dict[str, Any]:
+        if row.slot.bucket not in self._due:
+            return {}
+        seen, _ = self._due[row.slot.bucket]
+        for due, gradient, _ in seen.rows:
+            if due is row:
+                return {_GRADIENT: gradient, **_flat(seen.settings)}
+        return {}
+
+    def report(self) -> None:
+        return None
+
+    def copy_bytes(self) -> int:
+        return self._beside.copy_bytes()
+
+    def file_copy_bytes(self) -> int:
+        return self._beside.file_copy_bytes()
+
     def gradient_bytes(self) -> int:
-        return super().gradient_bytes() + sum(bucket.gradient_bytes for bucket in self._due)
+        return self._beside.scratch_bytes + sum(bucket.gradient_bytes for bucket in self._due)
 
     def most_beside_bytes(self) -> int:
-        return super().most_beside_bytes() + sum(bucket.gradient_bytes for bucket in self.shadows)
+        return self._beside.most_bytes + sum(bucket.gradient_bytes for bucket in self._beside.doubles)
 
-    def close(self, buckets: Sequence[Bucket]) -> None:
+    def close(self) -> None:
         self._due.clear()
-        super().close(buckets)
-
-    def _admits(self, copy_bytes: int) -> bool:
-        return True
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = [bucket for bucket in self.shadows if self._optimizer_of(bucket) is optimizer]
-        for bucket in mine:
-            self._start_restored(bucket, optimizer)
-        due = {bucket: self._due.pop(bucket) for bucket in mine if bucket in self._due}
-        stepped = {bucket: future.result() for bucket, (_, future) in due.items()}
-        for bucket, (seen, _) in due.items():
-            now = look_again(bucket, optimizer, seen)
-            if not seen.equals(now):
-                # The script has changed weights or state meanwhile.
-                stepped[bucket] = self._start_step(bucket, now, Arrival()).result()
-            self.shadows[bucket].take_over(stepped[bucket])
-        if self._in_time[optimizer]:
-            self._in_time[optimizer] -= 1
-            return
-        for bucket in mine:
-            seen = look(bucket, optimizer)
-            if seen.rows:
-                self._due[bucket] = (seen, self._start_step(bucket, seen, Arrival()))
-            for row in bucket.rows:
-                row.tensor.grad = None
+        self._beside.close()
 
     def _start_restored(self, bucket: Bucket, optimizer: torch.optim.Optimizer) -> None:
         """Starts what was due when the checkpoint was made that has been loaded."""
@@ -110,12 +137,12 @@ class Delayed(SteppedOnCopies):
         held = {row: row.tensor.grad for row in bucket.rows}
         for row in bucket.rows:
             row.tensor.grad = restored[row][0] if row in restored else None
-        seen = look(bucket, optimizer)
+        seen = self._beside.doubles[bucket].seen()
         for row, gradient in held.items():
             row.tensor.grad = gradient
         saved = next(iter(restored.values()))[1]
         seen = seen.with_settings({name: _settled(name, value, saved) for name, value in seen.settings.items()})
-        self._due[bucket] = (seen, self._start_step(bucket, seen, Arrival()))
+        self._due[bucket] = (seen, self._beside.start(bucket, seen, Arrival()))
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, float]:

@@ -8,7 +8,9 @@ import torch
 
 from ...kernels.stochastic import REGION_NUMEL, counters_for, round_stochastically
 from ..buckets.bucket import Bucket, Row
-from .in_turn_holder import SteppedInTurn
+from ..buckets.packed_state import PackedPart
+from ..state.bucket_state import MasterCopy, MasterPlace, Regions
+from .masters import put_into_row
 
 STEP = "rounding_step"
 """State of each parameter beside the optimizer's own: how often it has been rounded."""
@@ -16,7 +18,7 @@ STEP = "rounding_step"
 _KEY_BITS = 63
 
 
-class RoundedStochastically(SteppedInTurn):
+class RoundedMaster(MasterPlace):
     """A bucket's parameters become a float32 master for the moment of its step, and are the master rounded after.
 
     [Note: whose random bits]
@@ -25,45 +27,64 @@ class RoundedStochastically(SteppedInTurn):
     optimizer's register as `rounding_step`, so that checkpoints have it and a run that goes on draws the bits that it would
     have drawn.
 
-    Moments stay in float32, where the optimizer made them: 10 bytes a parameter under Adam, where a master makes it 14.
+    Moments in float32 make that 10 bytes a parameter under Adam, where a master makes it 14.
     Stochastic rounding in training: Gupta et al., "Deep Learning with Limited Numerical Precision", 2015.
+
+    Args:
+        optimizer: that steps the bucket; None where none does.
     """
 
-    def take(self, bucket: Bucket) -> None:
-        if _passes(bucket):
-            bucket.put_away(_absent(bucket))
+    is_away = True
+    region = None
 
-    @contextmanager
-    def at_hand(self, bucket: Bucket) -> Iterator[None]:
-        if bucket.is_away:
-            # What is edited is the parameter itself, and the next step begins with it.
-            bucket.bring(bucket.own.to(bucket.precision.master))
-            yield
-            bucket.put_away(_absent(bucket))
-        else:
-            yield
+    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None):
+        self._bucket = bucket
+        self._optimizer = optimizer
+        self._absent = torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
 
-    def put_master(self, row: Row, values: torch.Tensor) -> None:
-        # What the masters of a former run were rounded to has been loaded as the parameters.
-        if not row.slot.bucket.is_away:
-            super().put_master(row, values)
+    def settle(self) -> None:
+        self._bucket.put_away(self._absent)
 
-    def _passes(self, bucket: Bucket) -> bool:
-        return _passes(bucket)
-
-    def _bring(self, bucket: Bucket, _shard: Bucket, _buffer: None) -> None:
-        master = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
-        bucket.bring(master.copy_(bucket.own))
+    def bring(self, regions: Regions) -> None:
+        master = self._bucket.tier.scratch(self._bucket.layout.shard_numel, self._bucket.precision.master)
+        self._bucket.bring(master.copy_(self._bucket.own))
 
     @torch.no_grad()
-    def _put_back(self, bucket: Bucket, _shard: Bucket, _buffer: None) -> None:
-        register = self._optimizer_of(bucket).state
-        for row in bucket.rows:
+    def put_away(self) -> None:
+        register = {} if self._optimizer is None else self._optimizer.state
+        for row in self._bucket.rows:
             if row.tensor.grad is not None:
                 state = register[row.tensor]
-                round_row(row, bucket.master, bucket.own, count=state.get(STEP, 0))
+                round_row(row, self._bucket.master, self._bucket.own, count=state.get(STEP, 0))
                 state[STEP] = state.get(STEP, 0) + 1
-        bucket.put_away(_absent(bucket))
+        self._bucket.put_away(self._absent)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        if not self._bucket.is_away:
+            yield
+            return
+        # What is edited is the parameter itself, and the next step begins with it.
+        self._bucket.bring(self._bucket.own.to(self._bucket.precision.master))
+        try:
+            yield
+        finally:
+            self._bucket.put_away(self._absent)
+
+    def put(self, row: Row, values: torch.Tensor) -> None:
+        # What the masters of a former run were rounded to has been loaded as the parameters.
+        if not self._bucket.is_away:
+            put_into_row(row, values)
+
+    def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return tensor
+
+    def copy(self) -> MasterCopy:
+        raise ValueError("hf_zero: `rounding: stochastic` keeps no master that a step beside training could copy.")
+
+    @property
+    def copy_bytes(self) -> int:
+        return 0
 
 
 def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) -> None:
@@ -81,14 +102,6 @@ def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) 
     offset = count * counters_for(row.slot.interval.numel) + counters_for(start - before)
     round_stochastically(padded, rounded, seed=_key_of(row.slot.name), offset=offset)
     own[source.start : source.stop].copy_(rounded[before:])
-
-
-def _passes(bucket: Bucket) -> bool:
-    return bucket.trained and bucket.precision.stochastic
-
-
-def _absent(bucket: Bucket) -> torch.Tensor:
-    return torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
 
 
 def _key_of(name: str) -> int:

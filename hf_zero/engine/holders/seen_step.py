@@ -1,15 +1,14 @@
-"""The next step of one bucket, taken on copies, to be taken over or forgotten."""
+"""What a step depends on, and the step itself on tensors of the caller's."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..buckets.bucket import Bucket, Row
-from ..state.state_kinds import Trial, double_of, own_step, settings_of
-from ..state.state_rows import elementwise_state
+from ..state.state_kinds import double_of, own_step, settings_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +43,7 @@ class Seen:
         return replace(self, settings=settings)
 
 
-def look(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
+def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
     group = optimizer.param_groups[bucket.key.group]
     has = {id(row.tensor): (row, gradient) for row in bucket.rows if (gradient := row.tensor.grad) is not None}
@@ -54,7 +53,7 @@ def look(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     return Seen(found, settings_of(group), _marks(bucket, optimizer, found))
 
 
-def look_again(bucket: Bucket, optimizer: torch.optim.Optimizer, seen: Seen) -> Seen:
+def seen_again(bucket: Bucket, optimizer: torch.optim.Optimizer, seen: Seen) -> Seen:
     """What a step with the gradients and settings of `seen` would depend on now."""
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient, _ in seen.rows)
     return Seen(found, seen.settings, _marks(bucket, optimizer, found))
@@ -89,75 +88,7 @@ def _are_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and one == other
 
 
-class Shadow:
-    """Copies of a bucket's master and state, on which its next step is taken while training still reads the old ones.
-
-    [Note: two copies of the state]
-    An optimizer's step writes in place. Taken early, on copies, it changes nothing that anyone can see: a look at the state, a
-    save, a gradient that is clipped after all find what they would find without it. If the step that then comes would read
-    what was read early (`Seen.equals`), the copies become the state and the old tensors become the next copies. Else the copies
-    are forgotten, and the step is taken as ever. Both ways, the bits are those of a step taken in its time.
-
-    Edits that torch does not count (through `.data` or numpy, of rows or their gradients) are not noticed.
-    """
-
-    def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer):
-        self._bucket = bucket
-        self._optimizer = optimizer
-        self._spare_master: torch.Tensor | None = None
-        self._spare_state: dict[tuple[Row, str], torch.Tensor] = {}
-
-    def nbytes(self) -> int:
-        """Bytes of the copies, while they wait for the next step."""
-        master = 0 if self._spare_master is None else self._spare_master.nbytes
-        return master + sum(tensor.nbytes for tensor in self._spare_state.values())
-
-    @torch.no_grad()
-    def step(self, seen: Seen, scratch: torch.Tensor) -> "Stepped":
-        """Takes the step that `seen` describes on copies. Runs in a thread of its own; calls follow each other.
-
-        Args:
-            scratch: (at least shard_numel,) of the master dtype: some optimizers write into their gradients.
-        """
-        if self._spare_master is None:
-            self._spare_master = self._bucket.tier.empty(self._bucket.layout.shard_numel, self._bucket.precision.master)
-        # By `data`, which has a version of its own: rows once made as views of this memory count its edits as their own.
-        master = self._spare_master.data.copy_(self._bucket.master)
-        states = {}
-        for row, _, state in seen.rows:
-            elementwise = elementwise_state(state, row)
-            states[row] = {
-                name: self._copy_of(row, name, value) if name in elementwise else copied(value)
-                for name, value in state.items()
-            }
-        return Stepped(master, step_doubles(self._optimizer, seen, master, states, scratch))
-
-    def take_over(self, stepped: "Stepped") -> None:
-        """Makes the copies the state, and the state the next copies."""
-        self._spare_master = self._bucket.master
-        self._bucket.exchange_master(cast(torch.Tensor, stepped.master))
-        for row, state in stepped.states.items():
-            register = self._optimizer.state[row.tensor]
-            self._spare_state.update({(row, name): old for name, old in elementwise_state(register, row).items()})
-            register.clear()
-            register.update(state)
-
-    def _copy_of(self, row: Row, name: str, value: torch.Tensor) -> torch.Tensor:
-        spare = self._spare_state.get((row, name))
-        if spare is None or spare.shape != value.shape or spare.dtype != value.dtype:
-            spare = self._spare_state[row, name] = torch.empty_like(value)
-        return spare.copy_(value)
-
-
-@dataclass(frozen=True, eq=False)
-class Stepped:
-    """A bucket as a step leaves it: the master, (shard_numel,), None where it is in a file, and each row's state."""
-
-    master: torch.Tensor | None
-    states: dict[Row, dict[str, Any]]
-
-
-def step_doubles(
+def step_on(
     optimizer: torch.optim.Optimizer,
     seen: Seen,
     master: torch.Tensor,
@@ -180,16 +111,3 @@ def step_doubles(
     twin = double_of(optimizer, group, register)
     own_step(twin)
     return {row: dict(twin.state[double]) for row, double in doubles.items()}
-
-
-def copied(value: Any) -> Any:
-    """State that a step may write to, apart from the register's."""
-    return value.clone() if torch.is_tensor(value) else value
-
-
-def hindrance_of(optimizer: torch.optim.Optimizer, bucket: Bucket, trial: Trial | None) -> str | None:
-    """Why the bucket cannot be stepped by itself and not in its time; None if it can."""
-    if bucket.layout.intact:
-        # It may look at more than one of them, too: LAMB in some forms takes a norm over all.
-        return f"{type(optimizer).__name__} looks at whole parameters"
-    return trial.hindrance if trial else f"{type(optimizer).__name__} cannot be tried beforehand"
