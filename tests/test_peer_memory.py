@@ -245,7 +245,7 @@ def test_a_peer_that_ends_or_does_not_come_is_an_error_with_its_rank():
 
 def elsewhere(rank: int, world_size: int) -> None:
     if rank == 1:
-        neighbours._home = lambda: "another host"
+        neighbours._host_identity = lambda: "another host"
     reason = "ranks 0 and 1 are on different hosts"
     with pytest.raises(ConfigError, match=rf"`comm\.peer_memory: always` cannot be had \(rank 0: {reason}"):
         losses(rank, {"stage": 3, "comm": {"peer_memory": "always"}})
