@@ -178,9 +178,10 @@ def test_trainer_trains_one_rank_by_each_file_that_moves_parameters_as_it_does_w
     doors = {"moved": f"flag {ROOT / 'configs' / name}.yaml", "plain": f"flag {plain}"}
     outcomes = {}
     for kind, door in doors.items():
-        folder = str(tmp_path / kind)
-        arguments = {"door": door, "model": "gpt2", "output_dir": folder, "max_steps": 4, "optim": "adamw_torch_fused"}
-        [outcomes[kind]] = run_ranks(run, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+        arguments = {"door": door, "model": "gpt2", "output_dir": str(tmp_path / kind)}
+        arguments |= {"max_steps": 4, "optim": "adamw_torch_fused"}
+        # In a process of its own, which meets on no port, and leaves no environment of a rank's to later tests.
+        [outcomes[kind]] = run_ranks(run, world_size=1, time_limit_s=120, keyword_arguments=arguments)
     assert outcomes["moved"]["losses"] == outcomes["plain"]["losses"]
     assert outcomes["moved"]["state"] == outcomes["plain"]["state"]
 
