@@ -64,6 +64,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
+PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_place_outlives_its_test() -> Iterator[None]:
+    """An Accelerator of a later test would look for other ranks at it."""
+    before = {name: os.environ.get(name) for name in PLACE}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(autouse=True)
 def no_watch_outlives_its_test() -> Iterator[None]:
     """A plugin that no Accelerator installs watches all optimizers of the process: here those of later tests, too."""
