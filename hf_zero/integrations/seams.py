@@ -170,9 +170,9 @@ SEAMS = (
     ),
     Seam(
         owner="torch._utils:",
-        names=("_unflatten_dense_tensors",),
+        names=("_flatten_dense_tensors", "_unflatten_dense_tensors"),
         where=("engine/buckets/flat_views",),
-        why="All views of a flat buffer by one call.",
+        why="All views of a flat buffer by one call, and a buffer filled by one.",
         test="test_gradients.py::test_several_backward_calls_add_up",
     ),
     Seam(
