@@ -91,7 +91,7 @@ class _StreamDownlink(Downlink):
 
         def enter() -> None:
             enter_thread(device)
-            cores.settle()
+            cores.enter()
 
         thread = ThreadPoolExecutor(1, thread_name_prefix="hf_zero-gradients", initializer=enter)
         thread.submit(torch.get_num_threads).result()

@@ -17,7 +17,7 @@ class HostCores:
     """The script's own where the script's thread steps, and `threads` of them where a thread of hf_zero's does.
 
     [Note: whose threads step]
-    A step beside training runs in a thread of hf_zero's own, which is `settle`d once, for good. A step that the script's
+    A step beside training runs in a thread of hf_zero's own, which `enter`s once, for good. A step that the script's
     thread takes (`optimizer.step()`) borrows that thread: `take` before, `give_back` behind, and nothing is left of it.
 
     Either one has helpers, which torch's OpenMP makes when a loop first wants them, with the number and the cores that the
@@ -29,7 +29,7 @@ class HostCores:
     def __init__(self, threads: int):
         self.threads = threads
 
-    def settle(self) -> None:
+    def enter(self) -> None:
         """Has the calling thread's operations run so from now on."""
         # torch takes the process's number into each thread at its first question, and would do so after this.
         torch.get_num_threads()
@@ -59,7 +59,7 @@ class ShareOfCores(HostCores):
     def take(self) -> None:
         if self._threads_before is None:
             self._threads_before = torch.get_num_threads()
-            self.settle()
+            self.enter()
 
     def give_back(self) -> None:
         if self._threads_before is not None:
@@ -79,10 +79,10 @@ class NodeCores(ShareOfCores):
         self.numbers = numbers
         self._numbers_before: set[int] | None = None
 
-    def settle(self) -> None:
+    def enter(self) -> None:
         # First: helpers inherit it. 0 is the calling thread, not the process.
         os.sched_setaffinity(0, self.numbers)
-        super().settle()
+        super().enter()
 
     def take(self) -> None:
         if self._numbers_before is None:

@@ -59,7 +59,6 @@ def choose_holder(
     """
     places = Places(config, tier, optimizers)
     return StateHolder(
-        optimizers,
         place=places.of,
         timing=_choose_timing(config.offload, tier, optimizers, places.placeholders, needed),
         choice=KernelSteps(nonfinite) if uses_kernels(config.kernels, tier.device) else OwnSteps(),

@@ -64,10 +64,10 @@ class StateInBlocks(StatePlace):
                 kept[name] = self._moments.placeholder(row)
         return kept
 
-    def settle(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
         """Has the row's moment in blocks, zero if the register has none, or in float32 there if the parameter is too small.
 
-        Returns whether it had values, as `RowStates.settle` does.
+        Returns whether it had values, as `RowStates.make_ready` does.
         """
         had = name in state
         if not is_in_blocks(row.slot.parameter.numel()):

@@ -141,7 +141,7 @@ class Late(StepTiming):
         for row, gradient in held.items():
             row.tensor.grad = gradient
         saved = next(iter(restored.values()))[1]
-        seen = seen.with_settings({name: _settled(name, value, saved) for name, value in seen.settings.items()})
+        seen = seen.with_settings({name: _as_saved(name, value, saved) for name, value in seen.settings.items()})
         self._due[bucket] = (seen, self._beside.start(bucket, seen, Arrival()))
 
 
@@ -156,7 +156,7 @@ def _flat(settings: dict[str, Any]) -> dict[str, float]:
     return found
 
 
-def _settled(name: str, value: Any, saved: dict[str, float]) -> Any:
+def _as_saved(name: str, value: Any, saved: dict[str, float]) -> Any:
     """A setting as it was saved by `_flat`; one that was not is as it is now."""
     if isinstance(value, tuple):
         return tuple(saved.get(f"{name} {i}", part) for i, part in enumerate(value))

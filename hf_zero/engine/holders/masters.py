@@ -27,7 +27,7 @@ class MasterInMemory(MasterPlace):
     def __init__(self, bucket: Bucket):
         self._bucket = bucket
 
-    def settle(self) -> None:
+    def move_in(self) -> None:
         """It is where it belongs."""
 
     def bring(self, regions: Regions) -> None:
@@ -91,7 +91,7 @@ class MasterInFile(MasterPlace):
     def region(self) -> Region | None:
         return None if self._bucket.precision.rounds else (self._shard, MASTER)
 
-    def settle(self) -> None:
+    def move_in(self) -> None:
         self._shard.write_part(MASTER, Interval(0, self._bucket.layout.shard_numel), self._bucket.master)
         self._bucket.put_away(self._absent)
 

@@ -42,7 +42,7 @@ class RoundedMaster(MasterPlace):
         self._optimizer = optimizer
         self._absent = torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
 
-    def settle(self) -> None:
+    def move_in(self) -> None:
         self._bucket.put_away(self._absent)
 
     def bring(self, regions: Regions) -> None:

@@ -27,7 +27,7 @@ class StepThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_zero-step", initializer=enter)
         self._scratch: torch.Tensor | None = None
         before = torch.get_num_threads()
-        self._thread.submit(cores.settle).result()
+        self._thread.submit(cores.enter).result()
         # What a thread sets for itself is what threads that start later have too, until another sets it.
         torch.set_num_threads(before)
 

@@ -10,7 +10,7 @@ from ..buckets.bucket import Bucket, Row
 class RowStates(Protocol):
     """Where the rows' state is made ready for a kernel."""
 
-    def settle(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
         """Has the state of this name where the kernel wants it, zero if `state`, the row's in the register, has none.
 
         Returns whether it had.
@@ -28,13 +28,13 @@ class FlatState:
         self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
 
     def of(self, bucket: Bucket, name: str) -> torch.Tensor:
-        """(shard_numel,) of the master dtype. Undefined where no row has settled."""
+        """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
         flats = self._flats.setdefault(bucket, {})
         if name not in flats:
             flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
         return flats[name]
 
-    def settle(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
         """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
         view, value = row.of(self.of(row.slot.bucket, name)), state.get(name)
         if value is None:

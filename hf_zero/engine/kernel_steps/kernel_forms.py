@@ -92,7 +92,7 @@ class AdamWForm(KernelForm):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
                 self._counts[row] = (state["step"], state["step"]._version, 0)
             for name in self.state_names(group):
-                flat.settle(row, name, state)
+                flat.make_ready(row, name, state)
         numbers = {row: self._taken(row, state["step"]) + 1 for row, state in states.items()}
         steps = [state["step"] for state in states.values()]
         torch._foreach_add_(steps, 1)
@@ -134,7 +134,9 @@ class SGDForm(KernelForm):
 
     def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
         names = self.state_names(group)
-        return {row: int(not all([flat.settle(row, name, state) for name in names])) for row, state in states.items()}
+        return {
+            row: int(not all([flat.make_ready(row, name, state) for name in names])) for row, state in states.items()
+        }
 
     def step(self, group: Group, phase: int, place: Place) -> None:
         settings = SGD(
@@ -159,7 +161,7 @@ class LionForm(KernelForm):
 
     def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
         for row, state in states.items():
-            flat.settle(row, "exp_avg", state)
+            flat.make_ready(row, "exp_avg", state)
         return dict.fromkeys(states, 0)
 
     def step(self, group: Group, phase: int, place: Place) -> None:

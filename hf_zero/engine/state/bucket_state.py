@@ -66,8 +66,8 @@ class Blocks(Protocol):
         """The moments by name; zeros at first."""
         ...
 
-    def settle(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Has the row's moment in blocks, as `RowStates.settle` has it."""
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+        """Has the row's moment in blocks, as `RowStates.make_ready` has it."""
         ...
 
 
@@ -81,7 +81,7 @@ class MasterPlace(ABC):
     is_away: bool
 
     @abstractmethod
-    def settle(self) -> None:
+    def move_in(self) -> None:
         """Called when the bucket has been built: the master goes where it lives."""
 
     @abstractmethod

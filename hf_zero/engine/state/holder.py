@@ -29,7 +29,6 @@ class StateHolder:
     left to the optimizer's own step over all its parameters.
 
     Args:
-        optimizers: that the engine trains with, in its order.
         place: says where a new bucket's state is.
         files: the tier whose files hold state; None where there are none.
         transport: of the ranks that step together.
@@ -37,7 +36,6 @@ class StateHolder:
 
     def __init__(
         self,
-        optimizers: Sequence[torch.optim.Optimizer],
         *,
         place: Callable[[Bucket], BucketState],
         timing: StepTiming,
@@ -45,7 +43,6 @@ class StateHolder:
         files: StateFiles | None,
         transport: Transport,
     ):
-        self._optimizers = optimizers
         self._place = place
         self._timing = timing
         self._choice = choice
@@ -64,7 +61,7 @@ class StateHolder:
     def adopt(self, bucket: Bucket) -> None:
         """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
         state = self._states[bucket] = self._place(bucket)
-        state.master.settle()
+        state.master.move_in()
         bucket.rest(state.master.region)
         if state.optimizer is not None:
             self._timing.admit(state.optimizer, state)
