@@ -249,6 +249,20 @@ def test_edits_reach_masters_in_files(tmp_path):
     assert all(torch.equal(outcomes[0][1][key], outcomes[1][1][key]) for key in outcomes[0][1])
 
 
+def test_masters_in_files_are_read_and_written_for_edits_only(tmp_path):
+    model, optimizer, engine = built(nvme(tmp_path), param_dtype="bfloat16")
+    one_step(model, optimizer)
+    moved = lambda: [(shard.read_bytes, shard.written_bytes) for shard in engine.tier.shards]  # noqa: E731
+    before = moved()
+    engine.state.follow_edits()
+    assert moved() == before
+    with torch.no_grad():
+        model.transformer.wpe.weight.add_(1.0)
+    engine.state.follow_edits()
+    assert sum(now != then for now, then in zip(moved(), before)) == 1
+    engine.close()
+
+
 # Disks
 
 

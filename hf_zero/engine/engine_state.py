@@ -142,7 +142,8 @@ class EngineState:
 
     def follow_edits(self) -> None:
         """Takes values that a script wrote into parameters into their masters."""
-        for bucket in self._parts.buckets:
+        # Only those: a master in a file would be read and written for nothing.
+        for bucket in (bucket for bucket in self._parts.buckets if bucket.edited_rows):
             with self._parts.holder.at_hand(bucket):
                 bucket.follow_edits()
         self._parts.exact.put_back()
