@@ -144,7 +144,8 @@ def on_several_ranks(rank: int, world_size: int, path: str) -> list[tuple[str, b
     draw, found = random.Random(0), []
     for turn, name in enumerate(OPTIMIZERS):
         events = [draw.choice(EVENTS) for _ in range(8)] + ["lr", "betas", "nothing"]
-        ours, *_ = delayed(rank, name, turn % 4, events)
+        more = {"optimizer": "nvme", "nvme_path": path} if turn % 2 else {}
+        ours, *_ = delayed(rank, name, turn % 4, events, **more)
         expected = reference(name, events, world_size)
         found.append(
             (f"{name}, {events}", same(ours[rank > 0 and len(events) :], expected[rank > 0 and len(events) :]))
@@ -152,12 +153,12 @@ def on_several_ranks(rank: int, world_size: int, path: str) -> list[tuple[str, b
         # Due gradients go with a checkpoint, to another stage.
         folder = Path(path) / name
         cut = len(events) - 3
-        _, _, engine = delayed(rank, name, turn % 4, events[:cut])
+        _, _, engine = delayed(rank, name, turn % 4, events[:cut], **more)
         folder.mkdir(parents=True, exist_ok=True)
         weights = engine.whole_state_dict(wanted=True)
         torch.save(weights, folder / f"weights-{rank}.pt")
         seal_state(engine, folder, write_state(engine, folder / ZERO_FOLDER))
-        resumed, *_ = delayed(rank, name, (turn + 2) % 4, events, first=cut, folder=folder)
+        resumed, *_ = delayed(rank, name, (turn + 2) % 4, events, first=cut, folder=folder, **more)
         found.append((f"{name}, resumed", same(resumed, ours[cut:])))
     return found
 
