@@ -15,7 +15,7 @@ ruff format --check .
 types="$(mktemp)"
 python -m mypy >"$types" 2>&1 &
 checker=$!
-trap 'kill "$checker" 2>/dev/null; rm -f "$types"' EXIT
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Some hundred processes import the package and the tests: what Python has compiled is kept.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
