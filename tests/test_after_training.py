@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from test_stage3 import SHARDED, Run, assert_equal, run_on_ranks
+from stage3_runs import SHARDED, Run, assert_equal, run_on_ranks
 from torch import nn
 from trainer_job import as_launched, make_trainer
 from training import VOCABULARY, bert, gpt2, gpt2_batch

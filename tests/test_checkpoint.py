@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from safetensors.torch import save_file
+from saved_engines import save_engine
 from trainer_job import as_launched
 from training import gpt2, gpt2_batch
 
@@ -28,7 +29,7 @@ from hf_zero.checkpoint.shares import own_chunks
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.checkpoint.writer import plan_rows, write_pieces
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(120)
@@ -49,10 +50,6 @@ def save_alone(folder, rows, scalars=None) -> Manifest:
     write_pieces(pieces, folder, lambda value: [value])
     manifest.write(folder)
     return manifest
-
-
-def save_engine(engine: ZeroEngine, root: str | Path) -> None:
-    seal_state(engine, Path(root), write_state(engine, Path(root) / ZERO_FOLDER))
 
 
 @settings(max_examples=25, deadline=None)

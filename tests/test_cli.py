@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate_job import make_accelerator
-from click.testing import Result
+from command_runs import hf_zero, refusals
 from launching import run_forked
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -31,26 +31,12 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
-from typer.testing import CliRunner
 
-from hf_zero.integrations.cli import app
 from hf_zero.integrations.hub.card_facts import card_facts
 
 pytestmark = pytest.mark.timeout(120)
 
 ROWS = "zero/rank-00001-of-00002.safetensors"
-
-
-def hf_zero(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def refusals(*arguments: object) -> list[str]:
-    """The lines on the error output of a command that exits with 1 and prints nothing else."""
-    result = hf_zero(*arguments)
-    assert result.exit_code == 1 and isinstance(result.exception, SystemExit), result.exception
-    assert result.stdout == ""
-    return result.stderr.splitlines()
 
 
 def saves(rank: int, world_size: int, folder: str) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_kernel_steps import Small, small
+from small_kernel_steps import Small, small
 from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine

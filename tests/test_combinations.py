@@ -6,10 +6,10 @@ Where state lives changes no digit, so each combination is compared bit for bit 
 from dataclasses import dataclass, field, replace
 
 import pytest
+from offloaded_params import moved
 from ranks import run_ranks
-from test_loss_scale import OVERFLOWS, muon_and_adamw
-from test_loss_scale import train as train_scaled
-from test_offload_params import moved
+from scaled_runs import OVERFLOWS, muon_and_adamw
+from scaled_runs import train as train_scaled
 from training import Job, train
 
 pytestmark = pytest.mark.timeout(180)

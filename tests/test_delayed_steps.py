@@ -7,10 +7,10 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from early_courses import OPTIMIZERS, WIDTH, small_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
-from test_early_steps import OPTIMIZERS, WIDTH, small_model
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
+from early_courses import EARLY, IN_TIME, OPTIMIZERS, STEPS, WIDTH, built, course, one_step, random_courses, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from offload_cells import assert_equal, in_pairs
 from ranks import run_ranks
-from test_early_steps import EARLY, IN_TIME, OPTIMIZERS, STEPS, WIDTH, built, course, one_step, random_courses, same
-from test_offload import assert_equal, in_pairs
 from torch import nn
 
 from hf_zero.config import OffloadConfig, ZeroConfig

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from ddp_outcomes import assert_bitwise, assert_close, checkpoint_activations, outcomes
 from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ from training import (
     adamw_in_two_groups,
     bert,
     bert_batch,
-    compare_with_ddp,
     gpt2,
     gpt2_batch,
 )
@@ -36,33 +36,6 @@ KEPT_UNTIL_THE_STEP = {"stage": 3, "bucket_bytes": SMALL_BUCKETS, "reshard_after
 IN_ONE_BUCKET = {"stage": 2, "bucket_bytes": "1GiB", "overlap_param_gather": False}
 BERT = Job(make_model=bert, make_batch=bert_batch)
 GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch)
-
-
-def outcomes(job: Job, variants: list[dict], world_size: int = 2):
-    """(DDP's, the engine's) for every rank and variant; asserts that the ranks end with identical parameters."""
-    arguments = {"job": job, "variants": variants}
-    by_rank = run_ranks(compare_with_ddp, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
-    for variant in range(len(variants)):
-        first = by_rank[0][variant][1].tensors
-        for pairs in by_rank[1:]:
-            outcome = pairs[variant][1]
-            for name in outcome.parameter_names:
-                assert np.array_equal(outcome.tensors[name], first[name]), (
-                    f"{name} differs between ranks with {variants[variant]}"
-                )
-    return [(variants[v], *pair) for pairs in by_rank for v, pair in enumerate(pairs)]
-
-
-def assert_bitwise(job: Job, variants: list[dict]) -> None:
-    for settings, ddp, engine in outcomes(job, variants):
-        assert engine.equals(ddp), f"{settings}: losses differ by {engine.loss_error(ddp)}"
-
-
-def assert_close(job: Job, variants: list[dict], world_size: int = 2) -> None:
-    for settings, ddp, engine in outcomes(job, variants, world_size):
-        assert engine.loss_error(ddp) <= 1e-5, settings
-        if job.max_norm is not None:
-            assert engine.norm_error(ddp) <= 1e-6, settings
 
 
 CHANGES = {
@@ -152,10 +125,6 @@ def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
     assert_bitwise(
         replace(job, accumulation=2, steps=4), [*STAGES[:2], LOCAL, {**stages[3], "grad_accumulation": "local"}]
     )
-
-
-def checkpoint_activations(model: nn.Module, reentrant: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 import torch
+from ddp_outcomes import assert_bitwise, assert_close, checkpoint_activations
 from ranks import run_ranks
-from test_equivalence import assert_bitwise, assert_close, checkpoint_activations
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Answer, Job, fused_adamw

@@ -6,14 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from test_gather_dtype import GATHERED, GPT2
 from torch import nn
-from training import train
+from training import Job, train
 
 import hf_zero
 
 pytestmark = pytest.mark.timeout(180)
 
+GATHERED = {"stage": 3, "gather_dtype": "bfloat16", "bucket_bytes": "20KiB"}
+GPT2 = Job(autocast=True, steps=8, max_norm=1.0)
 NEAR = {"comm": {"secondary_shard": "node", "node_size": 2}}
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_checkpoint import save_engine
+from saved_engines import save_engine
 from torch import nn
 from training import adamw_in_two_groups, fused_adamw, gpt2, gpt2_batch
 

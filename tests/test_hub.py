@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_runs import hf_zero, refusals
 from hub_server import CLIENT_SETTINGS, TOKEN, USER, Fault, HubServer, talk_to
 from huggingface_hub import HfApi, constants
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from test_cli import hf_zero, refusals
 from trainer_job import as_launched, make_trainer, run
 from training import bert
 from transformers import AutoModelForSequenceClassification

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from safetensors import safe_open
-from test_quantised_wire import go_on, resume, save, start
 from training import Job, gpt2, gpt2_batch, train
+from wire_runs import go_on, resume, save, start
 
 from hf_zero.comm.groups.groups import Groups
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig

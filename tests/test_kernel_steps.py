@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
-from test_checkpoint import save_engine
+from saved_engines import save_engine
+from small_kernel_steps import Small, small
 from torch import nn
 from training import Job, Unruly, compare_with_ddp, fused_adamw, gpt2, gpt2_batch, steps, train
 
@@ -203,30 +204,6 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
 
 def test_checkpoints_go_from_each_to_each(tmp_path):
     run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path)})
-
-
-class Small(nn.Module):
-    """Of parameters with and without padding behind them."""
-
-    def __init__(self, sizes: tuple[int, ...] = (32, 5, 48)):
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size)) for size in sizes)
-
-    def forward(self) -> torch.Tensor:
-        return sum((part.square() * (index + 1)).sum() for index, part in enumerate(self.parts))
-
-
-def small_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def small(
-    sizes: tuple[int, ...] = (32, 5, 48), *, make_optimizer=small_adamw, **more
-) -> tuple[Small, torch.optim.Optimizer, ZeroEngine]:
-    torch.manual_seed(0)
-    model = Small(sizes)
-    optimizer = make_optimizer(model)
-    return model, optimizer, ZeroEngine(model, [optimizer], {"stage": 2, "kernels": "always", **more})
 
 
 def small_steps(model: Small, optimizer: torch.optim.Optimizer, count: int) -> list[float]:

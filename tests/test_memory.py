@@ -2,12 +2,12 @@
 
 import gc
 import mmap
-from array import array
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from resident import resident_bytes, resident_in
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from training import gpt2_batch
@@ -87,23 +87,6 @@ def distinct_bytes(tensors: list[torch.Tensor]) -> int:
         covered += max(0, stop - max(start, end))
         end = max(end, stop)
     return covered
-
-
-def resident_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the tensors that are in memory, in whole pages, by the kernel's page map."""
-    return resident_in([(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors])
-
-
-def resident_in(spans: list[tuple[int, int]]) -> int:
-    """The same of (first, last + 1) addresses."""
-    resident, page_bytes = 0, mmap.PAGESIZE
-    with open("/proc/self/pagemap", "rb") as pagemap:
-        for start, stop in spans:
-            first = start // page_bytes
-            pagemap.seek(8 * first)
-            present = sum(entry >> 63 for entry in array("Q", pagemap.read(8 * (-(-stop // page_bytes) - first))))
-            resident += min(page_bytes * present, stop - start)
-    return resident
 
 
 def living_tensors() -> list[torch.Tensor]:

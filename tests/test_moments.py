@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
 from ranks import run_ranks
-from test_checkpoint import save_engine
-from test_stochastic_rounding import of_one_seed
+from saved_engines import save_engine
 from torch import nn
-from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, steps, train
-from transformers import GPT2Config, GPT2LMHeadModel
+from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, of_one_seed, steps, train
 
 from hf_zero import ZeroConfig
 from hf_zero.checkpoint.format.pieces import LivePieces, Piece, lay_out, write_all
@@ -25,7 +24,6 @@ from hf_zero.layout.blocks import SMALLEST_NUMEL
 pytestmark = pytest.mark.timeout(180)
 
 TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
-IN_8_BITS = {"moments": "8bit", "grad_accumulation": "local"}
 IN_32_BITS = {"grad_accumulation": "local"}
 PLACES = {
     "device": {},
@@ -44,20 +42,6 @@ def on_one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def gpt(width: int = 72, vocabulary: int = 256) -> nn.Module:
-    """Its matrices are large enough for blocks, most of them no whole number of these; the rest is not."""
-    size = {"vocab_size": vocabulary, "n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**size, **dropout, bos_token_id=0, eos_token_id=0))
-
-
-def prepared(settings: dict, **kwargs) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
-    torch.manual_seed(0)
-    model = gpt()
-    optimizer = adamw_in_two_groups(model, **kwargs)
-    return model, optimizer, ZeroEngine(model, [optimizer], settings)
 
 
 def bytes_there(value: object, seen: set[int]) -> int:
@@ -270,23 +254,6 @@ def test_matrices_that_are_not_cut_have_the_same_blocks_too():
     alone = on_all_layouts(0, 1, {}, muon)
     arguments = {"more": {}, "make_optimizer": muon}
     assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=arguments) == [alone, alone]
-
-
-def whole_states(engine: ZeroEngine, model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    found = {}
-    for name, parameter in model.named_parameters():
-        state = engine.full_state(parameter) if parameter.requires_grad else {}
-        found[name] = {kind: torch.as_tensor(value).clone() for kind, value in state.items()}
-    return found
-
-
-def refuse_difference(some: dict, others: dict) -> None:
-    """Bit for bit, so that zeros have their signs too."""
-    assert some.keys() == others.keys()
-    for name, state in some.items():
-        assert state.keys() == others[name].keys()
-        for kind, value in state.items():
-            assert value.numpy().tobytes() == others[name][kind].numpy().tobytes(), (name, kind)
 
 
 def goes_on(rank: int, world_size: int, folder: str, kernels: str) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
 from ranks import run_ranks
-from test_checkpoint import save_engine
-from test_moments import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
+from saved_engines import save_engine
 from torch import nn
 from training import adamw_in_two_groups, steps
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_memory import resident_bytes
+from resident import resident_bytes
 from torch import nn
 from torch.optim import adam
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from offload_cells import MATRIX, OPTIMIZERS, assert_equal, clipped_at, in_pairs, one_step
 from ranks import run_ranks
-from test_offload import MATRIX, OPTIMIZERS, assert_equal, clipped_at, in_pairs, one_step
 from torch import nn
 from training import VOCABULARY, fused_adamw, gpt2
 

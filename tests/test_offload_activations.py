@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from offload_cells import JOBS
+from offloaded_params import BERT, IN_TWO_PLACES, assert_bitwise, compared
 from ranks import run_ranks
-from test_offload import JOBS
-from test_offload_params import BERT, IN_TWO_PLACES, assert_bitwise, compared
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

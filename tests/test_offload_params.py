@@ -4,16 +4,16 @@ import errno
 import itertools
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from offload_cells import JOBS
+from offloaded_params import BASE, CLIPPED, IN_TWO_PLACES, assert_bitwise, compared, moved
 from ranks import run_ranks
-from test_offload import JOBS
 from torch import nn
-from training import VOCABULARY, Job, Outcome, bert, bert_batch, fused_adamw, gpt2, gpt2_batch, train
+from training import VOCABULARY, Job, fused_adamw, gpt2, gpt2_batch
 
 import hf_zero
 from hf_zero.config import ConfigError, ZeroConfig
@@ -27,32 +27,12 @@ from hf_zero.offload.files import OffloadError
 
 pytestmark = pytest.mark.timeout(180)
 
-BASE = {"stage": 3, "bucket_bytes": "20KiB"}
 PAIRS = list(itertools.product(("cpu", "nvme"), ("none", "cpu", "nvme")))
 
 
-def moved(params: str, optimizer: str, path: object, **more) -> dict:
-    """Settings with parameters and optimizer state in these places."""
-    offload = {"params": params, "optimizer": optimizer}
-    if "nvme" in offload.values():
-        offload["nvme_path"] = str(path)
-    return {**BASE, "offload": offload, **more}
-
-
-def checkpointing(model: nn.Module, use_reentrant: bool) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-
-
-CLIPPED = replace(JOBS["clip and accumulation"], steps=3)
-BERT = Job(make_model=bert, make_batch=bert_batch, steps=3, max_norm=100.0)
 EVERYWHERE = {
     "odd model": replace(JOBS["odd model"], steps=4),
     "sgd momentum": replace(JOBS["sgd momentum"], steps=2),
-}
-IN_TWO_PLACES = {
-    "recomputed by hooks": replace(CLIPPED, steps=2, prepare=partial(checkpointing, use_reentrant=False)),
-    "recomputed in a graph of its own": replace(CLIPPED, steps=2, prepare=partial(checkpointing, use_reentrant=True)),
-    "bert with dropout": replace(BERT, model_arguments={"dropout": 0.1}),
 }
 OTHER_SETTINGS = {
     "bf16 with masters": {"param_dtype": "bfloat16"},
@@ -62,21 +42,6 @@ OTHER_SETTINGS = {
     "kept whole until the step": {"reshard_after_forward": False},
     "small ones on the device": {"persist_below_numel": 50},
 }
-
-
-def compared(rank: int, world_size: int, jobs: dict[str, Job], variants: list[dict], plain: dict) -> list[tuple]:
-    """(job, settings, outcome, outcome without offload), in one process group."""
-    found = []
-    for name, job in jobs.items():
-        expected = train(rank, world_size, replace(job, settings=plain))
-        found += [(name, s, train(rank, world_size, replace(job, settings=s)), expected) for s in variants]
-    return found
-
-
-def assert_bitwise(found: list[tuple[str, dict, Outcome, Outcome]]) -> None:
-    for name, settings, ours, theirs in found:
-        assert ours.equals(theirs), f"{name}, {settings}: losses differ by {ours.loss_error(theirs)}"
-        assert ours.norms == theirs.norms, f"{name}, {settings}"
 
 
 def everywhere(rank: int, world_size: int, path: str) -> list[tuple]:

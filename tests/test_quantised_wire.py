@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
-from training import Job, adamw_in_two_groups, gpt2, gpt2_batch, train
+from training import Job, train
+from wire_runs import go_on, resume, save, setting, start
 
 from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.groups.groups import Groups
@@ -23,7 +23,6 @@ from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
 from hf_zero.integrations.accelerator.announce import state_plan
-from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
 from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int4 import INT4
@@ -32,14 +31,9 @@ from hf_zero.kernels.quantise import round_to_blocks
 
 pytestmark = pytest.mark.timeout(180)
 
-SMALL_BUCKETS = "20KiB"
 BOTH = {"gradients": "int8", "weights": "int8"}
 BOTH_FP8 = {"gradients": "fp8", "weights": "fp8"}
 LABEL = Label(kind="reduce-scatter gradients", subject="bucket 0")
-
-
-def setting(stage: int, comm: dict, **more) -> dict:
-    return {"stage": stage, "bucket_bytes": SMALL_BUCKETS, "comm": comm, **more}
 
 
 def rounded(values: torch.Tensor, format: BlockFormat) -> torch.Tensor:
@@ -183,26 +177,6 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks():
     run_ranks(one_rank_has_nan, world_size=2, time_limit_s=60)
 
 
-def start(settings: dict, steps: int = 3, dtype: torch.dtype = torch.float32):
-    torch.manual_seed(0)
-    model = gpt2().to(dtype)
-    optimizer = adamw_in_two_groups(model, fused=True)
-    engine = ZeroEngine(model, [optimizer], settings)
-    losses = go_on(model, optimizer, range(steps))
-    return model, optimizer, engine, losses
-
-
-def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, steps) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(**gpt2_batch(torch.Generator().manual_seed(10 * step + dist.get_rank()), 2)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -272,24 +246,6 @@ def clamped(rank: int, world_size: int) -> list[float]:
 def test_weights_move_by_less_than_a_step_of_their_block():
     for depths in run_ranks(clamped, world_size=2, time_limit_s=60):
         assert depths == pytest.approx([-0.003, -0.003], rel=1e-3)
-
-
-def save(engine: ZeroEngine, model: nn.Module, folder: Path) -> None:
-    seal_state(engine, folder, write_state(engine, folder / ZERO_FOLDER))
-    weights = engine.whole_state_dict(wanted=dist.get_rank() == 0)
-    if weights:
-        torch.save(weights, folder / "weights.pt")
-    dist.barrier()
-
-
-def resume(settings: dict, folder: Path):
-    torch.manual_seed(1)
-    model = gpt2()
-    model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
-    optimizer = adamw_in_two_groups(model, fused=True)
-    engine = ZeroEngine(model, [optimizer], settings)
-    load_engine(engine, folder / ZERO_FOLDER)
-    return model, optimizer, engine
 
 
 def saves_and_resumes(rank: int, world_size: int, root: str) -> None:

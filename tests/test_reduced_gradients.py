@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
+from bf16_runs import backward, built
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import state_plan
@@ -12,24 +11,6 @@ from hf_zero.integrations.accelerator.announce import state_plan
 pytestmark = pytest.mark.timeout(120)
 
 MAX_NORM = 1.0
-
-
-def built(
-    stage: int, *, device: str = "cpu", make_optimizer=fused_adamw, **settings
-) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
-    torch.manual_seed(0)
-    model = gpt2().to(torch.bfloat16).to(device)
-    optimizer = make_optimizer(model)
-    wanted = {"stage": stage, "bucket_bytes": "20KiB", "kernels": "always", **settings}
-    return model, optimizer, ZeroEngine(model, [optimizer], wanted)
-
-
-def backward(model: nn.Module, seed: int) -> torch.Tensor:
-    batch = gpt2_batch(torch.Generator().manual_seed(seed), 2)
-    device = next(model.parameters()).device
-    loss = model(**{name: values.to(device) for name, values in batch.items()}).loss
-    loss.backward()
-    return loss.detach()
 
 
 def state_after(stage: int, *, accumulation: int = 1, clips: bool = True, looks: bool = False, **settings) -> list:

@@ -10,7 +10,7 @@ import pytest
 import standin_device
 import torch
 from ranks import run_ranks
-from test_standin_device import EXACT, INEXACT, prepared, steps
+from standin_runs import EXACT, INEXACT, prepared, steps
 
 from hf_zero.checkpoint.folder.background import Background
 from hf_zero.checkpoint.format import pieces

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from test_stage3 import FAR_AHEAD, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
+from stage3_runs import FAR_AHEAD, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
 from torch import nn
 from training import Answer, gpt2
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from ranks import RankFailedError, run_ranks
-from test_stage3 import (
+from stage3_runs import (
     KEPT,
     NOT_AHEAD,
     SHARDED,

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import run_ranks
-from test_checkpoint import save_engine
+from saved_engines import save_engine
 from torch import nn
-from training import Job, Outcome, adamw_in_two_groups, gpt2, gpt2_batch, steps, train
+from training import Job, Outcome, adamw_in_two_groups, gpt2, of_one_seed, steps, train
 
 from hf_zero.config import ConfigError
 from hf_zero.engine.engine import ZeroEngine
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.timeout(180)
 
 BY_CHANCE = {"param_dtype": "bfloat16", "rounding": "stochastic", "grad_accumulation": "local"}
 NEAREST = {"param_dtype": "bfloat16", "grad_accumulation": "local"}
-
-
-def of_one_seed(_generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
-    """The same batch on every rank, so that the mean over ranks is what one rank has."""
-    return gpt2_batch(torch.Generator().manual_seed(5), size)
 
 
 def on_all_layouts(rank: int, world_size: int) -> tuple[list[float], list[float]]:

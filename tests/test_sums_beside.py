@@ -7,7 +7,7 @@ import pytest
 import standin_device
 import torch
 from ranks import run_ranks
-from test_standin_device import FILES, HOST, own_device, prepared
+from standin_runs import FILES, HOST, own_device, prepared
 from training import gpt2_batch
 
 pytestmark = [pytest.mark.timeout(200), standin_device.needs_compiler]

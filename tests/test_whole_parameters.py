@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
-from test_checkpoint import save_engine
+from saved_engines import save_engine
 from torch import nn
 from training import Job, Outcome, gpt2, gpt2_batch, train
 from transformers.optimization import Adafactor

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from test_quantised_wire import go_on, resume, save, setting, start
 from torch import nn
+from wire_runs import go_on, resume, save, setting, start
 
 import hf_zero.comm.trial
 from hf_zero.comm.choose import choose_transport

@@ -244,3 +244,8 @@ def compare_with_ddp(rank: int, world_size: int, job: Job, variants: list[dict])
     """The same job under DDP and under each of the engine's settings, in one process group."""
     reference = train(rank, world_size, replace(job, settings=None))
     return [(reference, train(rank, world_size, replace(job, settings=settings))) for settings in variants]
+
+
+def of_one_seed(_generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
+    """The same batch on every rank, so that the mean over ranks is what one rank has."""
+    return gpt2_batch(torch.Generator().manual_seed(5), size)
