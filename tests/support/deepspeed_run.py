@@ -1,6 +1,6 @@
-"""Writes the folders below tests/deepspeed_files with DeepSpeed itself; nothing else of this repository needs DeepSpeed.
+"""Writes the folders in tests/support/deepspeed_files with DeepSpeed itself; nothing else of this repository needs DeepSpeed.
 
-    python tests/deepspeed_run.py
+    python tests/support/deepspeed_run.py
 
 Each folder holds a checkpoint after three steps of a small run on gloo, and `expected.safetensors`: the masters and the
 optimizer state as DeepSpeed's own ds_to_universal reads them back, under `kind/name`. The files in the repository are of

@@ -13,6 +13,7 @@ from deepspeed_run import UNTIED, Tiny, ids_of
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import SUPPORT
 from safetensors.torch import load_file
 
 from hf_zero import gathered
@@ -25,7 +26,7 @@ from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)
 
-REAL = Path(__file__).resolve().parent / "deepspeed_files"
+REAL = SUPPORT / "deepspeed_files"
 FOLDERS = sorted(path.name for path in REAL.iterdir() if path.name != UNTIED)
 
 

@@ -469,12 +469,12 @@ def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp
 
 
 def test_the_template_at_the_top_is_the_one_that_is_installed():
-    top = Path(__file__).resolve().parent.parent / "model_cards" / "template.md"
+    top = Path(__file__).resolve().parents[3] / "model_cards" / "template.md"
     assert top.read_text() == TEMPLATE.read_text()
 
 
 def test_an_installed_package_has_the_template(tmp_path):
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[3]
     pytest.importorskip("setuptools", reason="the package is built here without fetching its build tool")
     shutil.copytree(root / "hf_zero", tmp_path / "hf_zero", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be there, and reads what came out of the assembler.
 
-Run by tests/test_kernels.py in a process of its own, without TRITON_INTERPRET: prints one JSON object, by kernel and
+Run by test_kernels.py in a process of its own, without TRITON_INTERPRET: prints one JSON object, by kernel and
 architecture or variant, of `Figures`.
 """
 

@@ -60,7 +60,7 @@ def make_accelerator(door: str, **arguments) -> Accelerator:
         return plugin.attach(Accelerator(**arguments))
     if kind == "class":
         return ZeroAccelerator(zero_plugin=int(stage), **arguments)
-    path = Path(__file__).resolve().parent.parent / "configs" / f"zero{stage}.yaml"
+    path = Path(__file__).resolve().parents[2] / "configs" / f"zero{stage}.yaml"
     if kind == "yaml":
         return Accelerator(parallelism_config=ZeroPlugin(str(path)), **arguments)
     os.environ["HF_ZERO_CONFIG"] = str(path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-REPO = Path(__file__).resolve().parent.parent
+REPO = Path(__file__).resolve().parents[2]
 SST2 = REPO.parent / "shared" / "data" / "sst2"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

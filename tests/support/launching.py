@@ -18,7 +18,8 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from ranks import start_forking
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = Path(__file__).resolve().parent
 CONFIGS = ROOT / "configs"
 CPU2 = CONFIGS / "accelerate" / "cpu2.yaml"
 SECONDS = 120

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launching import launch
+from launching import ROOT, SUPPORT, launch
 
-TESTS = Path(__file__).resolve().parent
 SECONDS = 20.0
 """In which every survivor has ended, where ranks are waited for 8 s, on a machine that has nothing else to do."""
 
@@ -21,9 +20,9 @@ FAULTS = ("stopped", "sleeping", "killed", "exception", "sys.exit", *LONE)
 
 def outcomes(runs: list[dict], folder: Path) -> list[list[dict]]:
     """How the ranks of each run ended, the runs side by side; see faulty_ranks.py."""
-    paths = [TESTS.parent, TESTS, TESTS.parent / "scripts" / "bench", *os.environ.get("PYTHONPATH", "").split(":")]
+    paths = [ROOT, SUPPORT, ROOT / "scripts" / "bench", *os.environ.get("PYTHONPATH", "").split(":")]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(TESTS / "faulty_ranks.py"), str(folder), json.dumps(runs)]
+    command = [sys.executable, str(SUPPORT / "faulty_ranks.py"), str(folder), json.dumps(runs)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)

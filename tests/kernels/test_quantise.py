@@ -1,4 +1,4 @@
-"""Quantised blocks and stochastic rounding: what their torch references promise. tests/test_kernels.py holds the Triton forms."""
+"""Quantised blocks and stochastic rounding: what their torch references promise; test_kernels.py holds the Triton forms."""
 
 import math
 import warnings

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launching import SUPPORT
 from optimizer_steps import MOMENTS, place_of
 
 from hf_zero.kernels import choose, statistics
@@ -26,7 +27,6 @@ from hf_zero.kernels.fill import Piece, fill
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
 
-TESTS = Path(__file__).resolve().parent
 TIME_LIMIT_S = 240
 NEWEST = kernel_compile.ARCHITECTURES[-1]
 
@@ -38,7 +38,7 @@ def run_helper(*command: str, interpret: bool) -> dict:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", TESTS / command[0], *command[1:]],
+        [sys.executable, "-W", "ignore", SUPPORT / command[0], *command[1:]],
         env=environment,
         capture_output=True,
         text=True,

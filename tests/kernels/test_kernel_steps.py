@@ -1,6 +1,6 @@
 """Kernels in place of torch's steps and norms: the same training to the last digits, the same state under the same names.
 
-Here they run as their torch references (`kernels: always`) and in Triton's interpreter; tests/test_gpu.py has the compiled ones.
+Here they run as their torch references (`kernels: always`) and in Triton's interpreter; test_gpu.py has the compiled ones.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """The Lion that people use: lion-pytorch's, which the extra `dev` installs; elsewhere the same, written out.
 
-What is written out goes by lion-pytorch's name, by which kernels find it. tests/test_kernel_steps.py holds it to the package,
+What is written out goes by lion-pytorch's name, by which kernels find it. test_kernel_steps.py holds it to the package,
 bit for bit, where that is installed.
 """
 

@@ -1,6 +1,6 @@
 """Checks of the Triton kernels against their references, in Triton's interpreter on tensors of the CPU, or on a GPU.
 
-Run by tests/test_kernels.py in a process of its own, since one process either interprets (TRITON_INTERPRET=1) or compiles:
+Run by test_kernels.py in a process of its own, since one process either interprets (TRITON_INTERPRET=1) or compiles:
 `python kernel_interpreted.py cpu` prints one JSON object, by check, of "" or the traceback. The interpreter sees no write
 beside a buffer, so every buffer here lies between canaries.
 """

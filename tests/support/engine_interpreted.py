@@ -1,6 +1,6 @@
 """A few steps of an engine whose kernels run in Triton's interpreter, on tensors of the CPU.
 
-Run by tests/test_kernel_steps.py in a process of its own: `TRITON_INTERPRET=1 python engine_interpreted.py` prints one JSON
+Run by test_kernel_steps.py in a process of its own: `TRITON_INTERPRET=1 python engine_interpreted.py` prints one JSON
 object, by case, of what `trained` returns.
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT
+from launching import ROOT, SUPPORT
 from ranks import run_ranks
 from trainer_job import run
 from training import adamw_in_two_groups, gpt2, gpt2_batch
@@ -20,7 +20,7 @@ from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_eng
 
 pytestmark = pytest.mark.timeout(180)
 
-JOB = Path(__file__).with_name("offload_job.py")
+JOB = SUPPORT / "offload_job.py"
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from hf_zero.layout.blocks import SMALLEST_NUMEL
 
 pytestmark = pytest.mark.timeout(180)
 
-TEXT = Path(__file__).resolve().parent.parent / "LICENSE"
+TEXT = Path(__file__).resolve().parents[3] / "LICENSE"
 IN_32_BITS = {"grad_accumulation": "local"}
 PLACES = {
     "device": {},
