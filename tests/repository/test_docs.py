@@ -13,10 +13,10 @@ import pytest
 import yaml
 from document.configuration import settings
 from document.memory import bytes_of_stage
+from floors import FLOOR
 from hub_server import HubServer
 from launching import ROOT
 from readme_walk import RUNS_THE_TESTS, SECONDS, Folder, Line, Walk, blocks_of, steps_of
-from test_floors import FLOOR
 from write_docs import MADE
 
 import hf_zero

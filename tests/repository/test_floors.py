@@ -3,20 +3,7 @@
 from collections import Counter, defaultdict
 
 from document.imports import PACKAGE, imports_of, module_name
-
-FLOOR = {
-    "config": 0,
-    "layout": 0,
-    "device": 0,
-    "read_ahead": 0,
-    "kernels": 1,
-    "plan": 1,
-    "comm": 2,
-    "checkpoint": 2,
-    "offload": 3,
-    "engine": 4,
-    "integrations": 5,
-}
+from floors import FLOOR
 
 # Pairs that a floor alone would not keep apart.
 STRANGERS = {
@@ -41,9 +28,9 @@ SHARED = {("checkpoint", "hf_zero.comm.all_or_none")}
 
 # Libraries, and the only folders that may import them.
 LIBRARIES = {
-    "transformers": {"integrations"},
-    "accelerate": {"integrations"},
-    "datasets": {"integrations"},
+    "transformers": {"diagnose", "integrations", "cli"},
+    "accelerate": {"diagnose", "integrations", "cli"},
+    "datasets": {"diagnose", "integrations", "cli"},
     "triton": {"kernels"},
 }
 

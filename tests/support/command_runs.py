@@ -3,7 +3,7 @@
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hf_zero.integrations.cli import app
+from hf_zero.cli.app import app
 
 
 def hf_zero(*arguments: object) -> Result:
