@@ -15,7 +15,8 @@ FLOOR = {
     "checkpoint": 2,
     "offload": 3,
     "engine": 4,
-    "integrations": 5,
+    "diagnose": 5,
+    "integrations": 6,
 }
 
 # Pairs that a floor alone would not keep apart.

@@ -201,3 +201,10 @@ def cut_to(value: Any, row: Row) -> Any:
         cut = row.layout.in_parameter
         value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
     return value.to(row.tensor.device, copy=True)
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters that the script gave to an optimizer, whether or not an engine has put rows in their place since."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
+    return [parameter for group in groups for parameter in group]
