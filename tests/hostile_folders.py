@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_zero.checkpoint.format.files import FileRecord
-from hf_zero.integrations.cli import app
+from hf_zero.cli.app import app
 from hf_zero.integrations.hub import push as pushing
 from hf_zero.integrations.hub.hub import HubError
 

@@ -21,7 +21,7 @@ from huggingface_hub import constants
 from launching import ROOT, run_forked
 from typer.testing import CliRunner
 
-from hf_zero.integrations.cli import app
+from hf_zero.cli.app import app
 
 SECONDS = 120
 """For a line that takes no minutes, on a machine that does other work too."""

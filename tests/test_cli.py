@@ -33,7 +33,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from hf_zero.integrations.cli import app
+from hf_zero.cli.app import app
 from hf_zero.integrations.hub.card_facts import card_facts
 
 pytestmark = pytest.mark.timeout(120)
@@ -440,3 +440,45 @@ def test_consolidate_holds_one_output_file_in_memory_at_a_time(dtype, tmp_path):
     growth = int(re.search(r"growth (\d+)", done.stdout).group(1))
     # The limit is an output file and 200 MB; this model would fit in that whole, so it is held to a file and 10 MB.
     assert growth <= 10e6 + 10e6
+
+
+def document(*arguments: object) -> dict:
+    """What a command prints with --json, and nothing else on stdout."""
+    result = hf_zero(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_every_command_has_json():
+    lacking = [
+        command.callback
+        for command in app.registered_commands
+        if "--json" not in hf_zero(command_name(command), "--help").stdout
+    ]
+    assert not lacking
+
+
+def command_name(command) -> str:
+    return command.name or command.callback.__name__
+
+
+def test_a_checkpoint_is_verified_inspected_and_consolidated_in_json(checkpoint, tmp_path):
+    assert document("verify", checkpoint) == {
+        "folder": str(checkpoint),
+        "good": True,
+        "faults": [],
+        "has_manifest": True,
+    }
+    facts = document("inspect", checkpoint)
+    assert (facts["ranks"], facts["stage"], facts["step"]) == (2, 3, 2)
+    assert facts["optimizers"] == ["AdamW"] and facts["state"] == ["exp_avg", "exp_avg_sq"]
+    out = tmp_path / "out"
+    assert document("consolidate", checkpoint, out) == {"folder": str(out), "files": ["model.safetensors"]}
+
+
+def test_faults_are_listed_in_json(checkpoint):
+    (checkpoint / ROWS).write_bytes((checkpoint / ROWS).read_bytes()[:-1])
+    result = hf_zero("verify", checkpoint, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    assert not report["good"] and any("rank-00001" in fault for fault in report["faults"])

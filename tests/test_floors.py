@@ -17,6 +17,7 @@ FLOOR = {
     "engine": 4,
     "diagnose": 5,
     "integrations": 6,
+    "cli": 7,
 }
 
 # Pairs that a floor alone would not keep apart.
@@ -42,9 +43,9 @@ SHARED = {("checkpoint", "hf_zero.comm.all_or_none")}
 
 # Libraries, and the only folders that may import them.
 LIBRARIES = {
-    "transformers": {"integrations"},
-    "accelerate": {"integrations"},
-    "datasets": {"integrations"},
+    "transformers": {"diagnose", "integrations", "cli"},
+    "accelerate": {"diagnose", "integrations", "cli"},
+    "datasets": {"diagnose", "integrations", "cli"},
     "triton": {"kernels"},
 }
 

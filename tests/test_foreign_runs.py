@@ -29,7 +29,7 @@ from hf_zero.checkpoint.foreign import dcp_folder
 from hf_zero.checkpoint.foreign.find import open_foreign
 from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations.cli import app
+from hf_zero.cli.app import app
 from hf_zero.layout.intervals import Interval
 
 pytestmark = pytest.mark.timeout(180)

@@ -340,7 +340,7 @@ def test_an_offline_client_says_so(plain, server, monkeypatch):
 
 PUSHES = """
 import sys
-from hf_zero.integrations.cli import main
+from hf_zero.cli.app import main
 
 checkpoint, *repos = sys.argv[1:]
 for repo in repos:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_zero.checkpoint.folder.disks import Disk, disk_with, find_disk
 from hf_zero.checkpoint.format.manifest import Manifest
 from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations.cli import app
+from hf_zero.cli.app import app
 from hf_zero.integrations.trainer.resuming import exchange_between_ranks
 
 pytestmark = pytest.mark.timeout(180)

@@ -156,10 +156,8 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    else:
-        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    arguments = batch if isinstance(batch, tuple | list) else (batch,)
+    output = model(**batch) if isinstance(batch, Mapping) else model(*arguments)
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         raise ValueError(

@@ -71,10 +71,10 @@ WRONG = "transformer.h.1.mlp.c_fc.weight"
 
 def with_faults(rank: int, world_size: int) -> list[ParityReport]:
     """A gradient that is divided by half of what it should be, and a shard that rank 1 forgets to step in its second step."""
-    put, end_step = GradientStore.put, Bucket.end_step
-    GradientStore.put = lambda self, slot, gradient: put(self, slot, gradient * 2 if slot.name == WRONG else gradient)
+    put, end_step = GradientStore.put_small, Bucket.end_step
+    GradientStore.put_small = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
     [divided] = at_stages(rank, world_size, [{"stage": 2}])
-    GradientStore.put = put
+    GradientStore.put_small = put
     kept = []
 
     def skip_in_second_step(bucket: Bucket) -> None:
