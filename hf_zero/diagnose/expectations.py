@@ -86,7 +86,7 @@ def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
             text=f"`offload.optimizer: {offload.optimizer}` steps on the host, whose arithmetic rounds otherwise",
             tolerance=ROUNDING,
         )
-    inexact = {
+    inexact: dict[str, tuple[str | int, str | int]] = {
         "moments": (config.moments, "32bit"),
         "rounding": (config.rounding, "nearest"),
         "comm.weights": (comm.weights, "none"),
@@ -94,6 +94,6 @@ def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
         "comm.sync_every": (comm.sync_every, 1),
         "offload.delay": (offload.delay, 0),
     }
-    for name, (value, exact) in inexact.items():
-        if value != exact:
-            yield Reason(text=f"`{name}: {value}` is not exact", tolerance=INEXACT)
+    for name, (chosen, exact) in inexact.items():
+        if chosen != exact:
+            yield Reason(text=f"`{name}: {chosen}` is not exact", tolerance=INEXACT)

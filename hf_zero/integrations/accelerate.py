@@ -39,6 +39,7 @@ from .accelerator.last_words import LastWords
 from .accelerator.leaving import end_cleanly
 from .accelerator.no_sync import add_no_sync
 from .accelerator.scaler import seat_scaler, unscale
+from .accelerator.skipped_steps import tell_of_skipped_steps
 from .accelerator.states import folder_to_fill, numbered_states
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .seams import mix_in
@@ -232,6 +233,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             raise
         self.zero_engines.append(engine)
         add_no_sync(engine, model, prepared)
+        if engine.config.nonfinite != "stop":
+            tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         announce(engine, casts, rows_of_a_step(self))
 
