@@ -17,6 +17,7 @@ FLOOR = {
     "engine": 4,
     "diagnose": 5,
     "integrations": 6,
+    "run": 7,
     "cli": 7,
 }
 
