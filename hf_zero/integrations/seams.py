@@ -1,7 +1,7 @@
 """Where the package enters torch, transformers and accelerate by a private name or replaces a part of them.
 
-Any release may change these without notice. `tests/test_seams.py` looks for each in what is installed, and fails where the
-package uses a private name that is not here.
+Any release may change these without notice. `tests/repository/test_seams.py` looks for each in what is installed, and fails
+where the package uses a private name that is not here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -347,7 +347,7 @@ SEAMS = (
         names=("__init__",),
         where=("integrations/unmodified/door",),
         why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
-        test="run/test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
+        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
     ),
     Seam(
         owner="accelerate.state:AcceleratorState",
