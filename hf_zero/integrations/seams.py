@@ -343,6 +343,13 @@ SEAMS = (
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
     ),
     Seam(
+        owner="accelerate:Accelerator",
+        names=("__init__",),
+        where=("integrations/unmodified/door",),
+        why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
+        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
+    ),
+    Seam(
         owner="accelerate.state:AcceleratorState",
         names=("_shared_state",),
         where=("integrations/accelerator/ignored_plugin",),
