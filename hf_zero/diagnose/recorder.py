@@ -77,8 +77,8 @@ class Recorder:
         self._losses.append(value.detach().double().item())
 
     def norm(self, value: Any) -> None:
-        """Records the gradient norm that clipping returned."""
-        self._norm = float(value)
+        """Records the gradient norm that clipping returned, if it did."""
+        self._norm = None if value is None else float(value)
 
     def close(self) -> None:
         """Writes this rank's losses."""
