@@ -41,9 +41,9 @@ def test_an_accelerate_loop_is_equal_but_for_the_norm(tmp_path):
 
 def test_trainer_is_equal_and_inexact_settings_are_named(tmp_path):
     words = ("--output_dir", tmp_path / "out", "--max_steps", 9, "--report_to", "none", "--max_grad_norm", 100)
-    exact, inexact = reports(tmp_path, ["2", "stage=2,moments=8bit"], "trainers.py", *words)
+    exact, inexact = reports(tmp_path, ["2", "stage=2,comm.gradients=int8"], "trainers.py", *words)
     assert exact.passed and exact.loss == 0 and not exact.gradients, str(exact)
-    assert inexact.passed and "moments" in str(inexact) and inexact.parameters, str(inexact)
+    assert inexact.passed and "comm.gradients" in str(inexact) and inexact.gradients, str(inexact)
 
 
 def test_a_script_without_a_step_cannot_be_compared(tmp_path):
@@ -78,6 +78,6 @@ def test_the_command_ends_with_a_status_for_ci(tmp_path):
     good = command("--zero", "2")
     assert good.returncode == 0, good.stderr[-3000:]
     assert json.loads(good.stdout)["passed"]
-    bad = command("--zero", "stage=2,moments=8bit", "--tolerance", "0")
+    bad = command("--zero", "stage=2,comm.gradients=int8", "--tolerance", "0")
     assert bad.returncode == 1, bad.stderr[-3000:]
-    assert json.loads(bad.stdout)["first"]["kind"] == "parameter"
+    assert json.loads(bad.stdout)["first"]["kind"] == "gradient"
