@@ -22,6 +22,7 @@ _HOME_OF = {
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
     "parity": "diagnose.parity",
+    "Rescue": "diagnose.rescue",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -29,6 +30,7 @@ _HOME_OF = {
 __all__ = [
     "ConfigError",
     "GradScaler",
+    "Rescue",
     "ZeroAccelerator",
     "ZeroCallback",
     "ZeroConfig",
@@ -47,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
     from .diagnose.parity import parity
+    from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin

@@ -18,8 +18,8 @@ from .verify import verify
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
 for command in (verify, inspect, consolidate, push, card, convert):
     app.command()(command)
-for command in (run, parity):
-    app.command(context_settings=SCRIPT_WORDS)(command)
+app.command(context_settings=SCRIPT_WORDS)(run)
+app.command(context_settings=SCRIPT_WORDS)(parity)
 
 
 def _tell_version(wanted: bool) -> None:

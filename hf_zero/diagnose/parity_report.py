@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .expectations import reasons_of
+from .expectations import INEXACT, reasons_of
 from .recording import Recording, Tensors
 
 _FLOOR = 1e-3
-"""Gradients are judged relative to the parameter's largest, but not below this part of the model's largest: what should be
-zero is rounding alone (the bias of attention's keys, say)."""
+"""Gradients are judged relative to the parameter's largest, but not below this part of the model's largest, or the tolerance's:
+what should be zero is rounding alone (the bias of attention's keys, say)."""
 
 
 class ParityError(RuntimeError):
@@ -182,19 +182,20 @@ def _differences(stock: Recording, engine: Recording, allowed: float) -> Iterato
     """All differences, in the order in which they came about. Gradients are in the order of backward."""
     order = list(stock.facts.order) if stock.facts is not None else []
     before = stock.start()
-    yield from _of_tensors(0, "start", before, engine.start(), order, None)
+    floor = min(max(_FLOOR, allowed), 1.0)
+    yield from _of_tensors(0, "start", before, engine.start(), order, floor)
     for step in range(stock.steps):
         for rank, (mine, theirs) in enumerate(zip(stock.losses, engine.losses)):
             for micro, (a, b) in enumerate(zip(mine[step], theirs[step])):
                 where = f"rank {rank}" + (f", micro-batch {micro}" if len(mine[step]) > 1 else "")
                 yield from _of_numbers(step, "loss", where, a, b)
         gradients = stock.gradients(step)
-        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], None)
+        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], floor)
         yield from _of_numbers(step, "norm", "all gradients", stock.norms[step], engine.norms[step])
         after = stock.parameters(step)
-        noise = _noise(gradients) if allowed else set()
-        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, before):
-            yield dataclasses.replace(difference, relative=0.0) if difference.where in noise else difference
+        unjudged = _unjudged(gradients, allowed)
+        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, floor, before):
+            yield dataclasses.replace(difference, relative=0.0) if difference.where in unjudged else difference
         before = after
 
 
@@ -209,13 +210,14 @@ def _of_numbers(step: int, kind: str, where: str, a: float | None, b: float | No
 
 
 def _of_tensors(
-    step: int, kind: str, mine: Tensors, theirs: Tensors, order: list[str], before: Tensors | None
+    step: int, kind: str, mine: Tensors, theirs: Tensors, order: list[str], floor: float, before: Tensors | None = None
 ) -> Iterator[Difference]:
     """
     Args:
+        floor: part of the largest element of all, below which none is judged by its own.
         before: the parameters before the step, to judge by how far the step went; None judges by the largest element.
     """
-    least = _FLOOR * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
+    least = floor * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
     for name in order:
         a, b = mine[name], theirs[name]
         if a is None or b is None:
@@ -241,8 +243,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _noise(gradients: Tensors) -> set[str]:
-    """Parameters whose gradient is rounding alone: an adaptive optimizer makes full steps of it, in any direction."""
+def _unjudged(gradients: Tensors, allowed: float) -> set[str]:
+    """Parameters that may go anywhere: an adaptive optimizer makes full steps of a gradient that is rounding alone."""
+    if not allowed:
+        return set()
+    if allowed >= INEXACT:
+        return set(gradients)
     largest = {name: _largest(g) for name, g in gradients.items() if g is not None}
     most = max(largest.values(), default=0.0)
     return {name for name, value in largest.items() if value < 1e-5 * most}

@@ -91,6 +91,22 @@ class ZeroEngine:
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
 
     @property
+    def ended_backwards(self) -> int:
+        """How many backwards have come to their end on this rank."""
+        return self._step.ended_backwards
+
+    def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
+        """Called behind a forward and backward that may have failed on some rank; returns whether it did on any.
+
+        Then the gradients of all micro-batches since the last step are dropped on all ranks. Collective.
+
+        Args:
+            ended_before: `ended_backwards` as it was before them.
+            failed: they raised an error on this rank.
+        """
+        return self._step.drop_failed(ended_before, failed=failed)
+
+    @property
     def bad_steps(self) -> BadSteps:
         """How many steps with NaN or infinite gradients were skipped or rewound, and whether the last one was."""
         return self._step.bad_steps
