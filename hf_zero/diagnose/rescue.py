@@ -46,8 +46,8 @@ class Rescue:
         if engine.config.stage == 3 and engine.groups.world_size > 1:
             raise ConfigError(
                 "hf_zero config: `out_of_memory: halve` at `stage: 3` is for one rank, and there are "
-                f"{engine.groups.world_size}: a rank that runs out of memory in a forward leaves the others waiting in gathers of "
-                "its next layers. Use `stage: 2`, activation checkpointing, or a smaller batch with more accumulation."
+                f"{engine.groups.world_size}: a rank that runs out of memory in a forward leaves the others waiting in gathers "
+                "of its next layers. Use `stage: 2`, activation checkpointing, or a smaller batch with more accumulation."
             )
         self._engine = engine
         self._taken: list[_MicroBatch] = []
