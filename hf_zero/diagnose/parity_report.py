@@ -204,15 +204,14 @@ def _of_tensors(
     """
     least = _FLOOR * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
     for name in order:
-        a, b = mine[name], theirs[name]
-        if a is None and b is None:
+        present = [tensor for tensor in (mine[name], theirs[name]) if tensor is not None]
+        if not present:
             continue
-        if a is None or b is None:
+        if len(present) == 1:
             # No gradient, and one of zeros, are the same to all but an optimizer with weight decay or momentum.
-            yield Difference(
-                step=step, kind=kind, where=name, largest=_largest(a if b is None else b), relative=math.inf
-            )
+            yield Difference(step=step, kind=kind, where=name, largest=_largest(present[0]), relative=math.inf)
             continue
+        a, b = present
         if same_bits(a, b):
             continue
         apart = a.double() - b.double()

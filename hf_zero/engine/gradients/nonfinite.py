@@ -83,11 +83,11 @@ class NonFiniteCheck:
         if not self._wanted or self._unscaled:
             return None
         self.found_inf = measured.found_inf
-        value = HostValue(measured.norm.detach())
+        value, last = HostValue(measured.norm.detach()), self._last
         if self._reads_at_once or measured.norm.device.type == "cpu":
             last, self._last = value, None
         else:
-            last, self._last = self._last, value
+            self._last = value
         return None if last is None or math.isfinite(last.value()) else last.value()
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
