@@ -21,6 +21,7 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "parity": "diagnose.parity",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -38,12 +39,14 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "parity",
     "unsharded",
     "with_zero",
 ]
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .diagnose.parity import parity
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
