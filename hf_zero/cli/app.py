@@ -10,6 +10,7 @@ from .consolidate import consolidate
 from .convert import convert
 from .inspect_folder import inspect
 from .output import console
+from .parity import parity
 from .push import push
 from .run import SCRIPT_WORDS, run
 from .verify import verify
@@ -17,7 +18,8 @@ from .verify import verify
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
 for command in (verify, inspect, consolidate, push, card, convert):
     app.command()(command)
-app.command(context_settings=SCRIPT_WORDS)(run)
+for command in (run, parity):
+    app.command(context_settings=SCRIPT_WORDS)(command)
 
 
 def _tell_version(wanted: bool) -> None:
