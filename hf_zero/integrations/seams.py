@@ -1,7 +1,7 @@
 """Where the package enters torch, transformers and accelerate by a private name or replaces a part of them.
 
-Any release may change these without notice. `tests/test_seams.py` looks for each in what is installed, and fails where the
-package uses a private name that is not here.
+Any release may change these without notice. `tests/repository/test_seams.py` looks for each in what is installed, and fails
+where the package uses a private name that is not here.
 """
 
 from collections.abc import Iterator, Mapping

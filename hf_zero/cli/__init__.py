@@ -1,0 +1,1 @@
+"""The command `hf-zero`, one file a command."""

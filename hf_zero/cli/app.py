@@ -1,0 +1,37 @@
+"""The command `hf-zero`: the list of its commands."""
+
+import importlib.metadata
+from typing import Annotated
+
+import typer
+
+from .card import card
+from .consolidate import consolidate
+from .convert import convert
+from .inspect_folder import inspect
+from .output import console
+from .push import push
+from .verify import verify
+
+app = typer.Typer(help="Checkpoints of hf_zero.", no_args_is_help=True, add_completion=False)
+for command in (verify, inspect, consolidate, push, card, convert):
+    app.command()(command)
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        console.print(f"hf-zero {importlib.metadata.version('hf-zero')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and end.")
+    ] = False,
+) -> None:
+    """Checkpoints of hf_zero."""
+
+
+def main() -> None:
+    app()

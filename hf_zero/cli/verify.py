@@ -1,0 +1,27 @@
+"""`hf-zero verify`."""
+
+import typer
+
+from ..integrations.checkpoints.weights import folder_faults, is_checkpoint_of_ours
+from .output import Folder, Json, said_plainly, say, say_error, say_json
+
+_FAULTS_SHOWN = 50
+
+
+def verify(folder: Folder, as_json: Json = False) -> None:
+    """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
+    with said_plainly():
+        faults = folder_faults(folder)
+        of_ours = is_checkpoint_of_ours(folder)
+    if as_json:
+        say_json({"folder": folder, "good": not faults, "faults": faults, "has_manifest": of_ours})
+    else:
+        for fault in faults[:_FAULTS_SHOWN]:
+            say_error(f"{folder}: {fault}")
+        if len(faults) > _FAULTS_SHOWN:
+            say_error(f"{folder}: and {len(faults) - _FAULTS_SHOWN} more faults")
+    if faults:
+        raise typer.Exit(1)
+    if not as_json:
+        what = "checksums, rows and weights" if of_ours else "weights (no manifest to compare with)"
+        say(f"{folder}: good: {what}")

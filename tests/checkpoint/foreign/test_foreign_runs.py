@@ -1,0 +1,372 @@
+"""Runs of FSDP and DeepSpeed go on in hf_zero, bit for bit as the same run of plain Trainer; FSDP's files; `hf-zero convert`."""
+
+import json
+import os
+import pickle
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+from accelerate_job import make_accelerator
+from deepspeed_folder import WholeState, write_deepspeed
+from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from trainer_job import as_launched, history, make_trainer
+from training import adamw_in_two_groups, bert, gpt2, gpt2_batch
+from typer.testing import CliRunner
+
+from hf_zero.checkpoint.foreign import dcp_folder
+from hf_zero.checkpoint.foreign.find import open_foreign
+from hf_zero.checkpoint.format.manifest import CheckpointError
+from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.cli.app import app
+from hf_zero.layout.intervals import Interval
+
+pytestmark = pytest.mark.timeout(180)
+
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.pt"
+
+
+def trains(rank: int, world_size: int, output_dir: str) -> dict:
+    """A plain DDP run of six steps with checkpoints at 4; its losses and the optimizer's groups by name."""
+    as_launched(rank, world_size)
+    trainer = make_trainer("ddp", "bert", output_dir, max_steps=6, save_strategy="steps", save_steps=4)
+    trainer.train()
+    names = {
+        id(parameter): name for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    }
+    groups = [[names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
+    return {**history(trainer), "groups": groups}
+
+
+def writes_fsdp(rank: int, world_size: int, folder: str, whole: WholeState) -> None:
+    """The state as an FSDP2 run of accelerate saves it."""
+    as_launched(rank, world_size)
+    PartialState()
+    model, _ = bert(), torch.manual_seed(1)
+    for layer in model.bert.encoder.layer:
+        fully_shard(layer)
+    fully_shard(model)
+    parameters = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{**s, "params": [parameters[n] for n in names]} for s, names in whole.groups])
+    saved = {"state": whole.state, "param_groups": [{**s, "params": names} for s, names in whole.groups]}
+    set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, whole.weights, options=StateDictOptions(full_state_dict=True))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    accelerator = SimpleNamespace(num_processes=world_size, process_index=rank, is_fsdp2=True)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> SimpleNamespace:
+    """A DDP run: its folder, losses, and whole state at step 4."""
+    folder = tmp_path_factory.mktemp("plain")
+    run = on_ranks(trains, output_dir=str(folder))[0]
+    saved = torch.load(folder / "checkpoint-4" / OPTIMIZER, weights_only=True)
+    names = [name for group in run["groups"] for name in group]
+    whole = WholeState(
+        weights=load_file(folder / "checkpoint-4" / WEIGHTS),
+        groups=[
+            ({key: value for key, value in group.items() if key != "params"}, group_names)
+            for group, group_names in zip(saved["param_groups"], run["groups"])
+        ],
+        state={names[index]: values for index, values in saved["state"].items()},
+    )
+    return SimpleNamespace(folder=folder, losses=run["losses"], whole=whole)
+
+
+def without_state(plain: SimpleNamespace, folder: Path) -> Path:
+    """The run's checkpoint less its weights and optimizer, for another engine's to be put beside the rest."""
+    shutil.copytree(plain.folder / "checkpoint-4", folder / "checkpoint-4")
+    for name in (WEIGHTS, OPTIMIZER):
+        (folder / "checkpoint-4" / name).unlink()
+    return folder / "checkpoint-4"
+
+
+@pytest.fixture(scope="module")
+def sharded(plain, tmp_path_factory) -> Path:
+    """The same run with the checkpoint of FSDP on two ranks."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    on_ranks(writes_fsdp, folder=str(without_state(plain, folder)), whole=plain.whole)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def zeroed(plain, tmp_path_factory) -> dict[str, Path]:
+    """The same run with checkpoints of DeepSpeed."""
+    folders = {}
+    for stage, world_size in ((2, 3), (3, 2)):
+        folders[f"stage {stage}"] = folder = tmp_path_factory.mktemp(f"deepspeed{stage}")
+        checkpoint = without_state(plain, folder)
+        write_deepspeed(checkpoint, plain.whole, stage=stage, world_size=world_size, sub_group_numel=4000)
+    return folders
+
+
+def goes_on(rank: int, world_size: int, checkpoints: list[str], stages: list[int], out: str) -> list[list[dict]]:
+    """Goes on from each checkpoint to step 6 at each stage, a new model of other weights each time."""
+    as_launched(rank, world_size)
+    return [goes_on_at(stage, checkpoints, f"{out}/{stage}") for stage in stages]
+
+
+def goes_on_at(stage: int, checkpoints: list[str], out: str) -> list[dict]:
+    outcomes = []
+    for number, checkpoint in enumerate(checkpoints):
+        trainer = make_trainer(f"flag {stage}", "bert", f"{out}/{number}", seed=77 + number, max_steps=6)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        state = trainer.accelerator.get_state_dict(trainer.model)
+        outcomes.append({**history(trainer), "state": {name: value.tolist() for name, value in state.items()}})
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_runs_of_fsdp_and_deepspeed_go_on_at_every_stage_as_the_same_run_of_plain_trainer(
+    world_size, plain, sharded, zeroed, tmp_path
+):
+    folders = [plain.folder, sharded, *zeroed.values()]
+    checkpoints = [str(folder / "checkpoint-4") for folder in folders]
+    of_ranks = on_ranks(goes_on, world_size, checkpoints=checkpoints, stages=[0, 1, 2, 3], out=str(tmp_path))
+    for stage, (expected, *others) in ((s, outcomes[s]) for outcomes in of_ranks for s in range(4)):
+        assert len(expected["losses"]) == 6
+        if world_size == 2:
+            assert expected["losses"] == plain.losses, stage
+        assert others == [expected] * 3, stage
+
+
+# ---- FSDP: torch.distributed.checkpoint ----
+
+
+def test_an_fsdp_checkpoint_holds_the_run_bit_for_bit_in_any_cut(plain, sharded):
+    foreign, whole = open_foreign(sharded / "checkpoint-4"), plain.whole
+    assert [list(group.names) for group in foreign.groups] == [names for _, names in whole.groups]
+    for group, (expected, _) in zip(foreign.groups, whole.groups):
+        assert {**group.settings, "betas": tuple(group.settings["betas"])} == {
+            **expected,
+            "betas": tuple(expected["betas"]),
+        }
+    for name in foreign.shapes:
+        assert foreign.scalars_of(name) == {"step": torch.tensor(4.0)}
+        for kind in ("master", *KINDS):
+            expected = (whole.weights[name] if kind == "master" else whole.state[name][kind]).reshape(-1)
+            cuts = [0, expected.numel() // 3, expected.numel() // 3 + 1, expected.numel()]
+            parts = [foreign.read(kind, name, Interval(a, b)) for a, b in pairwise(cuts)]
+            assert same_bits(torch.cat(parts), expected), (kind, name)
+    assert {n: v.shape for n, v in foreign.weights()} == {n: v.shape for n, v in whole.weights.items()}
+
+
+def writes_boxes(rank: int, world_size: int, folder: str) -> None:
+    """A tensor sharded over its columns, one over both dimensions' blocks, and a whole one."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+    square = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    tensor = torch.arange(35.0).view(5, 7)
+    both = [dist.tensor.Shard(0), dist.tensor.Shard(1)]
+    content = {
+        "columns": dist.tensor.distribute_tensor(tensor, mesh, [dist.tensor.Shard(1)]),
+        "blocks": dist.tensor.distribute_tensor(tensor, square, both),
+        "whole": tensor,
+        "scalar": torch.tensor(3.0),
+    }
+    dist.checkpoint.save({"model": content}, checkpoint_id=folder)
+
+
+def test_boxes_of_any_direction_are_put_together(tmp_path):
+    on_ranks(writes_boxes, 4, folder=str(tmp_path))
+    folder, expected = dcp_folder.DcpFolder(tmp_path), torch.arange(35.0)
+    for name in ("columns", "blocks", "whole"):
+        for start, stop in ((0, 35), (3, 4), (6, 22), (34, 35), (9, 9)):
+            assert torch.equal(folder.read(("model", name), Interval(start, stop)), expected[start:stop]), name
+    assert folder.read(("model", "scalar"), Interval(0, 1)).tolist() == [3.0]
+
+
+def test_a_rank_reads_only_the_chunks_of_its_rows(sharded, monkeypatch):
+    read_bytes = []
+    load = dcp_folder.load_stream
+    monkeypatch.setattr(
+        dcp_folder, "load_stream", lambda content, path: read_bytes.append(len(content)) or load(content, path)
+    )
+    foreign = open_foreign(sharded / "checkpoint-4")
+    name = "bert.embeddings.word_embeddings.weight"
+    numel = torch.Size(foreign.shapes[name]).numel()
+    sizes = []
+    for interval in (Interval(0, numel), Interval(0, numel // 2), Interval(numel - 1, numel)):
+        read_bytes.clear()
+        foreign.read("exp_avg", name, interval)
+        sizes.append(sum(read_bytes))
+    assert sizes[0] > 4 * numel > sizes[1] > 2 * numel and sizes[2] < 0.6 * sizes[0]
+
+
+@pytest.fixture
+def fsdp(sharded, tmp_path) -> Path:
+    shutil.copytree(sharded / "checkpoint-4", tmp_path / "checkpoint-4")
+    return tmp_path / "checkpoint-4"
+
+
+def test_an_unfinished_or_partial_fsdp_checkpoint_is_refused(fsdp):
+    (fsdp / "optimizer_0" / ".metadata").rename(fsdp / "kept")
+    assert "was not finished" in refusal(fsdp)
+    (fsdp / "kept").rename(fsdp / "optimizer_0" / ".metadata")
+    os.truncate(fsdp / "optimizer_0" / ".metadata", 2000)
+    assert "is not a DCP checkpoint's metadata, or is damaged" in refusal(fsdp)
+    shutil.rmtree(fsdp / "optimizer_0")
+    assert "has no optimizer_0/" in refusal(fsdp)
+
+
+def test_a_missing_or_truncated_file_of_an_fsdp_rank_is_named(fsdp):
+    path = fsdp / "pytorch_model_fsdp_0" / "__1_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+    assert "__1_0.distcp is cut off" in refusal(fsdp)
+    path.unlink()
+    assert "__1_0.distcp is missing" in refusal(fsdp)
+
+
+def test_nothing_in_the_metadata_of_fsdp_is_run(fsdp, tmp_path):
+    (fsdp / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
+    assert "posix.mkdir, which is none of the classes of a DCP checkpoint" in refusal(fsdp)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_a_full_state_dict_is_refused_by_name(tmp_path):
+    (tmp_path / "pytorch_model_fsdp.bin").write_bytes(b"")
+    assert "state_dict_type FULL_STATE_DICT, which is not covered" in refusal(tmp_path)
+
+
+# ---- another model, another optimizer, no scheduler ----
+
+
+def refuses(rank: int, world_size: int, checkpoint: str, model: str, overrides: dict) -> str:
+    as_launched(rank, world_size)
+    frozen = overrides.pop("frozen", False)
+    trainer = make_trainer("flag 2", model, f"{checkpoint}-out", max_steps=6, **overrides)
+    if frozen:
+        trainer.model.classifier.requires_grad_(False)
+    with pytest.raises((CheckpointError, ValueError)) as refused:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("origin", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize(
+    ("model", "overrides", "says"),
+    [
+        ("gpt2", {}, "is of another model: 'bert.embeddings.word_embeddings.weight' has shape (211, 48) there"),
+        ("bert", {"weight_decay": 0.1, "optim": "sgd"}, "an optimizer that has betas, and SGD has none"),
+        ("bert", {"weight_decay": 0.1, "frozen": True}, "'classifier.weight' is trained there and not now"),
+    ],
+)
+def test_another_model_or_optimizer_is_refused_on_every_rank(origin, model, overrides, says, sharded, zeroed):
+    folder = sharded if origin == "fsdp" else zeroed["stage 3"]
+    for message in on_ranks(refuses, checkpoint=str(folder / "checkpoint-4"), model=model, overrides=overrides):
+        assert says in message
+
+
+def test_a_scheduler_of_deepspeeds_config_is_refused(zeroed, tmp_path):
+    shutil.copytree(zeroed["stage 2"], tmp_path / "run")
+    (tmp_path / "run" / "checkpoint-4" / "scheduler.pt").unlink()
+    [message] = on_ranks(refuses, 1, checkpoint=str(tmp_path / "run" / "checkpoint-4"), model="bert", overrides={})
+    assert "it was made with a scheduler of DeepSpeed's config" in message
+
+
+# ---- hf-zero convert ----
+
+
+@pytest.mark.parametrize("origin", ["fsdp", "deepspeed"])
+def test_a_converted_checkpoint_is_good_and_goes_on_as_its_source_does(origin, plain, sharded, zeroed, tmp_path):
+    source = (sharded if origin == "fsdp" else zeroed["stage 2"]) / "checkpoint-4"
+    done = CliRunner().invoke(app, ["convert", str(source), str(tmp_path / "checkpoint-4")])
+    assert done.exit_code == 0, done.output
+    assert checkpoint_faults(tmp_path / "checkpoint-4", "zero") == []
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "checkpoint-4")]).exit_code == 0
+    weights = load_file(tmp_path / "checkpoint-4" / WEIGHTS)
+    assert weights.keys() == plain.whole.weights.keys()
+    assert all(same_bits(weights[name], value) for name, value in plain.whole.weights.items())
+    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+    checkpoints = [str(plain.folder / "checkpoint-4"), str(tmp_path / "checkpoint-4")]
+    for [(expected, converted)] in on_ranks(goes_on, checkpoints=checkpoints, stages=[3], out=str(tmp_path / "out")):
+        assert converted == expected
+
+
+def test_what_cannot_be_converted_is_refused_in_one_line(zeroed, plain, tmp_path):
+    source = zeroed["stage 3"] / "checkpoint-4"
+
+    def said(*arguments: object) -> str:
+        done = CliRunner().invoke(app, ["convert", *map(str, arguments)])
+        assert done.exit_code == 1
+        assert not (tmp_path / "out").exists()
+        return " ".join(done.output.split())
+
+    assert "is no checkpoint of DeepSpeed ZeRO" in said(plain.folder / "checkpoint-4", tmp_path / "out")
+    assert "is not an empty folder" in said(source, plain.folder)
+    (tmp_path / "other").mkdir()
+    assert "has no config.json; name the model's folder with --config" in said(
+        source, tmp_path / "out", "--config", tmp_path / "other"
+    )
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(
+        json.dumps({**config, "id2label": {str(n): str(n) for n in range(5)}})
+    )
+    assert "has shape" in said(source, tmp_path / "out", "--config", tmp_path / "other")
+
+
+def trained_losses(model: nn.Module, optimizer: torch.optim.Optimizer, backward, steps: range) -> list[float]:
+    """Steps on batches that are the same on every rank."""
+    losses = []
+    for step in steps:
+        loss = model(**gpt2_batch(torch.Generator().manual_seed(step), 4)).loss
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loads(rank: int, world_size: int, folder: str, stages: list[int]) -> list[list[float]]:
+    as_launched(rank, world_size)
+    losses = []
+    for stage in stages:
+        accelerator = make_accelerator(f"attach {stage}", cpu=True)
+        torch.manual_seed(8)
+        model = gpt2()
+        model, optimizer = accelerator.prepare(model, adamw_in_two_groups(model))
+        with pytest.raises(ValueError, match="make one of it with `hf-zero convert"):
+            accelerator.load_state(f"{folder}/deepspeed")
+        accelerator.load_state(f"{folder}/ours")
+        losses.append(trained_losses(model, optimizer, accelerator.backward, range(3, 6)))
+        accelerator.free_memory()
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_converted_checkpoint_is_loaded_by_accelerate(world_size, tmp_path):
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = adamw_in_two_groups(model)
+    trained_losses(model, optimizer, torch.Tensor.backward, range(3))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    whole = WholeState(
+        weights={name: parameter.detach().clone() for parameter, name in names.items()},
+        groups=[
+            ({key: value for key, value in group.items() if key != "params"}, [names[p] for p in group["params"]])
+            for group in optimizer.param_groups
+        ],
+        state={names[p]: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()},
+    )
+    write_deepspeed(tmp_path / "deepspeed", whole, stage=2, world_size=4)
+    model.config.architectures = ["GPT2LMHeadModel"]
+    model.config.save_pretrained(tmp_path / "deepspeed")
+    expected = trained_losses(model, optimizer, torch.Tensor.backward, range(3, 6))
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "deepspeed"), str(tmp_path / "ours")])
+    assert done.exit_code == 0, done.output
+    for losses in on_ranks(loads, world_size, folder=str(tmp_path), stages=[0, 2, 3]):
+        assert losses == [pytest.approx(expected, rel=1e-5)] * 3

@@ -1,0 +1,245 @@
+"""Checkpoints whose model lies in the ranks' own files, on one disk or on each host's; those kept for good; adapters alone."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from ranks import run_ranks
+from safetensors.torch import load_file
+from trainer_job import as_launched, history, make_trainer
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from typer.testing import CliRunner
+
+from hf_zero.checkpoint.folder.disks import Disk, disk_with, find_disk
+from hf_zero.checkpoint.format.manifest import Manifest
+from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.cli.app import app
+from hf_zero.integrations.trainer.resuming import exchange_between_ranks
+
+pytestmark = pytest.mark.timeout(180)
+
+SAVING = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "logging_steps": 1}
+SHARDED = "checkpoint.layout=sharded"
+
+
+def on_ranks(target, world_size: int = 2, **arguments) -> list:
+    return run_ranks(target, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
+
+
+def hf_zero(*arguments: object) -> str:
+    """What the command prints; it has to succeed."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def trains(
+    rank: int,
+    world_size: int,
+    output_dir: str,
+    settings: str,
+    resume: object = None,
+    model: str = "bert",
+    own_disks: bool = False,
+    **overrides,
+) -> dict:
+    """A run's losses, whole state dict at its end, and the error that ended it. `own_disks`: a folder for each rank."""
+    as_launched(rank, world_size)
+    folder = f"{output_dir}/host{rank}" if own_disks else output_dir
+    trainer = make_trainer(f"flag {settings}", model, folder, **{**SAVING, **overrides})
+    error = ""
+    try:
+        trainer.train(resume_from_checkpoint=resume.replace(output_dir, folder) if isinstance(resume, str) else resume)
+    except ValueError as refusal:
+        error = str(refusal)
+    state = {} if error else in_numpy(trainer.model.state_dict())
+    return {**history(trainer), "state": state, "error": error, "best": trainer.state.best_model_checkpoint}
+
+
+def in_numpy(state: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Copies, exact: float32 has all values of the 16-bit dtypes."""
+    return {name: value.float().numpy().copy() for name, value in state.items()}
+
+
+def assert_same(state: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert state.keys() == expected.keys()
+    assert all(np.array_equal(state[name], expected[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "elsewhere"),
+    [
+        ("stage=0", "stage=3"),
+        ("stage=1", "stage=2"),
+        ("stage=3", "stage=1"),
+        ("stage=2,param_dtype=bfloat16", "stage=3"),
+    ],
+)
+def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_becomes_a_model_folder(settings, elsewhere, tmp_path):
+    whole = on_ranks(trains, output_dir=str(tmp_path / "run"), settings=f"{settings},{SHARDED}")
+    checkpoint, last = tmp_path / "run" / "checkpoint-4", tmp_path / "run" / "checkpoint-8"
+    assert not list(checkpoint.glob("*.safetensors*")) and checkpoint_faults(checkpoint, "zero") == []
+    assert "sharded" in hf_zero("inspect", last) and "good" in hf_zero("verify", last)
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        AutoModelForSequenceClassification.from_pretrained(last)
+    hf_zero("consolidate", last, tmp_path / "model")
+    hf_zero("verify", tmp_path / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model", dtype="auto")
+    assert_same(in_numpy(model.state_dict()), whole[0]["state"])
+
+    with_masters = load_consolidated(last, tmp_path / "masters", "--masters")
+    dtypes = {value.dtype for value in load_file(tmp_path / "masters" / "model.safetensors").values()}
+    assert torch.float32 in dtypes and torch.bfloat16 not in dtypes
+    if "bfloat16" in settings:
+        rounded = {name: torch.tensor(value).bfloat16() for name, value in with_masters.items()}
+        assert_same(in_numpy(rounded), whole[0]["state"])
+        assert any((with_masters[name] != whole[0]["state"][name]).any() for name in with_masters)
+    else:
+        assert_same(with_masters, whole[0]["state"])
+
+    same = {"output_dir": str(tmp_path / "again"), "settings": f"{settings},{SHARDED}", "resume": str(checkpoint)}
+    for outcome in on_ranks(trains, seed=77, **same):
+        assert outcome["error"] == "" and outcome["losses"] == whole[0]["losses"]
+        assert_same(outcome["state"], whole[0]["state"])
+    if "bfloat16" in settings:
+        elsewhere += ",param_dtype=bfloat16"
+    other = {"output_dir": str(tmp_path / "other"), "settings": elsewhere, "resume": str(checkpoint)}
+    for outcome in on_ranks(trains, seed=77, **other):
+        assert outcome["error"] == "" and outcome["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
+
+
+def test_another_world_size_reads_a_sharded_checkpoint(tmp_path):
+    on_ranks(trains, output_dir=str(tmp_path), settings=f"stage=3,{SHARDED}")
+    state = load_consolidated(tmp_path / "checkpoint-8", tmp_path / "model")
+    for outcome in on_ranks(trains, 3, output_dir=str(tmp_path), settings="stage=2", resume=True):
+        # Stock Trainer takes one step more when it resumes from the last checkpoint of all, at a learning rate of zero.
+        assert outcome["error"] == "" and len(outcome["losses"]) >= 8
+        assert_same(outcome["state"], state)
+
+
+def load_consolidated(checkpoint: Path, out: Path, *parts: object) -> dict[str, np.ndarray]:
+    hf_zero("consolidate", checkpoint, out, *parts)
+    return in_numpy(load_file(out / "model.safetensors"))
+
+
+def test_hosts_with_disks_of_their_own_keep_their_ranks_parts(tmp_path):
+    run, settings = tmp_path / "run", f"stage=3,{SHARDED}"
+    whole = on_ranks(trains, output_dir=str(run), settings=settings, own_disks=True, save_total_limit=1)
+    hosts = [run / "host0" / "checkpoint-8", run / "host1" / "checkpoint-8"]
+    for number, host in enumerate(hosts):
+        assert [path.name for path in host.parent.iterdir()] == ["checkpoint-8"]
+        assert {path.name for path in (host / "zero").iterdir()} == {
+            "manifest.json",
+            f"rank-{number:05d}-of-00002.safetensors",
+        }
+        assert (host / "trainer_state.json").is_file() and checkpoint_faults(host, "zero") == []
+    assert_same(load_consolidated(hosts[0], tmp_path / "model", "--part", hosts[1]), whole[0]["state"])
+    refused = CliRunner().invoke(app, ["consolidate", str(hosts[0]), str(tmp_path / "half")])
+    assert refused.exit_code == 1 and "rank-00001-of-00002.safetensors" in refused.output and "--part" in refused.output
+
+    # Each host goes on from its own disk; what is damaged on one of them is passed over by all.
+    shutil.copytree(hosts[1], run / "host1" / "checkpoint-9")
+    shutil.copytree(hosts[0], run / "host0" / "checkpoint-9")
+    (run / "host1" / "checkpoint-9" / "zero" / "rank-00001-of-00002.safetensors").write_bytes(b"cut")
+    arguments = {"output_dir": str(run), "settings": settings, "own_disks": True, "save_strategy": "no"}
+    for outcome in on_ranks(trains, resume=True, seed=77, **arguments):
+        assert outcome["error"] == ""
+        assert_same(outcome["state"], whole[0]["state"])
+    [alone] = on_ranks(trains, 1, output_dir=str(run / "host0"), settings=settings, resume=str(hosts[0]))
+    assert "has no rank-00001-of-00002.safetensors" in alone["error"] and "several hosts" in alone["error"]
+
+
+def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path):
+    for outcome in on_ranks(trains, output_dir=str(tmp_path), settings="stage=2", own_disks=True):
+        assert "of 2 see the same output_dir" in outcome["error"] and "checkpoint.layout: sharded" in outcome["error"]
+    assert not list(tmp_path.rglob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept(world_size, tmp_path):
+    every = {"save_steps": 2, "max_steps": 10, "save_total_limit": 1}
+    on_ranks(trains, world_size, output_dir=str(tmp_path), settings="stage=2,checkpoint.full_every=4", **every)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-4", "checkpoint-8"]
+    for name in ("checkpoint-4", "checkpoint-8"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
+        assert Manifest.read(tmp_path / name / "zero").is_kept
+    assert Manifest.read(tmp_path / "checkpoint-10" / "zero").weights
+
+
+def best_of(rank: int, world_size: int, output_dir: str, settings: str, **overrides) -> dict:
+    """Evaluates at each save, the first being the best; loads that one at the end."""
+    scores = iter([3.0, 1.0, 2.0])
+    return trains(
+        rank,
+        world_size,
+        output_dir,
+        settings,
+        save_steps=2,
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+        greater_is_better=True,
+        compute_metrics=lambda _: {"score": next(scores)},
+        **overrides,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "save_only_model"),
+    [(f"stage=2,{SHARDED}", True), (f"stage=3,{SHARDED}", False), ("stage=3", True)],
+)
+def test_the_best_model_is_loaded_at_the_end(settings, save_only_model, tmp_path):
+    outcomes = on_ranks(best_of, output_dir=str(tmp_path), settings=settings, save_only_model=save_only_model)
+    best = load_consolidated(tmp_path / "checkpoint-2", tmp_path / "model")
+    for outcome in outcomes:
+        assert outcome["error"] == "" and outcome["best"] == str(tmp_path / "checkpoint-2")
+        assert_same(outcome["state"], best)
+
+
+# ---- adapters ----
+
+
+def with_adapters(model: PreTrainedModel) -> PeftModel:
+    return get_peft_model(model, LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_path):
+    adapters = {"settings": f"stage={stage}", "model": "gpt2", "adapt": with_adapters}
+    whole = on_ranks(trains, output_dir=str(tmp_path / "run"), **adapters)
+    checkpoint = tmp_path / "run" / "checkpoint-4"
+    saved = in_numpy(load_file(tmp_path / "run" / "checkpoint-8" / "adapter_model.safetensors"))
+    assert saved and all("lora" in name for name in saved) and not (checkpoint / "model.safetensors").exists()
+    trained = {name.replace(".default", ""): value for name, value in whole[0]["state"].items() if "lora" in name}
+    assert_same(trained, saved)
+    assert len(Manifest.read(checkpoint / "zero").base) == 16 and "adapters" in hf_zero("inspect", checkpoint)
+    arguments = {"output_dir": str(tmp_path / "again"), "resume": str(checkpoint), **adapters}
+    for outcome in on_ranks(trains, **arguments):
+        assert (outcome["error"], outcome["losses"]) == ("", whole[0]["losses"])
+    for outcome in on_ranks(trains, seed=5, **arguments):
+        assert "were trained on another base model" in outcome["error"]
+
+
+# ---- disks ----
+
+
+def looks_at_disks(rank: int, world_size: int, folder: str) -> tuple[Disk, Disk, Disk]:
+    shared = find_disk(Path(folder) / "new" / "shared", rank, exchange_between_ranks, then="")
+    (Path(folder) / f"host{rank % 2}").mkdir(exist_ok=True)
+    (Path(folder) / f"host{rank % 2}" / "file").touch()
+    own = find_disk(Path(folder) / f"host{rank % 2}", rank, exchange_between_ranks, then="")
+    found = disk_with(Path(folder) / f"host{rank % 2}" / "file", rank, exchange_between_ranks)
+    return shared, own, found
+
+
+def test_ranks_find_out_who_shares_their_disk(tmp_path):
+    for rank, (shared, own, found) in enumerate(on_ranks(looks_at_disks, 3, folder=str(tmp_path))):
+        assert shared == Disk.shared(rank, 3) and shared.is_of_all and shared.leads == (rank == 0)
+        assert own == found == Disk(ranks=(0, 2) if rank != 1 else (1,), rank=rank, world_size=3)
+        assert own.leads == (rank in (0, 1)) and own.place == (1 if rank == 2 else 0)
+    assert not list((tmp_path / "new" / "shared").iterdir())

@@ -1,0 +1,237 @@
+"""A page of the documentation as its reader types it: example after example and line after line, in one folder.
+
+A Python example is saved under the name in its first line. A line of a bash block is run as it stands, unless its own comment
+says that this machine cannot (`# 8 GPUs`) or that it takes minutes, which only a test marked slow runs.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import CLIENT_SETTINGS, TOKEN, HubServer, talk_to
+from huggingface_hub import constants
+from launching import ROOT, run_forked
+from typer.testing import CliRunner
+
+from hf_zero.cli.app import app
+
+SECONDS = 120
+"""For a line that takes no minutes, on a machine that does other work too."""
+
+MINUTES = 20
+"""For one that does."""
+
+LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
+"""How an example is launched that no bash line names; its fence says so, with the script's arguments."""
+
+RUNS_THE_TESTS = "bash scripts/test.sh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block. `words` follow the language in the fence: `launch` and the script's arguments."""
+
+    language: str
+    words: tuple[str, ...]
+    text: str
+
+    @property
+    def name(self) -> str:
+        """The file that a Python example is saved as."""
+        return self.text.splitlines()[0].removeprefix("# ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A command of a bash block, or the launch of an example that none of them names."""
+
+    command: str
+    comment: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        return "minutes" in self.comment
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why it is not run here, in words; None where it is."""
+        if self.command == RUNS_THE_TESTS:
+            return "would run this very test"
+        gpus = re.match(r"(\d+) GPUs?\b", self.comment)
+        if gpus is not None and torch.cuda.device_count() < int(gpus[1]):
+            return f"needs {gpus[0]}, and there are {torch.cuda.device_count()}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    status: int
+    said: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A line that starts a Python script, on one rank or on two of this machine."""
+
+    launcher: str
+    settings: dict[str, str]
+    processes: int
+    script: str
+    arguments: tuple[str, ...]
+
+    @staticmethod
+    def of(command: str) -> "Launch | None":
+        """None for a line that does something else."""
+        found = re.fullmatch(
+            r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
+            r"(?P<launcher>python|torchrun --standalone --nproc_per_node 2|accelerate launch --config_file \S+/cpu2\.yaml)"
+            r" (?P<script>\S+\.py)(?P<arguments>.*)",
+            command,
+        )
+        if found is None or any(sign in command for sign in "|&;<>$"):
+            return None
+        return Launch(
+            launcher=found["launcher"].split()[0],
+            settings=dict(setting.split("=", 1) for setting in found["settings"].split()),
+            processes=1 if found["launcher"] == "python" else 2,
+            script=found["script"],
+            arguments=tuple(shlex.split(found["arguments"])),
+        )
+
+    def forked(self, folder: Path, inherited: dict[str, str]) -> Outcome:
+        environment = inherited | self.settings
+        done = run_forked(
+            Path(self.script), self.arguments, environment=environment, processes=self.processes, folder=folder
+        )
+        return Outcome(status=done.returncode, said=done.stdout + done.stderr)
+
+
+def blocks_of(text: str, language: str = r"\w+") -> list[Block]:
+    found = re.findall(rf"^```({language})\b([^\n]*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(language=name, words=tuple(words.split()), text=body) for name, words, body in found]
+
+
+def steps_of(text: str) -> Iterator[Block | Line]:
+    """What a reader does, in order: an example to save, or a line to type."""
+    blocks = blocks_of(text)
+    typed = "".join(block.text for block in blocks if block.language == "bash")
+    for block in blocks:
+        if block.language == "python":
+            yield block
+            if block.words and not re.search(rf"\s{re.escape(block.name)}\b", typed):
+                launch, *arguments = block.words
+                assert launch == "launch", block.words
+                yield Line(command=shlex.join([*LAUNCH.split(), block.name, *arguments]))
+        elif block.language == "bash":
+            for line in block.text.splitlines():
+                command, _, comment = line.partition(" # ")
+                yield Line(command=command.strip(), comment=comment.strip())
+
+
+class Folder:
+    """A reader's folder: what a fresh copy of the repository has, as far as lines name it, and the lines typed in it.
+
+    Each of `launchers` really starts the first of its lines. The other scripts run in forked ranks: a launcher and its ranks
+    import torch for a quarter of a minute of CPU time.
+
+    Args:
+        hub: what `hf-zero push` takes for the Hub.
+        examples: of any page, for the lines of all.
+        launchers: "accelerate", "torchrun" or "python". The first two start their ranks by the same code of torch's.
+    """
+
+    def __init__(
+        self, path: Path, hub: HubServer, examples: Iterable[Block], launchers: Iterable[str] = ("accelerate", "python")
+    ):
+        self.path = path
+        self.hub = hub
+        self.outcomes: dict[Line, Outcome] = {}
+        self.launchers_left = set(launchers)
+        for name in ("configs", "scripts", "pyproject.toml"):
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, path / name)
+        for block in examples:
+            self.save(block)
+
+    def save(self, block: Block) -> None:
+        """What a reader does with an example."""
+        (self.path / block.name).write_text(block.text, encoding="utf-8")
+
+
+class Walk:
+    """One page's lines in order. Each runs once in a folder, after those of its page before it that take no minutes."""
+
+    def __init__(self, text: str, folder: Folder):
+        self.folder = folder
+        self.steps = list(steps_of(text))
+        self._at = 0
+
+    def run(self, line: Line) -> Outcome:
+        """The outcome of a line, in a folder where everything before it has been done."""
+        last = self.steps.index(line)
+        for step in self.steps[self._at : last]:
+            self._do(step)
+        self._at = max(self._at, last)
+        if line not in self.folder.outcomes:
+            self.folder.outcomes[line] = self._typed(line)
+        return self.folder.outcomes[line]
+
+    def _do(self, step: Block | Line) -> None:
+        if isinstance(step, Block):
+            self.folder.save(step)
+        elif not (step.hindrance or step.is_slow or step in self.folder.outcomes):
+            self.folder.outcomes[step] = self._typed(step)
+
+    def _typed(self, line: Line) -> Outcome:
+        if line.command.startswith("hf-zero "):
+            return self._in_this_process(line)
+        # No caches and no settings of whoever runs the tests.
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
+        launch = Launch.of(line.command)
+        if launch is not None:
+            if launch.launcher not in self.folder.launchers_left:
+                return launch.forked(self.folder.path, inherited)
+            self.folder.launchers_left.remove(launch.launcher)
+        own = {
+            "HF_HOME": str(self.folder.path / "caches"),
+            "HF_HUB_OFFLINE": "1",
+            "HF_ZERO_VENV": str(self._environment()),
+        }
+        done = subprocess.run(
+            ["bash", "-c", line.command],
+            cwd=self.folder.path,
+            env=inherited | own,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60 * MINUTES if line.is_slow else SECONDS,
+        )
+        return Outcome(status=done.returncode, said=done.stdout)
+
+    def _in_this_process(self, line: Line) -> Outcome:
+        """The command hf-zero without the seconds that a new interpreter takes to import torch."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(self.folder.path)
+            patch.setenv("HF_TOKEN", TOKEN)
+            for name in CLIENT_SETTINGS:
+                patch.setattr(constants, name, getattr(constants, name))
+            talk_to(self.folder.hub.url)
+            result = CliRunner().invoke(app, shlex.split(line.command)[1:])
+        return Outcome(status=result.exit_code, said=result.output)
+
+    def _environment(self) -> Path:
+        """What `scripts/venv.sh` takes for an environment with everything installed: this one."""
+        venv = self.folder.path / ".venv"
+        if not venv.exists():
+            (venv / "bin").mkdir(parents=True)
+            (venv / "bin" / "python").symlink_to(sys.executable)
+            (venv / "bin" / "activate").write_text("", encoding="utf-8")
+            (venv / ".hf_zero_installed").touch()
+        return venv
