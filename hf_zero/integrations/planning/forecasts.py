@@ -58,8 +58,11 @@ class Job:
         Raises:
             ConfigError, ValueError: the engine would refuse it.
         """
-        layout = self.layout(config)
-        plan = layout.plan()
+        return self.forecast_of(name, settings, self.layout(config))
+
+    def forecast_of(self, name: str, settings: Mapping[str, Any], layout: Layout) -> Forecast:
+        """The same for a layout."""
+        config, plan = layout.config, layout.plan()
         passing = self._passing(
             gathered=layout.gathered_bytes(),
             received=_received_bytes(layout) if self.on_host else 0,
