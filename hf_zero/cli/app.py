@@ -10,11 +10,12 @@ from .consolidate import consolidate
 from .convert import convert
 from .inspect_folder import inspect
 from .output import console
+from .plan import plan
 from .push import push
 from .verify import verify
 
-app = typer.Typer(help="Checkpoints of hf_zero.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert):
+app = typer.Typer(help="Checkpoints and plans of hf_zero.", no_args_is_help=True, add_completion=False)
+for command in (verify, inspect, consolidate, push, card, convert, plan):
     app.command()(command)
 
 
@@ -30,7 +31,7 @@ def options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and end.")
     ] = False,
 ) -> None:
-    """Checkpoints of hf_zero."""
+    """Checkpoints and plans of hf_zero."""
 
 
 def main() -> None:

@@ -26,10 +26,10 @@ class SetUp:
 
 _TIERS: tuple[tuple[str, Mapping[str, str], tuple[int, ...]], ...] = (
     ("", {}, (0, 1, 2, 3)),
-    ("state in host memory", {"optimizer": "cpu"}, (1, 2, 3)),
-    ("state and parameters in host memory", {"optimizer": "cpu", "params": "cpu"}, (3,)),
-    ("state in files", {"optimizer": "nvme"}, (1, 2, 3)),
-    ("state and parameters in files", {"optimizer": "nvme", "params": "nvme"}, (3,)),
+    ("state cpu", {"optimizer": "cpu"}, (1, 2, 3)),
+    ("all cpu", {"optimizer": "cpu", "params": "cpu"}, (3,)),
+    ("state nvme", {"optimizer": "nvme"}, (1, 2, 3)),
+    ("all nvme", {"optimizer": "nvme", "params": "nvme"}, (3,)),
 )
 
 
