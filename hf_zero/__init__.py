@@ -22,6 +22,7 @@ _HOME_OF = {
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
     "make_plan": "integrations.planning.planner",
+    "parity": "diagnose.parity",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -40,12 +41,14 @@ __all__ = [
     "gathered",
     "init",
     "make_plan",
+    "parity",
     "unsharded",
     "with_zero",
 ]
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .diagnose.parity import parity
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin

@@ -30,6 +30,7 @@ class Job:
         device: that it will be trained on.
         world_size: ranks; `ranks_a_node` of them on one host.
         activations: of a micro-batch; None where they are not known.
+        runtime_bytes: that libraries take when training begins; None is what they usually do.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class Job:
     world_size: int
     ranks_a_node: int
     activations: Activations | None
+    runtime_bytes: int | None = None
 
     @property
     def on_host(self) -> bool:
@@ -81,8 +83,9 @@ class Job:
 
     def _passing(self, **held: int) -> Passing:
         tensors = [*self.model.parameters(), *self.model.buffers()]
+        usual = RUNTIME_ON_HOST_BYTES if self.on_host else RUNTIME_ON_ACCELERATOR_BYTES
         return Passing(
-            runtime=RUNTIME_ON_HOST_BYTES if self.on_host else RUNTIME_ON_ACCELERATOR_BYTES,
+            runtime=usual if self.runtime_bytes is None else self.runtime_bytes,
             largest_parameter=max((tensor.nbytes for tensor in tensors), default=0),
             model=sum(tensor.nbytes for tensor in tensors),
             **held,

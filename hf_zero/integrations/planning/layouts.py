@@ -24,7 +24,7 @@ class PlannedBucket:
     """A bucket as the engine would make it.
 
     Attributes:
-        unit: the unit of stage 3 that gathers it, "" for the root; the part's name elsewhere.
+        unit: the modules of the unit of stage 3 that gathers it; "" for the root's and for what is in no unit.
         passing_bytes: what gathering it takes beyond the shard; 0 for one that is whole all the time.
         gathered_bytes: of all of it, in the dtype in which it is gathered.
     """
@@ -139,7 +139,7 @@ def lay_out(
             whole_bytes = layout.numel * precision.param.itemsize
             buckets.append(
                 PlannedBucket(
-                    unit=part.name,
+                    unit=" ".join(part.modules),
                     gathered_bytes=whole_bytes,
                     passing_bytes=(whole_bytes - in_place * layout.shard_numel * precision.param.itemsize)
                     * part.sharded,
