@@ -21,6 +21,7 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
@@ -39,6 +40,7 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "make_plan",
     "parity",
     "unsharded",
     "with_zero",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from .integrations.checkpoints.init import init
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
+    from .integrations.planning.planner import make_plan
 
 
 def __getattr__(name: str):

@@ -11,12 +11,13 @@ from .convert import convert
 from .inspect_folder import inspect
 from .output import console
 from .parity import parity
+from .plan import plan
 from .push import push
 from .run import SCRIPT_WORDS, run
 from .verify import verify
 
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert):
+for command in (verify, inspect, consolidate, push, card, convert, plan):
     app.command()(command)
 for command in (run, parity):
     app.command(context_settings=SCRIPT_WORDS)(command)
