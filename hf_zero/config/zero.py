@@ -61,6 +61,8 @@ class ZeroConfig:
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: refuse to step with a NaN or infinite gradient.
+        check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
+            where they differ; 0 for never.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
             runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
@@ -83,6 +85,7 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    check_replicas_every: int = 0
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
@@ -111,6 +114,7 @@ class ZeroConfig:
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
         self._check_gather_dtype()
+        whole_number("check_replicas_every", self.check_replicas_every, 0, what=" of steps, 0 for never,")
         whole_number("prefetch_units", self.prefetch_units, 0)
         whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))

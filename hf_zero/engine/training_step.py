@@ -39,6 +39,7 @@ class TrainingStep:
         self._config = parts.meeting.config
         self._no_sync_depth = 0
         step_transport = parts.meeting.step_transport
+        self._log = step_transport.watch.log
         self.store = self._make_store()
         self._gradients = Gradients(
             parts.buckets,
@@ -67,7 +68,7 @@ class TrainingStep:
             trained=set(parts.slot_of),
             identity=identity_of(parts.meeting.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(optimizer, mine),
-            after_step=lambda: self._after_step(mine),
+            after_step=lambda: self._after_step(mine, ends_step=index == 0),
             holder=parts.holder,
         )
         parts.holder.step_with(optimizer, mine)
@@ -107,6 +108,7 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
+        self._log.site = "clip"
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
@@ -129,6 +131,7 @@ class TrainingStep:
         if torch._C._current_graph_task_id() != -1 or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
+        self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
         self.row_writes.refuse_unsent("a forward begins")
         self._gradients.recover()
         parts.tier.cores.give_back()
@@ -145,6 +148,7 @@ class TrainingStep:
         self._parts.activations.end()
         self._parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
+            self._log.site = "backward"
             self._gradients.end.watch(outputs)
             self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
 
@@ -162,6 +166,7 @@ class TrainingStep:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         nonfinite = self._parts.nonfinite
+        self._log.site = "optimizer step"
         self._end_reads()
         self._gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
@@ -178,8 +183,9 @@ class TrainingStep:
         self._parts.parameter_gather.finish_all()
         self._parts.sharded.schedule.reshard_all()
 
-    def _after_step(self, buckets: Sequence[Bucket]) -> None:
+    def _after_step(self, buckets: Sequence[Bucket], *, ends_step: bool) -> None:
         parts = self._parts
+        self._log.site = "optimizer step"
         parts.holder.after_step(buckets)
         parts.tier.cores.give_back()
         parts.outer.after_step(buckets)
@@ -192,3 +198,8 @@ class TrainingStep:
         if not self._config.overlap_param_gather:
             parts.parameter_gather.finish_all()
         parts.parameter_tier.end_step()
+        self._log.step += ends_step
+        if ends_step and parts.replicas.is_due(self._log.step):
+            parts.parameter_gather.finish_all()
+            parts.replicas.compare(self._log.step)
+        self._log.site = "between steps"
