@@ -36,7 +36,7 @@ class Break:
     Attributes:
         place: qualified name of the function, or method, that it is made in; the file is found by it.
         old, new: the text of that function that is replaced, and what by.
-        tests: files below tests/, of which those are run that `only` selects.
+        tests: names of files in any folder of tests/, of which those are run that `only` selects.
         only: pytest's `-k`.
     """
 
@@ -299,7 +299,7 @@ def run(fault: Break, root: Path = ROOT) -> str | None:
         copy_tree(root, tree)
         path, text = broken(fault, tree)
         path.write_text(text)
-        files = [f"tests/{name}" for name in fault.tests]
+        files = [str(path) for name in fault.tests for path in sorted((tree / "tests").rglob(name))]
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--durations=0", "--tb=no"]
         command += ["-m", "not slow", *files, *(["-k", fault.only] if fault.only else [])]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}

@@ -1,4 +1,4 @@
-"""Makes the scripts' modules importable: the tests start ranks and count bytes with the benchmarks' own tools."""
+"""Makes what tests share importable by its plain name: modules of support/ and of scripts/, which start ranks and count bytes."""
 
 import atexit
 import os
@@ -12,9 +12,10 @@ import hypothesis
 import pytest
 import torch.distributed as dist
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+TESTS = Path(__file__).resolve().parent
+SUPPORT, SCRIPTS = TESTS / "support", TESTS.parent / "scripts"
 
-for folder in (SCRIPTS / "bench", SCRIPTS):
+for folder in (SUPPORT, SCRIPTS / "bench", SCRIPTS):
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
@@ -24,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import ranks  # noqa: E402
+import small_units  # noqa: E402, F401
 
 # Imported once, by the process that the tests' ranks are forked from.
 ranks.PRELOADED_MODULES += [
@@ -34,9 +36,10 @@ ranks.PRELOADED_MODULES += [
     "hypothesis",
     "trainer_job",
     "accelerate_job",
+    "small_units",
     "warm_start",
 ]
-ranks.PRELOAD_FOLDERS.append(Path(__file__).resolve().parent)
+ranks.PRELOAD_FOLDERS.append(SUPPORT)
 
 
 # Longest first, so that no process of pytest's is left with one of them when the others have ended. By far the longest alone.

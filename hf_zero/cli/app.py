@@ -11,11 +11,13 @@ from .convert import convert
 from .inspect_folder import inspect
 from .output import console
 from .push import push
+from .run import SCRIPT_WORDS, run
 from .verify import verify
 
-app = typer.Typer(help="Checkpoints of hf_zero.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
 for command in (verify, inspect, consolidate, push, card, convert):
     app.command()(command)
+app.command(context_settings=SCRIPT_WORDS)(run)
 
 
 def _tell_version(wanted: bool) -> None:
@@ -30,7 +32,7 @@ def options(
         bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version and end.")
     ] = False,
 ) -> None:
-    """Checkpoints of hf_zero."""
+    """Training with hf_zero, and its checkpoints."""
 
 
 def main() -> None:

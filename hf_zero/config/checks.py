@@ -144,8 +144,8 @@ def not_built(name: str, value: Any, instead: str) -> ConfigError:
     return ConfigError(f"hf_zero config: `{name}: {value}` is not built yet in this version; {instead}.")
 
 
-def parse_bytes(name: str, value: Any) -> int:
-    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, zero and negatives too."""
+def parse_bytes(name: str, value: Any, least: int = 1) -> int:
+    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, less than `least` too."""
     value = plain(value)
     number, unit = value, "b"
     if type(value) is str:
@@ -154,9 +154,9 @@ def parse_bytes(name: str, value: Any) -> int:
             number, unit = (int(words[1]) if words[1].isdigit() else float(words[1])), words[2] or "b"
     if type(number) in (int, float) and unit in _BYTES_PER_UNIT:
         nbytes = number * _BYTES_PER_UNIT[unit]
-        if 1 <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
+        if least <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
             return int(nbytes)
-    raise refuse(name, value, "a number of bytes above 0, or text such as '16MiB'")
+    raise refuse(name, value, f"a number of bytes {'above 0' if least else 'or 0'}, or text such as '16MiB'")
 
 
 def class_names(name: str, value: Any) -> tuple[str, ...]:

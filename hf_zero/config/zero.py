@@ -71,6 +71,9 @@ class ZeroConfig:
             they take less than a quarter of the free memory.
         persist_below_numel: parameters of fewer elements stay whole on each rank at stage 3.
         unit_modules: class names of the modules that stage 3 gathers one at a time; `auto` finds the model's layers.
+        unit_bytes: stage 3 gathers layers that follow one another as one unit until it has this many bytes, since a small layer
+            takes longer to ask for than to send; 0 gathers each by itself. `auto` is 16 MiB on accelerators and 1 MiB on the
+            CPU, and 0 with `unit_modules`.
     """
 
     stage: int = 2
@@ -92,6 +95,7 @@ class ZeroConfig:
     reshard_after_forward: bool | Literal["auto"] = field(default=True, metadata={"stage": 3})
     persist_below_numel: int = field(default=0, metadata={"stage": 3})
     unit_modules: tuple[str, ...] | str = field(default=AUTO, metadata={"stage": 3})
+    unit_bytes: int | str = field(default=AUTO, metadata={"stage": 3})
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -104,6 +108,8 @@ class ZeroConfig:
         one_of("stage", self.stage, (0, 1, 2, 3))
         if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
+        if not is_auto(self.unit_bytes):
+            object.__setattr__(self, "unit_bytes", parse_bytes("unit_bytes", self.unit_bytes, least=0))
         whole_number("grad_buffers", self.grad_buffers, 1)
         one_of("grad_accumulation", self.grad_accumulation, (AUTO, "local", "sharded"))
         if self.grad_accumulation == "sharded" and self.stage < 2:

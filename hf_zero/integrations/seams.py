@@ -1,7 +1,7 @@
 """Where the package enters torch, transformers and accelerate by a private name or replaces a part of them.
 
-Any release may change these without notice. `tests/test_seams.py` looks for each in what is installed, and fails where the
-package uses a private name that is not here.
+Any release may change these without notice. `tests/repository/test_seams.py` looks for each in what is installed, and fails
+where the package uses a private name that is not here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -341,6 +341,13 @@ SEAMS = (
         where=("integrations",),
         why="What has been prepared, for `save_state` and for the rows of a step.",
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
+        names=("__init__",),
+        where=("integrations/unmodified/door",),
+        why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
+        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
     ),
     Seam(
         owner="accelerate.state:AcceleratorState",

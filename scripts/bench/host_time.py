@@ -6,7 +6,9 @@
 
 On an accelerator such a step is launch-bound: the device waits for Python. Here the arithmetic is nearly nothing, so that
 what is left is Python and the dispatch of operations, for the model and for the engine around it. The figure is the
-process's CPU time, of all its threads. All engines are alive at once in the same ranks, and visited in turn.
+process's CPU time, of all its threads. Beside it is that of the thread that runs Python alone: on the CPU, gloo's threads
+send and receive on the host's own time, which they would not do on an accelerator. All engines are alive at once in the
+same ranks, and visited in turn.
 """
 
 from __future__ import annotations
@@ -113,26 +115,37 @@ def measure_rounds(
 
 @dataclass(frozen=True, kw_only=True)
 class HostTime:
-    """One engine's row: medians over rounds of a rank's CPU time a step, and of its ratio to a peer's in the same round."""
+    """One engine's row: medians over rounds of a rank's CPU time a step, and of its ratio to a peer's in the same round.
+
+    `thread_` figures are of the thread that runs Python.
+    """
 
     name: str
     cpu_ms: float
+    thread_ms: float
     wall_ms: float
     to_ddp: float
     to_fsdp2: float | None
+    thread_to_ddp: float
+    thread_to_fsdp2: float | None
     loss_difference: float  # from DDP's, the largest
 
 
 def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[HostTime]:
     """Rows in the order in which the engines ran."""
     rounds = {name: list(zip(*(rank[name]["visits"] for rank in by_rank))) for name in by_rank[0]}
-    cpu_ms = {
-        name: [sum(visit["cpu_ms"] for visit in visits) / len(visits) for visits in each]
-        for name, each in rounds.items()
-    }
 
-    def ratio(name: str, peer: str) -> float | None:
-        return median(one / other for one, other in zip(cpu_ms[name], cpu_ms[peer])) if peer in cpu_ms else None
+    def means(key: str) -> dict[str, list[float]]:
+        """Engine → the mean over the ranks, by round."""
+        return {
+            name: [sum(visit[key] for visit in visits) / len(visits) for visits in each]
+            for name, each in rounds.items()
+        }
+
+    cpu_ms, thread_ms = means("cpu_ms"), means("thread_ms")
+
+    def ratio(times: dict[str, list[float]], name: str, peer: str) -> float | None:
+        return median(one / other for one, other in zip(times[name], times[peer])) if peer in times else None
 
     def difference(name: str) -> float:
         pairs = ((rank[name]["losses"], rank[BASELINE]["losses"]) for rank in by_rank)
@@ -143,8 +156,11 @@ def summarise(by_rank: list[dict[str, dict[str, Any]]]) -> list[HostTime]:
             name=name,
             cpu_ms=median(cpu_ms[name]),
             wall_ms=median(max(visit["wall_ms"] for visit in visits) for visits in rounds[name]),
-            to_ddp=ratio(name, BASELINE),
-            to_fsdp2=ratio(name, SHARDED_PEER),
+            thread_ms=median(thread_ms[name]),
+            to_ddp=ratio(cpu_ms, name, BASELINE),
+            to_fsdp2=ratio(cpu_ms, name, SHARDED_PEER),
+            thread_to_ddp=ratio(thread_ms, name, BASELINE),
+            thread_to_fsdp2=ratio(thread_ms, name, SHARDED_PEER),
             loss_difference=difference(name),
         )
         for name in rounds
@@ -164,15 +180,23 @@ def missed_goals(rows: list[HostTime]) -> dict[str, str]:
 
 def table_of(rows: list[HostTime], missed: dict[str, str], title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    for index, column in enumerate(("engine", "CPU ms", "wall ms", "of DDP", "of FSDP2", "goal", "loss apart")):
+    for index, column in enumerate(
+        ("engine", "CPU ms", "of DDP", "of FSDP2", "thread ms", "of DDP", "of FSDP2", "goal", "loss apart")
+    ):
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         peer, most = GOALS.get(row.name, ("", None))
         goal = "" if most is None else f"{'missed' if row.name in missed else 'kept'}: {most} of {peer}"
-        to_fsdp2 = "" if row.to_fsdp2 is None else f"{row.to_fsdp2:.3f}"
-        figures = (f"{row.cpu_ms:.2f}", f"{row.wall_ms:.2f}", f"{row.to_ddp:.3f}", to_fsdp2)
+        figures = (
+            *(f"{row.cpu_ms:.2f}", _ratio(row.to_ddp), _ratio(row.to_fsdp2)),
+            *(f"{row.thread_ms:.2f}", _ratio(row.thread_to_ddp), _ratio(row.thread_to_fsdp2)),
+        )
         table.add_row(row.name, *figures, goal, f"{row.loss_difference:.1e}")
     return table
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:

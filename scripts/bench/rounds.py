@@ -20,7 +20,8 @@ from workload import WORKLOADS, Workload, adamw_arguments
 class Visit:
     """One rank's figures for a few steps of one engine, all of them per step."""
 
-    cpu_ms: float
+    cpu_ms: float  # of all threads
+    thread_ms: float  # of the thread that runs the steps
     wall_ms: float
     sent_bytes: float
     received_bytes: float
@@ -48,8 +49,9 @@ class Station:
         dist.barrier()
         bytes_before = tcp_bytes()
         waited_before_ms = self.engine.waited_ms()
-        wall_before_s, cpu_before_s = time.perf_counter(), time.process_time()
+        wall_before_s, cpu_before_s, thread_before_s = time.perf_counter(), time.process_time(), time.thread_time()
         self.train(steps)
+        thread_s = time.thread_time() - thread_before_s
         cpu_s, wall_s = time.process_time() - cpu_before_s, time.perf_counter() - wall_before_s
         waited_ms = None if waited_before_ms is None else (self.engine.waited_ms() - waited_before_ms) / steps
         dist.barrier()
@@ -59,6 +61,7 @@ class Station:
         self.visits.append(
             Visit(
                 cpu_ms=1e3 * cpu_s / steps,
+                thread_ms=1e3 * thread_s / steps,
                 wall_ms=1e3 * wall_s / steps,
                 sent_bytes=(bytes_after.sent - bytes_before.sent) / steps,
                 received_bytes=(bytes_after.received - bytes_before.received) / steps,

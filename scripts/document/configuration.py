@@ -61,6 +61,7 @@ _PAGES = {
     "gather_dtype": "precision.md",
     "persist_below_numel": "stage-3.md",
     "unit_modules": "stage-3.md",
+    "unit_bytes": "stage-3.md",
     "offload": "offload.md",
     "offload.activations": "offload.md#activations",
     "offload.numa": "offload.md#cpu-cores",

@@ -18,7 +18,7 @@ from ...offload.choose import choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, ParameterSlot, Row
-from ..buckets.memory import GatheredMemory, UnshardedMemory
+from ..buckets.memory import UnshardedMemory
 from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, choose_norm
 from ..state.full_tensors import FullTensors
@@ -123,7 +123,7 @@ def assemble(
     nonfinite = NonFiniteCheck(config, meeting.step_transport, replicated=meeting.is_replicated)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
-    of_parts = build_parts(
+    all_buckets, of_units = build_parts(
         model,
         owner,
         optimizers,
@@ -136,8 +136,7 @@ def assemble(
         parameter_tier=parameter_tier,
         adopt=holder.adopt,
     )
-    sharded = _sharded_model(model, of_parts, meeting, wire, holder)
-    all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
+    sharded = _sharded_model(model, of_units, meeting, wire, holder)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
     unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
@@ -190,13 +189,17 @@ def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transp
 
 
 def _sharded_model(
-    model: nn.Module, of_parts: dict[str, list[Bucket]], meeting: Meeting, wire: Wire, holder: StateHolder
+    model: nn.Module,
+    of_units: dict[tuple[str, ...], list[Bucket]],
+    meeting: Meeting,
+    wire: Wire,
+    holder: StateHolder,
 ) -> ShardedModel:
     """The units of stage 3; none below it."""
     config, transport, device = meeting.config, meeting.transport, meeting.device
     return ShardedModel(
         model,
-        {name: found for name, found in of_parts.items() if isinstance(found[0].memory, GatheredMemory)},
+        of_units,
         transport,
         wire,
         holder,

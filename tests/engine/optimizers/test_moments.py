@@ -1,0 +1,492 @@
+"""Moments in 8 bits: what they take, that they train, and that checkpoints hold all there is to them on any layout."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
+from ranks import run_ranks
+from saved_engines import save_engine
+from torch import nn
+from training import Job, Unruly, adamw_in_two_groups, gpt2_batch, of_one_seed, steps, train
+
+from hf_zero import ZeroConfig
+from hf_zero.checkpoint.format.pieces import LivePieces, Piece, lay_out, write_all
+from hf_zero.config import ConfigError
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.integrations.checkpoints.checkpointing import load_engine
+from hf_zero.layout.blocks import SMALLEST_NUMEL
+
+pytestmark = pytest.mark.timeout(180)
+
+TEXT = Path(__file__).resolve().parents[3] / "LICENSE"
+IN_32_BITS = {"grad_accumulation": "local"}
+PLACES = {
+    "device": {},
+    "by chance": {"param_dtype": "bfloat16", "rounding": "stochastic"},
+    "host": {"offload": {"optimizer": "cpu"}},
+    "partly host": {"offload": {"optimizer": "cpu", "ratio": 0.5}},
+    "kernels": {"kernels": "always"},
+    "kernels with masters": {"kernels": "always", "param_dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread():
+    """Small matrices gain nothing from a second one, and where tests run side by side the two wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def bytes_there(value: object, seen: set[int]) -> int:
+    """Bytes of all tensors with dimensions in a nest of dicts and packed states; what is there twice counts once."""
+    if torch.is_tensor(value):
+        storage = value.untyped_storage()
+        is_new = value.data_ptr() not in seen
+        seen.add(value.data_ptr())
+        return min(value.nbytes, storage.nbytes()) if is_new and value.dim() > 0 else 0
+    if hasattr(value, "codes"):
+        value = vars(value)
+    return sum(bytes_there(each, seen) for each in value.values()) if isinstance(value, dict) else 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_adamws_moments_take_two_bytes_an_element(place):
+    torch.manual_seed(0)
+    model = gpt(width=128)
+    optimizer = adamw_in_two_groups(model)
+    settings = {**IN_8_BITS, **PLACES[place], "bucket_bytes": "300KiB"}
+    engine = ZeroEngine(model, [optimizer], settings)
+    plan = state_plan(engine).optimizer
+    steps(model, optimizer, range(2))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    rows = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
+    reported = sum(row.bytes for row in rows)
+    places = [state.state for state in engine._parts.holder._states.values()]
+    packed = {index: getattr(place, "packed", {}) for index, place in enumerate(places)}
+    there = bytes_there({"packed": packed, "register": dict(optimizer.state)}, set())
+    stand_in = 4
+    assert there - stand_in == reported <= 2.1 * numel
+    assert plan == pytest.approx(reported, rel=0.03)
+    assert sum(row.ddp_bytes for row in rows) == 8 * numel
+    window = [row.bytes for row in engine.memory_report().rows if row.kind == "window, during the step"]
+    largest = max(bucket.layout.shard_numel for bucket in engine.buckets)
+    # Kernels have moments in float32 in registers alone.
+    assert window == ([] if "kernels" in place else [8 * largest])
+    by_kind = {moments for row in engine.dtype_report().rows for moments in row.moments.split(", ")}
+    assert by_kind == {"uint8", "float32"}
+
+
+def on_text(settings: dict, count: int = 100) -> list[float]:
+    """Losses of a GPT that learns the licence by its letters, with warm-up and decay."""
+    letters, text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).unique(return_inverse=True)
+    torch.manual_seed(0)
+    model = gpt(vocabulary=len(letters))
+    optimizer = adamw_in_two_groups(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / count))
+    ZeroEngine(model, [optimizer], settings)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(count):
+        starts = torch.randint(len(text) - 64, (8,), generator=generator)
+        ids = torch.stack([text[start : start + 64] for start in starts])
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_a_small_gpt_learns_a_text_as_with_32_bits():
+    exact, quantised = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})
+    print("loss by step, 32 and 8 bits:", *zip(exact[::10], quantised[::10]), sep="\n")
+    assert exact != quantised
+    assert sum(quantised[-10:]) == pytest.approx(sum(exact[-10:]), rel=0.01)
+    assert quantised == pytest.approx(exact, rel=0.02)
+    assert quantised[-1] < exact[0] - 1
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own: Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms". Makes a new momentum at each step."""
+
+    def __init__(self, parameters, lr: float):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                momentum = state.get("exp_avg", torch.zeros_like(parameter))
+                parameter.sub_(momentum.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
+                state["exp_avg"] = momentum.lerp(parameter.grad, 0.01)
+
+
+OPTIMIZERS = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
+    "SGD, Nesterov": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True),
+    "RMSprop, momentum": lambda p: torch.optim.RMSprop(p, lr=1e-4, momentum=0.9),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
+    "Lion": lambda p: Lion(p, lr=1e-4),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_torchs_elementwise_optimizers_go_with_it(name):
+    losses = []
+    for settings in (IN_32_BITS, IN_8_BITS):
+        torch.manual_seed(0)
+        model = gpt()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        engine = ZeroEngine(model, [optimizer], settings)
+        losses.append(steps(model, optimizer, [0] * 12))
+    [row] = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
+    assert row.bytes < 0.3 * row.ddp_bytes
+    exact, quantised = losses
+    assert exact[-1] < exact[0] - 0.1 and quantised == pytest.approx(exact, rel=0.02)
+
+
+def test_without_moments_nothing_changes():
+    losses = []
+    for settings in (IN_32_BITS, IN_8_BITS):
+        torch.manual_seed(0)
+        model = gpt()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = ZeroEngine(model, [optimizer], settings)
+        losses.append(steps(model, optimizer, range(3)))
+        assert not any("window" in row.kind for row in engine.memory_report().rows)
+    assert losses[0] == losses[1]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Looks at whole matrices, which are then not cut."""
+    matrices = [p for name, p in model.named_parameters() if p.dim() == 2 and ".h." in name]
+    mine = set(matrices)
+    return [
+        torch.optim.Muon(matrices, lr=1e-2),
+        torch.optim.AdamW([p for p in model.parameters() if p not in mine], lr=1e-3),
+    ]
+
+
+def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Callable | None = None) -> list[float]:
+    """The losses of the same batch on every rank, which come to the same at each stage."""
+    job = Job(make_model=gpt, make_batch=of_one_seed, make_optimizer=make_optimizer, steps=4)
+    layouts = ({"stage": 0}, {"stage": 1}, {"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 3, "bucket_bytes": "1GiB"})
+    first, *others = [train(rank, world_size, replace(job, settings={**IN_8_BITS, **more, **each})) for each in layouts]
+    for other in others:
+        assert other.equals(first), other.loss_error(first)
+    return first.losses
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "device",
+        "by chance",
+        "kernels with masters",
+        *(pytest.param(place, marks=pytest.mark.slow) for place in ("host", "partly host")),
+    ],
+)
+def test_blocks_are_the_same_on_every_layout(place):
+    alone = on_all_layouts(0, 1, PLACES[place])
+    more = {"more": PLACES[place]}
+    assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=more) == [alone, alone]
+    assert alone[-1] < alone[0] - 0.05
+
+
+def where_and_when(path: str) -> dict[str, tuple[dict, dict]]:
+    """What offloads moments in blocks → (its settings, those of a run of the same bits)."""
+    host, files = {"optimizer": "cpu"}, {"optimizer": "nvme", "nvme_path": path}
+    beside = {"optimizer": "cpu", "params": "nvme", "nvme_path": path}
+    early, late = {"speculate_bytes": "64MiB"}, {"delay": 1, "delay_warmup": 1}
+    return {
+        "part in files": (files | {"ratio": 0.5}, {}),
+        "host beside parameters in files": (beside, {}),
+        "host, early": (host | early, {}),
+        "files, early": (files | early, {}),
+        "part in files, early": (files | early | {"ratio": 0.5}, {}),
+        "host beside parameters in files, early": (beside | early, {}),
+        "files, late": (files | late, host | late),
+        "files and parameters in files, late": (files | late | {"params": "nvme"}, host | late),
+        "host beside parameters in files, late": (beside | late, host | late),
+    }
+
+
+def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> list[str]:
+    """The cells whose bits are others than they should be."""
+    # Not clipped: what is begun early would be forgotten.
+    job = Job(make_model=gpt, make_batch=of_one_seed, steps=5)
+    settings = {**IN_8_BITS, "stage": 3, "bucket_bytes": "60KiB", "param_dtype": dtype}
+    same, differ = {}, []
+    for name, (offload, as_in) in where_and_when(path).items():
+        key = str(as_in)
+        if key not in same:
+            same[key] = train(rank, world_size, replace(job, settings={**settings, "offload": as_in}))
+        if not train(rank, world_size, replace(job, settings={**settings, "offload": offload})).equals(same[key]):
+            differ.append(name)
+    in_time, late = same.values()
+    return differ + (["a late step came in its time"] if late.equals(in_time) else [])
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), (2, "float32")])
+def test_blocks_are_the_same_wherever_they_are_and_whenever_they_are_stepped(world_size, dtype, tmp_path):
+    arguments = {"path": str(tmp_path), "dtype": dtype}
+    found = run_ranks(wherever_and_whenever, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    assert found == [[]] * world_size
+
+
+@pytest.mark.slow
+def test_matrices_that_are_not_cut_have_the_same_blocks_too():
+    alone = on_all_layouts(0, 1, {}, muon)
+    arguments = {"more": {}, "make_optimizer": muon}
+    assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=arguments) == [alone, alone]
+
+
+def goes_on(rank: int, world_size: int, folder: str, kernels: str) -> None:
+    """Saves at stage 2, and goes on at other stages with the bits and the losses of the run that was not stopped."""
+    in_8_bits = {**IN_8_BITS, "kernels": kernels}
+    model, optimizer, engine = prepared({**in_8_bits, "stage": 2, "bucket_bytes": "60KiB"})
+    steps(model, optimizer, range(3))
+    save_engine(engine, folder)
+    if rank == 0:
+        torch.save(model.state_dict(), f"{folder}/weights.pt")
+        torch.save(whole_states(engine, model), f"{folder}/states.pt")
+    else:
+        whole_states(engine, model)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = steps(model, optimizer, range(3, 6))
+    end = whole_states(engine, model)
+    for more in ({"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 3}, {"stage": 1}, {"stage": 0}):
+        model, optimizer, engine = prepared({**in_8_bits, **more})
+        model.load_state_dict(weights)
+        load_engine(engine, f"{folder}/zero")
+        refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
+        assert steps(model, optimizer, range(3, 6)) == expected, more
+        refuse_difference(whole_states(engine, model), end)
+    # From one way of stepping to the other.
+    model, optimizer, engine = prepared({**IN_8_BITS, "kernels": "never" if kernels == "always" else "always"})
+    model.load_state_dict(weights)
+    load_engine(engine, f"{folder}/zero")
+    refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
+    assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-3)
+    # From 8 bits to 32, whose moments are then float32 in memory, and from those to 8 again.
+    model, optimizer, engine = prepared({**IN_32_BITS, "stage": 3})
+    model.load_state_dict(weights)
+    load_engine(engine, f"{folder}/zero")
+    refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
+    assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=0.01)
+    save_engine(engine, f"{folder}/in 32 bits")
+    model, optimizer, engine = prepared({**IN_8_BITS, "stage": 1})
+    load_engine(engine, f"{folder}/in 32 bits/zero")
+    [row] = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
+    assert row.bytes < 0.3 * 8 * sum(row.tensor.numel() for bucket in engine.buckets for row in bucket.rows)
+
+
+def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> None:
+    for stage in (0, 3):
+        model, optimizer, engine = prepared({**IN_8_BITS, "stage": stage, "bucket_bytes": "100KiB"})
+        model.load_state_dict(torch.load(f"{folder}/weights.pt", weights_only=True))
+        load_engine(engine, f"{folder}/zero")
+        refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
+        assert all(loss < 6 for loss in steps(model, optimizer, range(3, 5)))
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("never", marks=pytest.mark.slow), "always"])
+def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels):
+    folder = {"folder": str(tmp_path)}
+    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={**folder, "kernels": kernels})
+    run_ranks(resumed_on_another_world_size, world_size=3, time_limit_s=60, keyword_arguments=folder)
+    resumed_on_another_world_size(0, 1, **folder)
+
+
+def test_a_save_makes_float32_of_a_part_at_a_time_and_of_what_was_there_at_the_save(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_zero.checkpoint.format.pieces._CHUNK_BYTES", 10_000)
+    model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2})
+    steps(model, optimizer, range(2))
+    rows = list(engine.state.rows())
+    expected = {f"{row.kind}/{row.name}": row.tensor.detach().clone() for row in rows}
+    path, other = tmp_path / "live.safetensors", tmp_path / "at-once.safetensors"
+    for file in (path, other):
+        begins = lay_out(file, {f"{row.kind}/{row.name}": (row.tensor.dtype, row.tensor.shape) for row in rows})
+    pieces = [Piece(path=path, offset=begins[f"{row.kind}/{row.name}"], values=row.tensor) for row in rows]
+    assert sum(piece.nbytes for piece in pieces) == 8 * sum(parameter.numel() for parameter in model.parameters())
+    live = LivePieces(pieces, sum(piece.nbytes for piece in pieces) // 2, refuse_edits=lambda: None)
+    live.secure()
+    write_all([replace(piece, path=other) for piece in pieces])
+    steps(model, optimizer, range(2, 3))
+    live.write()
+    data = [file.read_bytes() for file in (path, other)]
+    assert data[0] == data[1]
+    for name, begin in begins.items():
+        assert data[0][begin : begin + expected[name].nbytes] == expected[name].numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("kernels", ["never", "always"])
+def test_the_optimizers_own_state_dict_has_values_and_takes_them_back(kernels):
+    in_8_bits = {**IN_8_BITS, "stage": 2, "kernels": kernels}
+    model, optimizer, engine = prepared(in_8_bits)
+    steps(model, optimizer, range(2))
+    state = copy.deepcopy(optimizer.state_dict())
+    assert all(value.isfinite().all() for each in state["state"].values() for value in each.values())
+    before = whole_states(engine, model)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = steps(model, optimizer, range(2, 4))
+    model, optimizer, engine = prepared(in_8_bits)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    refuse_difference(whole_states(engine, model), before)
+    assert steps(model, optimizer, range(2, 4)) == expected
+    # Who empties the register begins anew, whatever was in the blocks.
+    model.load_state_dict(weights)
+    optimizer.state.clear()
+    again = steps(model, optimizer, range(2, 4))
+    model, optimizer, engine = prepared(in_8_bits)
+    model.load_state_dict(weights)
+    assert again == steps(model, optimizer, range(2, 4))
+
+
+def test_kernels_step_moments_in_their_blocks_as_adamw_would():
+    losses, states = [], []
+    for kernels in ("never", "always"):
+        model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2, "kernels": kernels, "bucket_bytes": "60KiB"})
+        losses.append(steps(model, optimizer, range(8)))
+        states.append(whole_states(engine, model))
+    report = engine.memory_report().kernels
+    assert report.buckets == report.all_buckets == len(engine.buckets) and report.hindrances == ()
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
+    for name, state in states[0].items():
+        assert state["step"] == states[1][name]["step"] == 8
+        for kind in ("exp_avg", "exp_avg_sq"):
+            one, other = state[kind], states[1][name][kind]
+            assert (one - other).norm() <= 0.05 * one.norm(), (name, kind)
+
+
+def test_a_setting_without_a_kernel_is_stepped_on_unpacked_moments_and_said(caplog):
+    ends = []
+    for kernels in ("never", "always"):
+        model, optimizer, engine = prepared({**IN_8_BITS, "stage": 2, "kernels": kernels})
+        for step in range(4):
+            optimizer.param_groups[0]["maximize"] = step in (1, 2)
+            steps(model, optimizer, [step])
+        ends.append(whole_states(engine, model)["transformer.wte.weight"])
+    assert caplog.text.count("AdamW is stepped by torch: `maximize` is True") == 1
+    assert ends[0]["step"] == ends[1]["step"] == 4
+    assert (ends[0]["exp_avg"] - ends[1]["exp_avg"]).norm() <= 0.05 * ends[0]["exp_avg"].norm()
+
+
+def test_optimizers_without_a_kernel_for_blocks_are_named():
+    torch.manual_seed(0)
+    model = gpt()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2, "kernels": "always"})
+    assert engine.memory_report().kernels.hindrances == ("no kernel does what SGD does on moments in 8 bits",)
+    first, *_, last = steps(model, optimizer, [0] * 4)
+    assert last < first
+
+
+def test_state_from_before_and_after_the_engine_is_the_optimizers():
+    torch.manual_seed(0)
+    model = gpt()
+    optimizer = adamw_in_two_groups(model)
+    steps(model, optimizer, range(2))
+    engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2})
+    [row] = [row for row in engine.memory_report().rows if row.kind == "optimizer state"]
+    assert row.bytes < 0.3 * row.ddp_bytes
+    steps(model, optimizer, range(2, 4))
+    states = whole_states(engine, model)
+    engine.close()
+    refuse_difference(
+        {name: {k: torch.as_tensor(v) for k, v in optimizer.state[p].items()} for name, p in model.named_parameters()},
+        states,
+    )
+    assert steps(model, optimizer, range(4, 6))[-1] < 6
+
+
+def leaves_the_unused_alone(rank: int, world_size: int, kernels: str) -> None:
+    torch.manual_seed(0)
+    model = Unruly(sleeping="even steps")
+    model.branch = nn.Linear(24, SMALLEST_NUMEL // 24 + 1)
+    model.tail = nn.Linear(SMALLEST_NUMEL // 24 + 1, 24)
+    model.branch, model.tail = nn.Sequential(model.branch, model.tail), None
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    engine = ZeroEngine(model, [optimizer], {**IN_8_BITS, "stage": 2, "kernels": kernels})
+    used = []
+    for step in range(4):
+        loss = model(**gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 2)).loss
+        loss.backward()
+        before = whole_states(engine, model)
+        optimizer.step()
+        optimizer.zero_grad()
+        after = whole_states(engine, model)
+        name = "branch.0.weight"
+        used.append(step % 2 == 0)
+        if not used[-1]:
+            refuse_difference({name: before[name]}, {name: after[name]})
+        elif before[name]:
+            assert not torch.equal(before[name]["exp_avg"], after[name]["exp_avg"])
+        assert torch.as_tensor(after[name].get("step", 0)).item() == sum(used)
+
+
+@pytest.mark.parametrize("kernels", ["never", "always"])
+def test_moments_of_parameters_that_a_step_does_not_use_stay_as_they_are(kernels):
+    run_ranks(leaves_the_unused_alone, world_size=2, time_limit_s=60, keyword_arguments={"kernels": kernels})
+
+
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_parameters_may_live_elsewhere(where, tmp_path):
+    offload = {"params": where} | ({"nvme_path": str(tmp_path)} if where == "nvme" else {})
+    losses = []
+    for more in ({}, {"offload": offload}):
+        model, optimizer, engine = prepared({**IN_8_BITS, "stage": 3, **more})
+        losses.append(steps(model, optimizer, range(3)))
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+class Capturing(torch.optim.AdamW):
+    """Cannot be tried on the host."""
+
+    def step(self, closure=None):
+        raise RuntimeError("not here")
+
+
+REFUSED = {
+    "ASGD": (lambda p: torch.optim.ASGD(p), r"ASGD keeps 'ax' here; allowed: exp_avg, momentum_buffer"),
+    "Rprop": (lambda p: torch.optim.Rprop(p), r"Rprop keeps 'prev' here"),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, centered=True), r"RMSprop keeps 'grad_avg' here"),
+    "untried": (lambda p: Capturing(p), r"does not show what state Capturing keeps"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_with_other_state_are_refused(name):
+    make, message = REFUSED[name]
+    model = gpt()
+    with pytest.raises(ConfigError, match=message):
+        ZeroEngine(model, [make(model.parameters())], IN_8_BITS)
+
+
+def test_float64_is_refused():
+    model = gpt().double()
+    with pytest.raises(ConfigError, match=r"`moments: 8bit` is for moments in float32.*torch\.float64"):
+        ZeroEngine(model, [torch.optim.AdamW(model.parameters())], IN_8_BITS)
+
+
+def test_another_number_of_bits_is_refused():
+    with pytest.raises(ConfigError, match=r"`moments` is '4bit'; allowed: 32bit, 8bit"):
+        ZeroConfig(moments="4bit")
+    assert ZeroConfig.from_flag("stage=1,moments=8bit").moments == "8bit"

@@ -1,0 +1,304 @@
+"""Optimizers that look at whole parameters: the trajectory of DDP, at every stage, from layouts that never cut one."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from ranks import run_ranks
+from saved_engines import save_engine
+from torch import nn
+from training import Job, Outcome, gpt2, gpt2_batch, train
+from transformers.optimization import Adafactor
+
+from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.state.elementwise import Reach, keeps_intact, reach_of
+from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.integrations.checkpoints.load_state import load_state
+from hf_zero.integrations.checkpoints.plain_optimizer import open_plain
+
+pytestmark = pytest.mark.timeout(180)
+
+STAGES = [{"stage": stage, "bucket_bytes": "20KiB"} for stage in (0, 1, 2, 3)]
+
+
+class Lamb(torch.optim.Optimizer):
+    """You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020; as users write it."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01):
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 1 - group["betas"][0])
+                state["exp_avg_sq"].lerp_(p.grad.square(), 1 - group["betas"][1])
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]) + group["weight_decay"] * p
+                trust = torch.where(p.norm() > 0, p.norm() / update.norm(), 1.0)
+                p.sub_(update * trust * group["lr"])
+
+
+class Prodigious(torch.optim.Optimizer):
+    """A step size from all gradients together, as in Prodigy and D-Adaptation."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        size = torch.stack([p.grad.abs().sum() for p in held]).sum()
+        for p in held:
+            p.sub_(p.grad / size)
+
+
+class SignOfTheMean(torch.optim.Optimizer):
+    """Keeps no state, takes no norm, and still looks at the whole parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(group["lr"] * p.grad.mean().sign())
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for embeddings and all else, as Muon's authors advise."""
+    matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
+    of_muon = set(matrices)
+    others = [p for p in model.parameters() if p not in of_muon]
+    groups = [{"params": matrices[:5], "lr": 0.01}, {"params": matrices[5:], "lr": 0.02}]
+    return [torch.optim.Muon(groups), torch.optim.AdamW(others, lr=1e-3)]
+
+
+def of_all(make, model: nn.Module) -> torch.optim.Optimizer:
+    return make(model.parameters())
+
+
+OPTIMIZERS = {
+    "muon and adamw": muon_and_adamw,
+    "adafactor of torch": partial(of_all, partial(torch.optim.Adafactor, lr=1e-2)),
+    "adafactor of torch, foreach": partial(of_all, partial(torch.optim.Adafactor, lr=1e-2, foreach=True)),
+    "adafactor of transformers": partial(
+        of_all, partial(Adafactor, lr=1e-3, relative_step=False, scale_parameter=False, beta1=0.9)
+    ),
+    "adafactor of transformers, scaled": partial(of_all, partial(Adafactor, lr=1e-2, relative_step=False)),
+    "lamb": partial(of_all, Lamb),
+}
+
+
+def in_pairs(rank: int, world_size: int, names: list[str], variants: list[dict], **change) -> list[tuple]:
+    """(optimizer, settings, DDP's outcome, the engine's)."""
+    found = []
+    for name in names:
+        job = Job(make_model=gpt2, make_optimizer=OPTIMIZERS[name], **{"steps": 4, **change})
+        plain = train(rank, world_size, job)
+        found += [
+            (name, variant, plain, train(rank, world_size, replace(job, settings=variant))) for variant in variants
+        ]
+    return found
+
+
+def assert_equal(found: list[tuple[str, dict, Outcome, Outcome]]) -> None:
+    for name, settings, plain, sharded in found:
+        assert sharded.equals(plain), f"{name}, {settings}: losses differ by {sharded.loss_error(plain)}"
+
+
+def test_trajectories_are_ddps_bit_for_bit_at_two_ranks():
+    everywhere = [name for name in OPTIMIZERS if name in ("muon and adamw", "adafactor of torch")]
+    others = [name for name in OPTIMIZERS if name not in everywhere]
+    for names, variants in ((everywhere, STAGES), (others, STAGES[2:])):
+        arguments = {"names": names, "variants": variants}
+        for found in run_ranks(in_pairs, world_size=2, time_limit_s=120, keyword_arguments=arguments):
+            assert_equal(found)
+
+
+def test_their_state_may_lie_in_files(tmp_path):
+    files = {**STAGES[2], "offload": {"optimizer": "nvme", "nvme_path": str(tmp_path)}}
+    arguments = {"names": ["muon and adamw", "adafactor of torch"], "variants": [files], "steps": 3}
+    for found in run_ranks(in_pairs, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+        assert_equal(found)
+
+
+HOST = {"offload": {"optimizer": "cpu"}}
+
+
+def elsewhere(rank: int, world_size: int) -> dict[str, float]:
+    """Masters in host memory, in bf16, a clip that bites and accumulation: each as at stage 1 on the device.
+
+    Returns:
+        the largest relative difference to DDP's losses, by optimizer.
+    """
+    errors = {}
+    for name in ("muon and adamw", "adafactor of torch"):
+        job = Job(make_model=gpt2, make_optimizer=OPTIMIZERS[name], steps=3, accumulation=2, max_norm=0.5)
+        for more in ({"param_dtype": "bfloat16"}, {}):
+            local = {"grad_accumulation": "local", **more}
+            here = train(rank, world_size, replace(job, settings={**STAGES[1], **local}))
+            for stage in (1, 2, 3):
+                moved = train(rank, world_size, replace(job, settings={**STAGES[stage], **HOST, **local}))
+                assert moved.equals(here), f"{name}, stage {stage}, {more}: {moved.loss_error(here)}"
+        errors[name] = here.loss_error(train(rank, world_size, job)) if world_size > 1 else 0.0
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_other_worlds_host_memory_and_bf16_follow(world_size):
+    for errors in run_ranks(elsewhere, world_size=world_size, time_limit_s=170):
+        # Three ranks' gradients are added in another order than DDP's, and Muon multiplies matrices in bf16.
+        assert errors.pop("muon and adamw") < 1e-3
+        assert max(errors.values()) < 1e-5
+
+
+def whole_states(model: nn.Module, engine: ZeroEngine) -> dict[str, dict]:
+    return {name: engine.full_state(parameter) for name, parameter in model.named_parameters()}
+
+
+def engine_for(make, stage: int, folder: str | None = None, **more) -> tuple[nn.Module, list, ZeroEngine]:
+    torch.manual_seed(0)
+    model = gpt2()
+    if folder is not None:
+        model.load_state_dict(torch.load(f"{folder}/model.pt", weights_only=True))
+    made = make(model)
+    optimizers = made if isinstance(made, list) else [made]
+    return model, optimizers, ZeroEngine(model, optimizers, {**STAGES[stage], **more})
+
+
+def steps(rank: int, model: nn.Module, optimizers: list, seeds: range) -> list[float]:
+    losses = []
+    for seed in seeds:
+        loss = model(**gpt2_batch(torch.Generator().manual_seed(10 * seed + rank), 2)).loss
+        loss.backward()
+        losses.append(loss.item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def saves(rank: int, world_size: int, folder: str) -> dict[str, list[float]]:
+    after = {}
+    for name in ("muon and adamw", "adafactor of torch", "adafactor of transformers"):
+        model, optimizers, engine = engine_for(OPTIMIZERS[name], stage=2)
+        steps(rank, model, optimizers, range(2))
+        save_engine(engine, f"{folder}/{name}")
+        states, weights = whole_states(model, engine), model.state_dict()
+        if rank == 0:
+            torch.save(states, f"{folder}/{name}/states.pt")
+            torch.save(weights, f"{folder}/{name}/model.pt")
+        after[name] = steps(rank, model, optimizers, range(2, 4))
+    return after
+
+
+def loads(rank: int, world_size: int, folder: str, stage: int, more: dict) -> dict[str, list[float]]:
+    after = {}
+    for name in ("muon and adamw", "adafactor of torch", "adafactor of transformers"):
+        model, optimizers, engine = engine_for(OPTIMIZERS[name], stage, f"{folder}/{name}", **more)
+        load_engine(engine, f"{folder}/{name}/zero")
+        saved, now = torch.load(f"{folder}/{name}/states.pt", weights_only=True), whole_states(model, engine)
+        factors = [k for state in saved.values() for k in state if k in ("row_var", "exp_avg_sq_row")]
+        assert bool(factors) == ("adafactor" in name)
+        for parameter, state in saved.items():
+            assert state.keys() == now[parameter].keys(), parameter
+            for kind, value in state.items():
+                other = now[parameter][kind]
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(other)), f"{kind} of {parameter}"
+                assert not torch.is_tensor(value) or value.shape == other.shape, f"{kind} of {parameter}"
+        after[name] = steps(rank, model, optimizers, range(2, 4))
+    return after
+
+
+def test_their_state_goes_on_at_other_world_sizes_stages_and_tiers(tmp_path):
+    arguments = {"folder": str(tmp_path)}
+    expected = run_ranks(saves, world_size=2, time_limit_s=100, keyword_arguments=arguments)
+    for world_size, stage, more in ((2, 3, HOST), (3, 3, {}), (1, 0, {})):
+        where = {**arguments, "stage": stage, "more": more}
+        after = run_ranks(loads, world_size=world_size, time_limit_s=100, keyword_arguments=where)
+        assert world_size != 2 or after == expected
+    assert checkpoint_faults(tmp_path / "adafactor of torch", ZERO_FOLDER) == []
+
+
+def test_a_file_of_plain_trainer_goes_on_with_its_factors(tmp_path):
+    torch.manual_seed(0)
+    model = gpt2()
+    [optimizer] = [OPTIMIZERS["adafactor of torch"](model)]
+    before = steps(0, model, [optimizer], range(2))
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    expected = steps(0, model, [optimizer], range(2, 4))
+    model, [optimizer], engine = engine_for(OPTIMIZERS["adafactor of torch"], 2, str(tmp_path))
+    load_state(engine, tmp_path / "optimizer.pt", open_plain)
+    assert before and steps(0, model, [optimizer], range(2, 4)) == expected
+
+
+@pytest.mark.parametrize(
+    ("make", "reach"),
+    [
+        (torch.optim.Muon, Reach.PARAMETER),
+        (torch.optim.Adafactor, Reach.PARAMETER),
+        (Adafactor, Reach.PARAMETER),
+        (Lamb, Reach.PARAMETER),
+        (SignOfTheMean, Reach.PARAMETER),
+        (Prodigious, Reach.MODEL),
+        (partial(torch.optim.AdamW, capturable=True), Reach.ELEMENT),
+        (partial(torch.optim.SGD, lr=0.1), Reach.ELEMENT),
+        (torch.optim.LBFGS, Reach.UNKNOWN),
+    ],
+)
+def test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone(make, reach):
+    optimizer = make([nn.Parameter(torch.ones(3, 2))])
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("the trial called the script's hook"))
+    assert reach_of(optimizer) is reach
+    assert not optimizer.state and torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 2))
+
+
+def test_an_optimizer_derived_from_adamw_is_tried_and_not_believed():
+    class Normed(torch.optim.AdamW):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                p.grad.div_(p.grad.norm())
+            super().step()
+
+    assert reach_of(Normed([nn.Parameter(torch.ones(3, 2))])) is Reach.PARAMETER
+
+
+def test_what_no_layout_suits_is_refused_by_name():
+    parameters = [nn.Parameter(torch.ones(3, 2))]
+    with pytest.raises(ValueError, match=r"LBFGS calls backward in the middle of its step.*Use AdamW"):
+        keeps_intact(torch.optim.LBFGS(parameters), ZeroConfig(), shards=1)
+    with pytest.raises(ValueError, match=r"Prodigious updates a parameter by what other parameters are.*`stage: 0`"):
+        keeps_intact(Prodigious(parameters), ZeroConfig(), shards=2)
+    assert keeps_intact(Prodigious(parameters), ZeroConfig(), shards=1)
+    with pytest.raises(ValueError, match=r"without `offload\.optimizer: nvme` and `rounding: stochastic`"):
+        keeps_intact(Prodigious(parameters), ZeroConfig(rounding="stochastic"), shards=1)
+    with pytest.raises(ConfigError, match=r"`split_parameters: true`, and the optimizer Muon updates an element by"):
+        keeps_intact(torch.optim.Muon(parameters), ZeroConfig(split_parameters=True), shards=2)
+    assert keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(split_parameters=False), shards=2)
+    assert not keeps_intact(torch.optim.AdamW(parameters), ZeroConfig(), shards=2)
+
+
+def test_rows_are_whole_matrices_and_the_plan_states_the_padding(capsys):
+    _, _, engine = engine_for(muon_and_adamw, 2, param_dtype="bfloat16")
+    layouts = {bucket.key.optimizer: bucket.layout for bucket in engine.buckets}
+    assert layouts[0].intact and not layouts[1].intact
+    for optimizer in engine.optimizers:
+        for row in optimizer.rows:
+            whole = row.slot.parameter.shape
+            assert row.tensor.shape == (whole if optimizer is engine.optimizers[0] else (whole.numel(),))
+    announce(engine, "nobody")
+    assert "padding (parameters are not cut)" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,293 @@
+"""One loss trajectory: every stage, world size, accumulation, dtype and odd model follows DDP."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from ddp_outcomes import assert_bitwise, assert_close, checkpoint_activations, outcomes
+from ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import (
+    VOCABULARY,
+    Answer,
+    Job,
+    Unruly,
+    adamw_in_two_groups,
+    bert,
+    bert_batch,
+    gpt2,
+    gpt2_batch,
+)
+from transformers import BertForQuestionAnswering
+
+pytestmark = pytest.mark.timeout(180)
+
+# What one model shows of a setting, the other shows once more in the long run.
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+SMALL_BUCKETS = "20KiB"
+STAGES = [{"stage": stage, "bucket_bytes": SMALL_BUCKETS} for stage in (0, 1, 2, 3)]
+LOCAL = {"stage": 2, "bucket_bytes": SMALL_BUCKETS, "grad_accumulation": "local"}
+LOCAL_3 = {**LOCAL, "stage": 3}
+KEPT_UNTIL_THE_STEP = {"stage": 3, "bucket_bytes": SMALL_BUCKETS, "reshard_after_forward": False, "prefetch_units": 2}
+IN_ONE_BUCKET = {"stage": 2, "bucket_bytes": "1GiB", "overlap_param_gather": False}
+BERT = Job(make_model=bert, make_batch=bert_batch)
+GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch)
+
+
+CHANGES = {
+    "norm below the clip": {"max_norm": 100.0},
+    "unfused AdamW": {"make_optimizer": adamw_in_two_groups},
+    "dropout": {"model_arguments": {"dropout": 0.1}},
+    "uneven last batch": {"uneven_last_batch": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("job", "change"),
+    [
+        pytest.param(BERT, {}, id="plain-bert"),
+        pytest.param(GPT2, {}, id="plain-gpt2"),
+        *(pytest.param(GPT2, change, id=f"{name}-gpt2") for name, change in CHANGES.items()),
+        *(slow(BERT, change, id=f"{name}-bert") for name, change in CHANGES.items()),
+    ],
+)
+def test_bitwise_at_two_ranks(job, change):
+    assert_bitwise(replace(job, **change), [*STAGES, IN_ONE_BUCKET, KEPT_UNTIL_THE_STEP])
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "job"),
+    [
+        pytest.param(2, BERT, id="2-bert"),
+        pytest.param(4, GPT2, id="4-gpt2"),
+        slow(4, BERT, id="4-bert"),
+        slow(2, GPT2, id="2-gpt2"),
+    ],
+)
+def test_local_accumulation_is_bitwise(accumulation, job):
+    assert_bitwise(replace(job, accumulation=accumulation, steps=4), [*STAGES[:2], LOCAL, LOCAL_3])
+
+
+@pytest.mark.parametrize("accumulation", [2, slow(4)])
+def test_sharded_accumulation_is_close(accumulation):
+    assert_close(replace(GPT2, accumulation=accumulation, steps=5, max_norm=0.5), STAGES[2:])
+
+
+@pytest.mark.parametrize("job", [slow(BERT), GPT2], ids=["bert", "gpt2"])
+def test_biting_clip_is_close(job):
+    assert_close(replace(job, max_norm=0.3, steps=5), STAGES)
+
+
+@pytest.mark.parametrize("world_size", [3, slow(4)])
+@pytest.mark.parametrize("job", [BERT, slow(GPT2)], ids=["bert", "gpt2"])
+def test_more_ranks_are_close(job, world_size):
+    assert_close(replace(job, max_norm=0.5, accumulation=2, steps=4), [*STAGES, LOCAL], world_size)
+
+
+@pytest.mark.parametrize("job", [slow(BERT), replace(GPT2, max_norm=100.0)], ids=["bert", "gpt2"])
+def test_autocast_is_close(job):
+    assert_close(replace(job, autocast=True, steps=5), STAGES)
+
+
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, centered=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3),
+    "radam": partial(torch.optim.RAdam, lr=1e-3),
+    "adam amsgrad": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+    "adamw foreach": partial(torch.optim.AdamW, lr=1e-3, foreach=True),
+    "adadelta": partial(torch.optim.Adadelta, lr=0.5),
+}
+
+
+def of_all_parameters(make, model: nn.Module) -> torch.optim.Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_elementwise_optimizers_are_bitwise(name):
+    make = partial(of_all_parameters, OPTIMIZERS[name])
+    assert_bitwise(replace(GPT2, make_optimizer=make, steps=4), STAGES[1:])
+
+
+@pytest.mark.parametrize("sleeping", ["none", "odd ranks", "even steps"])
+def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
+    job = Job(make_model=Unruly, model_arguments={"sleeping": sleeping}, find_unused=True, batch_size=4, steps=6)
+    # A gather is collective, so a layer that only some ranks visit must be kept whole.
+    kept = {"persist_below_numel": 600} if sleeping == "odd ranks" else {}
+    stages = [*STAGES[:3], {**STAGES[3], **kept}]
+    assert_bitwise(job, stages)
+    assert_bitwise(
+        replace(job, accumulation=2, steps=4), [*STAGES[:2], LOCAL, {**stages[3], "grad_accumulation": "local"}]
+    )
+
+
+@pytest.mark.parametrize(
+    ("job", "reentrant"),
+    [
+        pytest.param(BERT, False, id="bert-non-reentrant"),
+        pytest.param(GPT2, True, id="gpt2-reentrant"),
+        slow(BERT, True, id="bert-reentrant"),
+        slow(GPT2, False, id="gpt2-non-reentrant"),
+    ],
+)
+def test_activation_checkpointing_is_bitwise(job, reentrant):
+    assert_bitwise(replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant), steps=4), STAGES)
+
+
+class InSegments(nn.Module):
+    """Four layers in two checkpoints: what is recomputed and what runs backward are not the same layer."""
+
+    def __init__(self, reentrant: bool):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(24, VOCABULARY)
+        self.reentrant = reentrant
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Answer:
+        hidden = self.embed(input_ids)
+        for segment in (self.layers[:2], self.layers[2:]):
+            hidden = checkpoint(partial(self.through, segment), hidden, use_reentrant=self.reentrant)
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+    @staticmethod
+    def through(segment: nn.ModuleList, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in segment:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_several_layers_in_one_checkpoint_are_bitwise(reentrant):
+    job = replace(GPT2, make_model=InSegments, model_arguments={"reentrant": reentrant}, steps=4)
+    assert_bitwise(job, [{"stage": 3, "bucket_bytes": SMALL_BUCKETS, "prefetch_units": n} for n in (0, 1, 2)])
+
+
+class TwiceCheckpointed(nn.Module):
+    """A layer in two reentrant checkpoints: its gradient comes in two inner backward passes, which DDP refuses."""
+
+    def __init__(self, checkpointing: bool):
+        super().__init__()
+        self.embed = nn.Embedding(97, 32)
+        self.layer = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 97)
+        self.checkpointing = checkpointing
+
+    def forward(self, input_ids, labels):
+        hidden = self.embed(input_ids % 97)
+        for _ in range(3):
+            if self.checkpointing:
+                hidden = checkpoint(lambda h: torch.tanh(self.layer(h)), hidden, use_reentrant=True)
+            else:
+                hidden = torch.tanh(self.layer(hidden))
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten() % 97))
+
+
+def checkpointed_and_plain(rank: int, world_size: int, settings: dict):
+    from training import train
+
+    job = Job(make_model=TwiceCheckpointed, settings=settings, steps=6)
+    return [train(rank, world_size, replace(job, model_arguments={"checkpointing": on})) for on in (False, True)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1000, "1GiB"])
+def test_parameter_in_several_reentrant_checkpoints_loses_no_gradient(stage, bucket_bytes):
+    settings = {"stage": stage, "bucket_bytes": bucket_bytes}
+    results = run_ranks(
+        checkpointed_and_plain, world_size=2, time_limit_s=100, keyword_arguments={"settings": settings}
+    )
+    for plain, checkpointed in results:
+        assert checkpointed.loss_error(plain) <= 1e-5
+        for name, value in plain.tensors.items():
+            assert np.allclose(value, checkpointed.tensors[name], rtol=1e-4, atol=1e-6), name
+
+
+def to_bf16(model: nn.Module) -> None:
+    model.to(torch.bfloat16)
+
+
+def bf16_reference(rank: int, world_size: int, steps: int) -> list[float]:
+    """One process, both ranks' batches: bf16 gradients halved, summed in fp32, AdamW on an fp32 master."""
+    torch.manual_seed(0)
+    model = gpt2().to(torch.bfloat16)
+    masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
+    matrices = [m for m in masters if m.dim() > 1]
+    others = [m for m in masters if m.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
+    generators = [torch.Generator().manual_seed(100 + r) for r in range(world_size)]
+    losses = []
+    for _ in range(steps):
+        sums = [torch.zeros_like(m) for m in masters]
+        for r, generator in enumerate(generators):
+            loss = model(**gpt2_batch(generator, 2)).loss
+            loss.backward()
+            if r == rank:
+                losses.append(loss.item())
+            for total, p in zip(sums, model.parameters()):
+                total += p.grad / world_size
+                p.grad = None
+        for master, total in zip(masters, sums):
+            master.grad = total
+        optimizer.step()
+        scheduler.step()
+        with torch.no_grad():
+            for p, master in zip(model.parameters(), masters):
+                p.copy_(master)
+    return losses
+
+
+def bf16_engine_and_reference(rank: int, world_size: int, settings: dict) -> tuple[list[float], list[float]]:
+    from training import train
+
+    job = replace(GPT2, prepare=to_bf16, settings=settings, steps=10)
+    return train(rank, world_size, job).losses, bf16_reference(rank, world_size, 10)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_parameters_with_fp32_master_follow_a_single_process(stage):
+    # Stages 1 to 3 add what arrives in bf16 in the master's fp32. Stage 0's all-reduce adds in the dtype that travels.
+    travels = {"reduce_dtype": "float32"} if stage == 0 else {}
+    arguments = {"settings": {"stage": stage, "bucket_bytes": SMALL_BUCKETS, **travels}}
+    for engine, reference in run_ranks(
+        bf16_engine_and_reference, world_size=2, time_limit_s=100, keyword_arguments=arguments
+    ):
+        assert np.allclose(engine, reference, rtol=1e-5, atol=0)
+
+
+def answering(dropout: float = 0.0) -> nn.Module:
+    """BERT that marks the answer in a text. Its scores go through a softmax over the text, which their bias does not change."""
+    config = bert(dropout).config
+    config.num_labels = 2
+    return BertForQuestionAnswering(config)
+
+
+def question_batch(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
+    ids = bert_batch(generator, size)["input_ids"]
+    marks = torch.randint(ids.shape[1], (2, size), generator=generator)
+    return {"input_ids": ids, "start_positions": marks[0], "end_positions": marks[1]}
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_bias_whose_true_gradient_is_zero_walks_with_the_rounding_of_the_clip_and_nothing_else_does(clips):
+    # Adam makes a full step of rounding noise. Clipping by a norm whose last digit differs from DDP's changes that noise.
+    job = Job(make_model=answering, make_batch=question_batch, max_norm=0.5 if clips else None)
+    for _, expected, found in outcomes(job, [{"stage": 2}, {"stage": 3}]):
+        apart = {
+            name: np.abs(found.tensors[name] - expected.tensors[name]).max()
+            for name in found.parameter_names
+            if not np.array_equal(found.tensors[name], expected.tensors[name])
+        }
+        assert clips or not apart
+        assert np.allclose(found.losses, expected.losses, rtol=1e-6, atol=0)
+        # All add the same to each score of a text, keys' biases to each score of an attention.
+        shifts = ("qa_outputs.bias", "key.bias", "layer.2.output.LayerNorm.bias")
+        assert not {name: off for name, off in apart.items() if off > 1e-5 and not name.endswith(shifts)}

@@ -1,0 +1,178 @@
+"""A rank that stops, ends, or calls something alone: the others end in time, and name it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from launching import ROOT, SUPPORT, launch
+
+SECONDS = 20.0
+"""In which every survivor has ended, where ranks are waited for 8 s, on a machine that has nothing else to do."""
+
+LONE = ("lone full_grad", "lone save_pretrained", "lone save_state", "lone clip", "lone barrier", "lone all_reduce")
+FAULTS = ("stopped", "sleeping", "killed", "exception", "sys.exit", *LONE)
+
+
+def outcomes(runs: list[dict], folder: Path) -> list[list[dict]]:
+    """How the ranks of each run ended, the runs side by side; see faulty_ranks.py."""
+    paths = [ROOT, SUPPORT, ROOT / "scripts" / "bench", *os.environ.get("PYTHONPATH", "").split(":")]
+    environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SUPPORT / "faulty_ranks.py"), str(folder), json.dumps(runs)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def slack() -> float:
+    """How much longer things may take than on a machine that has nothing else to do, or has had till a moment ago."""
+    return max(3.0, 2 * os.getloadavg()[0] / os.cpu_count())
+
+
+def print_seconds(what: str, ranks: list[dict]) -> None:
+    ends = ", ".join(f"rank {rank} {outcome['seconds']:.1f} s" for rank, outcome in enumerate(ranks))
+    print(f"{what}: from the fault to the end of the process: {ends}")
+
+
+def check(fault: str, ranks: list[dict]) -> None:
+    """Every rank but the one that was at fault has ended in time with an error, and has named that one."""
+    for rank, outcome in enumerate(ranks):
+        said, limit = outcome["said"], SECONDS * slack()
+        if rank == 1 and fault not in LONE:
+            continue
+        assert outcome["code"] not in (0, None), f"rank {rank}: {said[-2000:]}"
+        assert outcome["seconds"] < limit, f"rank {rank} took {outcome['seconds']:.0f} s: {said[-2000:]}"
+        assert "trained to the end" not in said
+        assert "terminate called" not in said, said[-2000:]
+        if rank != 1:
+            assert "rank 1" in said.partition("hf_zero: ")[2], f"rank {rank}: {said[-2000:]}"
+
+
+SHORT = {
+    "stopped": {"stage": 2, "world_size": 3},
+    "exception": {"stage": 1},
+    "sys.exit": {"stage": 2},
+    "lone full_grad": {"stage": 3},
+    "lone barrier": {"stage": 1},
+}
+"""A few of the matrix, in a short time."""
+
+
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory) -> dict[str, list[dict]]:
+    runs = [{"fault": fault, "limit_s": 4.0, "patience_s": 150.0, **run} for fault, run in SHORT.items()]
+    return dict(zip(SHORT, outcomes(runs, tmp_path_factory.mktemp("faults")), strict=True))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", SHORT)
+def test_the_survivors_of_a_fault_end_in_time_and_name_the_rank(fault, short_runs):
+    check(fault, short_runs[fault])
+
+
+@pytest.mark.timeout(300)
+def test_a_stopped_rank_is_named_as_stopped_by_all_others_and_told_once(short_runs):
+    first, _, third = (outcome["said"] for outcome in short_runs["stopped"])
+    assert "its process is stopped (SIGSTOP, or a debugger)" in first
+    assert "hf_zero: rank 2 ends too: " in third and "Traceback" not in third
+
+
+@pytest.mark.timeout(300)
+def test_the_reason_of_a_rank_that_failed_is_told_by_the_others(short_runs):
+    assert "has ended: LookupError: a bad batch" in short_runs["exception"][0]["said"]
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_leaves_early_is_told_that_ranks_have_different_numbers_of_steps(short_runs):
+    said = short_runs["sys.exit"][0]["said"]
+    assert "rank 1" in said and "has come to the end of its script" in said
+    assert "the ranks have different numbers of batches" in said and "even_batches=True" in said
+
+
+@pytest.mark.timeout(300)
+def test_a_lone_call_is_named_with_the_line_that_made_it(short_runs):
+    first, second = (outcome["said"] for outcome in short_runs["lone full_grad"])
+    assert "only some ranks came to full_grad" in second
+    assert "engine_of(model).full_grad" in first
+    first, second = (outcome["said"] for outcome in short_runs["lone barrier"])
+    assert "is in torch.distributed.barrier, which the script called by itself" in first and "dist.barrier()" in first
+    # torch's own error names an address only.
+    assert "hf_zero: a collective that the script called by itself failed, for want of a rank: rank 0" in second
+
+
+@pytest.mark.timeout(300)
+def test_what_the_launcher_shows_is_the_paragraph_or_the_traceback_of_the_script(short_runs):
+    told = short_runs["stopped"][0]["told"]
+    assert told.startswith("hf_zero: ") and "failed for want of rank 1" in told and "Traceback" not in told
+    told = short_runs["exception"][1]["told"]
+    assert told.startswith("Traceback") and "LookupError: a bad batch" in told
+
+
+SLEEPY = """
+import time
+import torch
+from accelerate import Accelerator
+from hf_zero import ZeroPlugin
+
+accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(stage=2, comm={"timeout_s": 4}))
+model = torch.nn.Linear(8, 8)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(6):
+    if step == 3 and accelerator.process_index == 1:
+        time.sleep(100)
+    accelerator.backward(model(torch.randn(2, 8)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_the_launcher_shows_the_paragraph_as_the_root_cause(tmp_path):
+    script = tmp_path / "sleepy.py"
+    script.write_text(SLEEPY)
+    said = launch(script, caches=tmp_path).stderr
+    cause = said[said.index("Root Cause") :]
+    assert "hf_zero: " in cause and "failed for want of rank 1" in cause
+    assert "sleepy.py:12: time.sleep(100)" in cause
+    assert said.count("is in no collective") == 2, "once by the main rank, and once by the launcher"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_fault_is_survived_in_time(stage, tmp_path):
+    for part in (FAULTS[:6], FAULTS[6:]):
+        runs = [{"stage": stage, "fault": fault, "patience_s": 200.0} for fault in part]
+        for fault, ranks in zip(part, outcomes(runs, tmp_path / part[0]), strict=True):
+            print_seconds(f"stage {stage}, {fault}", ranks)
+            check(fault, ranks)
+
+
+@cache
+def why_no_namespaces() -> str | None:
+    """Why no network namespace can be made here."""
+    if shutil.which("ip") is None:
+        return "there is no `ip` (iproute2)"
+    made = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)
+    if made.returncode:
+        return f"network namespaces cannot be made: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", f"try{os.getpid()}"], check=False)
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_both_sides_of_a_cut_link_end_in_time_and_name_each_other(stage, tmp_path):
+    if why_no_namespaces():
+        pytest.skip(why_no_namespaces())
+    [ranks] = outcomes([{"stage": stage, "fault": "link cut", "patience_s": 200.0}], tmp_path / "run")
+    print_seconds(f"stage {stage}, link cut", ranks)
+    for rank, outcome in enumerate(ranks):
+        assert outcome["code"] not in (0, None) and outcome["seconds"] < SECONDS * slack(), outcome["said"][-2000:]
+        assert f"rank {1 - rank}" in outcome["said"].partition("hf_zero: ")[2], outcome["said"][-2000:]

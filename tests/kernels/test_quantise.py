@@ -1,0 +1,290 @@
+"""Quantised blocks and stochastic rounding: what their torch references promise; test_kernels.py holds the Triton forms."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_interpreted import DTYPES, normal
+
+from hf_zero.kernels import fp8, stochastic
+from hf_zero.kernels.block_format import BlockFormat, Code
+from hf_zero.kernels.fp8 import FP8
+from hf_zero.kernels.int4 import INT4
+from hf_zero.kernels.int8 import INT8
+from hf_zero.kernels.quantise import CODES, dequantise, dequantise_sum, quantise
+
+EPSILON = torch.finfo(torch.float32).eps
+FORMATS = st.builds(
+    BlockFormat, code=st.sampled_from(list(CODES.values())), block_numel=st.sampled_from([32, 128, 256, 4096])
+)
+of_each_code = pytest.mark.parametrize("code", CODES.values(), ids=str)
+
+
+def send(values: torch.Tensor, format: BlockFormat, residual: torch.Tensor | None = None):
+    """Codes and scales of `values`, and what comes out of them."""
+    numel = values.numel()
+    codes = torch.full((format.code_bytes(numel),), 255, dtype=torch.uint8)
+    scales, out = torch.full((format.blocks(numel),), -1.0), torch.full((numel,), 77.0)
+    quantise(values, codes, scales, format, residual)
+    dequantise(codes, scales, out, format)
+    return codes, scales, out
+
+
+def half_steps(out: torch.Tensor, scales: torch.Tensor, format: BlockFormat) -> torch.Tensor:
+    """Half of the distance from what came out to what else its code could have written, and float32's rounding, (n,) float64."""
+    scale = scales.double().repeat_interleave(format.block_numel)[: out.numel()]
+    half = torch.maximum(out.double().abs() / 16, scale / 1024) if format.code is FP8 else scale / 2
+    return half + 2 * format.code.largest * EPSILON * scale
+
+
+def all_values(code: Code) -> torch.Tensor:
+    """What a code can write, in order, float32."""
+    if code is not FP8:
+        return torch.arange(-code.largest, code.largest + 1.0)
+    of_bytes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return of_bytes[of_bytes.isfinite()].unique()
+
+
+@given(
+    format=FORMATS,
+    numel=st.integers(0, 9000),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(DTYPES),
+    exponent=st.integers(-140, 120),
+)
+@settings(deadline=None)
+def test_no_element_is_off_by_more_than_half_a_step(format, numel, seed, dtype, exponent):
+    values = (normal(numel, seed).double() * 2.0**exponent).to(dtype)
+    values = torch.where(values.isfinite(), values, torch.zeros_like(values))
+    _, scales, out = send(values, format)
+    error = (values.double() - out.double()).abs()
+    assert bool((error <= half_steps(out, scales, format)).all())
+
+
+@given(format=FORMATS, numel=st.integers(1, 5000), seed=st.integers(0, 99))
+@settings(deadline=None)
+def test_codes_survive_packing(format, numel, seed):
+    generator = torch.Generator().manual_seed(seed)
+    known = all_values(format.code)
+    values = known[torch.randint(len(known), (numel,), generator=generator)]
+    # One largest code a block makes the scale 1.
+    values[:: format.block_numel] = format.code.largest
+    codes, scales, out = send(values, format)
+    assert codes.numel() == format.code_bytes(numel)
+    assert bool((scales == 1).all())
+    assert torch.equal(out, values)
+
+
+@of_each_code
+def test_what_lies_between_two_codes_goes_to_the_nearest(code):
+    known = all_values(code)
+    known = known[known >= 0]
+    low, high = known[:-1], known[1:]
+    middle = (low + high) / 2
+    values = torch.cat([torch.nextafter(middle, low), middle, torch.nextafter(middle, high)])
+    # Of the values from 0 up every other one ends in a zero, 0 and the one that makes the scale 1 among them.
+    even = torch.where(torch.arange(len(low)) % 2 == 0, low, high)
+    block = torch.zeros(-(-(len(values) + 1) // 4096) * 4096)
+    block[::4096] = code.largest
+    block[1 : 1 + len(values)] = values
+    for sign in (1, -1):
+        _, scales, out = send(sign * block, BlockFormat(code=code, block_numel=4096))
+        assert bool((scales == 1).all())
+        assert torch.equal(sign * out[1 : 1 + len(values)], torch.cat([low, even, high]))
+
+
+def test_fp8_is_torchs_float8():
+    values = torch.cat(
+        [normal(3000, 1) * 2.0 ** torch.arange(-12, 0).repeat_interleave(250), torch.tensor([448.0, -0.0])]
+    )
+    codes, _, out = send(values.clamp(-448, 448), BlockFormat(code=FP8, block_numel=4096))
+    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(codes[: len(values)], expected.view(torch.uint8))
+    assert torch.equal(out, expected.float())
+
+
+def test_fp8_keeps_what_is_small_beside_its_block():
+    values = torch.full((4096,), 1e-3)
+    values[0] = 1.0
+    sent = {code: send(values, BlockFormat(code=code, block_numel=4096))[2] for code in (INT8, FP8)}
+    assert not sent[INT8][1:].any()
+    assert torch.allclose(sent[FP8], values, rtol=1 / 16, atol=0)
+
+
+def test_devices_that_cannot_convert_run_the_reference_and_it_is_said_once(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(fp8, "runs_triton", lambda _: True)
+    for capability, converts in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        fp8._converts.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert [FP8.runs_triton(device) for _ in range(3)] == 3 * [converts]
+        assert len(said) == (0 if converts else 1)
+        assert converts or "cuda:0 has compute capability 8.0, and" in str(said[0].message)
+    fp8._converts.cache_clear()
+
+
+@given(format=FORMATS, numel=st.integers(1, 5000), steps=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_with_error_feedback_what_is_sent_sums_to_what_was_given(format, numel, steps, seed):
+    residual, given_sum, sent_sum = torch.zeros(numel), torch.zeros(numel).double(), torch.zeros(numel).double()
+    for step in range(steps):
+        values = normal(numel, seed * 1000 + step)
+        _, scales, out = send(values, format, residual)
+        given_sum += values
+        sent_sum += out
+    # All that is missing is the last residual, which is at most half a step; the rest is rounding.
+    assert (given_sum - sent_sum - residual).abs().max().item() <= 20 * steps * EPSILON
+    assert bool((residual.abs() <= half_steps(out, scales, format)).all())
+
+
+@given(format=FORMATS, numel=st.integers(1, 5000), steps=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_a_residual_of_16_bits_loses_a_256th_of_half_a_step_each_time(format, numel, steps, seed):
+    residual, given_sum, sent_sum = (
+        torch.zeros(numel).bfloat16(),
+        torch.zeros(numel).double(),
+        torch.zeros(numel).double(),
+    )
+    bound = torch.zeros(numel).double()
+    for step in range(steps):
+        values = normal(numel, seed * 1000 + step)
+        _, scales, out = send(values, format, residual)
+        given_sum += values
+        sent_sum += out
+        bound += half_steps(out, scales, format) / 256 + 20 * EPSILON
+    assert bool(((given_sum - sent_sum - residual.double()).abs() <= bound).all())
+
+
+def test_without_error_feedback_what_is_small_beside_its_block_never_arrives():
+    format = BlockFormat(code=INT4, block_numel=32)
+    values = torch.full((32,), 0.05)
+    values[0] = 1.0
+    residual, with_feedback, without = torch.zeros(32), torch.zeros(32), torch.zeros(32)
+    for _ in range(100):
+        with_feedback += send(values, format, residual)[2]
+        without += send(values, format)[2]
+    assert not without[1:].any()
+    assert torch.allclose(with_feedback[1:], torch.tensor(5.0), atol=0.1)
+
+
+@given(format=FORMATS, numel=st.integers(0, 3000), ranks=st.integers(1, 5), dtype=st.sampled_from(DTYPES))
+@settings(deadline=None, max_examples=50)
+def test_sums_are_taken_in_rank_order(format, numel, ranks, dtype):
+    sent = [send(normal(numel, rank) * 3.0**rank, format) for rank in range(ranks)]
+    expected = sent[0][2]
+    for _, _, part in sent[1:]:
+        expected = expected + part
+    out = torch.full((numel,), 77.0, dtype=dtype)
+    dequantise_sum(torch.stack([s[0] for s in sent]), torch.stack([s[1] for s in sent]), out, format)
+    assert torch.equal(out, expected.to(dtype))
+
+
+@of_each_code
+def test_a_block_of_zeros_comes_out_as_zeros(code):
+    _, scales, out = send(torch.zeros(600), BlockFormat(code=code))
+    assert torch.equal(out, torch.zeros(600))
+    assert bool((scales > 0).all())
+
+
+@of_each_code
+@pytest.mark.parametrize("stranger", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_that_is_not_finite_comes_out_as_nan_and_leaves_its_residual(code, stranger, dtype):
+    values, residual = normal(700, 1, dtype), normal(700, 2) * 0.01
+    values[300] = stranger
+    before = residual.clone()
+    codes, scales, out = send(values, BlockFormat(code=code), residual)
+    assert scales[1] == math.inf and scales[0].isfinite() and scales[2].isfinite()
+    assert bool(out[256:512].isnan().all()) and bool(out[:256].isfinite().all()) and bool(out[512:].isfinite().all())
+    assert torch.equal(residual[256:512], before[256:512])
+    assert not torch.equal(residual[:256], before[:256])
+    total = torch.zeros(700)
+    finite_codes, finite_scales, _ = send(normal(700, 3), BlockFormat(code=code))
+    dequantise_sum(
+        torch.stack([finite_codes, codes]), torch.stack([finite_scales, scales]), total, BlockFormat(code=code)
+    )
+    assert bool(total[256:512].isnan().all())
+
+
+def test_long_tensors_are_quantised_as_their_parts():
+    format = BlockFormat(code=INT4)
+    values = normal(300_001, 7)
+    codes, scales, out = send(values, format)
+    part = slice(131_072, 262_144)
+    part_codes, part_scales, part_out = send(values[part], format)
+    assert torch.equal(codes[65_536:131_072], part_codes)
+    assert torch.equal(scales[512:1024], part_scales)
+    assert torch.equal(out[part], part_out)
+
+
+def test_formats_and_buffers_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="blocks of 48 elements; a power of two"):
+        BlockFormat(code=INT8, block_numel=48)
+    format = BlockFormat(code=INT8)
+    with pytest.raises(ValueError, match="codes has 100 elements, and 256 are needed"):
+        quantise(torch.zeros(100), torch.zeros(100, dtype=torch.uint8), torch.zeros(1), format)
+    with pytest.raises(ValueError, match="scales has 2 elements, and 1 are needed"):
+        dequantise(torch.zeros(256, dtype=torch.uint8), torch.zeros(2), torch.zeros(100), format)
+
+
+def test_philox_gives_its_published_numbers():
+    # The known answer of the Random123 library for counter and key 0.
+    assert [int(word) for word in stochastic.philox(0, torch.tensor([0]))] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
+
+
+@given(seed=st.integers(0, 2**63 - 1), numel=st.integers(0, 5000), offset=st.integers(0, 2**40))
+@settings(deadline=None, max_examples=50)
+def test_stochastic_rounding_goes_to_one_of_the_two_beside(seed, numel, offset):
+    source = normal(numel, 1)
+    out, again = torch.zeros(2, numel, dtype=torch.bfloat16).unbind()
+    stochastic.round_stochastically(source, out, seed=seed, offset=offset)
+    stochastic.round_stochastically(source, again, seed=seed, offset=offset)
+    assert torch.equal(out, again)
+    below = (source.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    above = (below.view(torch.int32) + (1 << 16)).view(torch.float32)
+    assert bool(((out.float() == below) | (out.float() == above)).all())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+def test_stochastic_rounding_is_right_on_average(share):
+    numel = 1 << 17
+    source = torch.full((numel,), 1.0 + share * 2.0**-7)
+    out = torch.zeros(numel, dtype=torch.bfloat16)
+    stochastic.round_stochastically(source, out, seed=5)
+    up = (out > 1).double().mean().item()
+    # Five standard deviations of a share of 131,072 throws, and the share's own 16 bits.
+    assert abs(up - share) <= 5 * math.sqrt(share * (1 - share) / numel) + 2.0**-16
+
+
+def test_a_shard_gets_the_bits_of_its_place_in_the_whole():
+    source = normal(5000, 3)
+    whole, shard = torch.zeros(5000, dtype=torch.bfloat16), torch.zeros(5000 - 2048, dtype=torch.bfloat16)
+    stochastic.round_stochastically(source, whole, seed=9, offset=64)
+    stochastic.round_stochastically(source[2048:], shard, seed=9, offset=64 + 2048 // 8)
+    assert torch.equal(whole[2048:], shard)
+    assert stochastic.counters_for(5000) == 640
+    other = torch.zeros_like(whole)
+    stochastic.round_stochastically(source, other, seed=9, offset=64 + 640)
+    assert not torch.equal(whole, other)
+
+
+def test_stochastic_rounding_keeps_what_bfloat16_holds():
+    kept = torch.tensor([0.0, -0.0, 1.5, math.inf, -math.inf, math.nan, -3.0, 2.0**-133])
+    source = torch.cat([kept, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
+    out = torch.zeros(10, dtype=torch.bfloat16)
+    for seed in range(50):
+        stochastic.round_stochastically(source, out, seed=seed)
+        assert torch.equal(out[:5].float(), kept[:5]) and torch.equal(out[6:8].float(), kept[6:])
+        assert bool(out[[5, 8, 9]].isnan().all())
+    with pytest.raises(ValueError, match="seed is -1"):
+        stochastic.round_stochastically(source, out, seed=-1)

@@ -1,0 +1,227 @@
+"""NUMA nodes and the threads of host steps, with trees of /sys that a test makes."""
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from resident import resident_bytes
+from torch import nn
+from torch.optim import adam
+
+from hf_zero.config import ConfigError, OffloadConfig
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.offload import choose
+from hf_zero.offload.host_cores import HostCores, NodeCores, ShareOfCores, choose_host_cores
+from hf_zero.offload.numa import near_cores
+
+pytestmark = pytest.mark.timeout(60)
+
+HERE = sorted(os.sched_getaffinity(0))
+GPU = "0000:3b:00.0"
+HOST = torch.device("cpu")
+several_cores = pytest.mark.skipif(len(HERE) < 2, reason="two nodes need two cores")
+
+
+def tree(root: Path, nodes: dict[int, str], gpu_node: int | None = None) -> Path:
+    """A /sys with these nodes, each with its `cpulist`, and an accelerator on one of them."""
+    for node, cores in nodes.items():
+        folder = root / "devices" / "system" / "node" / f"node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    if gpu_node is not None:
+        folder = root / "bus" / "pci" / "devices" / GPU
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{gpu_node}\n")
+    return root
+
+
+@pytest.fixture
+def two_nodes(tmp_path, monkeypatch) -> list[set[int]]:
+    """This machine's cores as two nodes, for engines that are built in the test."""
+    half = len(HERE) // 2
+    nodes = [set(HERE[:half]), set(HERE[half:])]
+    system = tree(tmp_path / "sys", {node: ",".join(map(str, sorted(cores))) for node, cores in enumerate(nodes)})
+    monkeypatch.setattr(choose, "choose_host_cores", partial(choose_host_cores, system=system))
+    return nodes
+
+
+def near(system: Path, setting: int | str = "auto", allowed=range(16), **more) -> set[int] | None:
+    arguments = {"pci_address": None, "local_rank": 0, "ranks": 1, **more}
+    return near_cores(setting, frozenset(allowed), system=system, **arguments)
+
+
+# Which cores
+
+
+def test_the_cores_are_those_of_the_accelerators_node(tmp_path):
+    system = tree(tmp_path, {0: "0-3,8-11", 1: "4-7,12-15"}, gpu_node=1)
+    assert near(system, pci_address=GPU) == {4, 5, 6, 7, 12, 13, 14, 15}
+    assert near(system, pci_address=GPU, allowed=range(6)) == {4, 5}
+
+
+@pytest.mark.parametrize("gpu_node", [-1, None, 7])
+def test_a_rank_whose_accelerator_has_no_known_node_is_dealt_one(tmp_path, gpu_node):
+    system = tree(tmp_path, {0: "0-7", 1: "8-15"}, gpu_node)
+    assert [near(system, pci_address=GPU, local_rank=rank, ranks=2) for rank in range(2)] == [
+        set(range(8)),
+        set(range(8, 16)),
+    ]
+
+
+@given(nodes=st.integers(2, 6), ranks=st.integers(1, 12))
+def test_ranks_are_dealt_evenly_and_neighbours_together(tmp_path_factory, nodes, ranks):
+    system = tree(tmp_path_factory.mktemp("sys"), {3 * n: f"{2 * n}-{2 * n + 1}" for n in range(nodes)})
+    dealt = [min(near(system, local_rank=rank, ranks=ranks)) // 2 for rank in range(ranks)]
+    counts = [dealt.count(node) for node in range(nodes)]
+    assert dealt == sorted(dealt)
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize("nodes", [{}, {0: "0-15"}, {0: "0-15", 1: ""}])
+def test_nothing_is_chosen_where_no_two_nodes_have_cores(tmp_path, nodes):
+    assert near(tree(tmp_path, nodes)) is None
+
+
+def test_a_rank_that_is_confined_to_a_node_stays_as_it_is(tmp_path):
+    system = tree(tmp_path, {0: "0-7", 1: "8-15"}, gpu_node=0)
+    assert near(system, pci_address=GPU, allowed=range(8, 12)) is None
+
+
+def test_the_users_word_comes_first(tmp_path):
+    system = tree(tmp_path, {0: "0-7", 1: "8-15"}, gpu_node=0)
+    assert near(system, 1, pci_address=GPU) == set(range(8, 16))
+    assert near(system, "none", pci_address=GPU) is None
+
+
+def test_a_node_that_is_not_there_or_out_of_reach_is_refused(tmp_path):
+    system = tree(tmp_path, {0: "0-7", 1: "8-15", 2: ""})
+    with pytest.raises(
+        ConfigError, match=r"`offload.numa` is 2, and this host has no such node with cores: it has 0, 1"
+    ):
+        near(system, 2)
+    with pytest.raises(ConfigError, match=r"`offload.numa` is 0, and .* tells of none in /sys"):
+        near(tmp_path / "nowhere", 0)
+    with pytest.raises(ConfigError, match=r"on none of that node's cores \(8-15\), but on 0-2,5: a launcher"):
+        near(system, 1, allowed=(0, 1, 2, 5))
+
+
+# How many threads
+
+
+def test_ranks_share_the_cores(monkeypatch, tmp_path):
+    beside_gpu = torch.device("cuda")
+    monkeypatch.setattr("hf_zero.offload.host_cores.pci_address", lambda device: GPU)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    one_node, system = tmp_path / "nowhere", tree(tmp_path / "sys", {0: "0-1", 1: "2-15"}, gpu_node=0)
+
+    shared = choose_host_cores(OffloadConfig(optimizer="cpu"), beside_gpu, one_node)
+    assert (type(shared), shared.threads) == (ShareOfCores, 4)
+    # No more than the node has.
+    bound = choose_host_cores(OffloadConfig(optimizer="nvme", nvme_path="/tmp"), beside_gpu, system)
+    assert (type(bound), bound.threads, bound.numbers) == (NodeCores, 2, {0, 1})
+    assert choose_host_cores(OffloadConfig(optimizer="cpu", threads=3), beside_gpu, system).threads == 3
+    on_the_cpu = choose_host_cores(OffloadConfig(optimizer="cpu"), HOST, one_node)
+    assert (type(on_the_cpu), on_the_cpu.threads) == (HostCores, torch.get_num_threads())
+
+
+def test_a_borrowed_thread_is_given_back_as_it_was():
+    own, cores = torch.get_num_threads(), ShareOfCores(torch.get_num_threads() + 3)
+    cores.give_back()
+    cores.take()
+    cores.take()
+    assert torch.get_num_threads() == own + 3
+    cores.give_back()
+    assert torch.get_num_threads() == own
+
+
+# In training
+
+
+def trained(offload: dict, steps: int = 3) -> tuple[list[float], list[tuple[set[int], int]]]:
+    """Losses, and on which cores and with how many threads AdamW's arithmetic ran."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2, "offload": offload})
+    losses, seen, stock = [], [], adam.adam
+
+    def watched(*args, **kwargs):
+        seen.append((os.sched_getaffinity(0), torch.get_num_threads()))
+        return stock(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adam, "adam", watched)
+        for _ in range(steps):
+            loss = model(torch.ones(4, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        engine.close()
+    return losses, seen
+
+
+@several_cores
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("where", ["cpu", "nvme"])
+def test_the_scripts_thread_steps_on_its_nodes_cores_and_is_given_back(two_nodes, node, where, tmp_path):
+    files = {"nvme_path": str(tmp_path)} if where == "nvme" else {}
+    before, count = os.sched_getaffinity(0), torch.get_num_threads()
+    losses, seen = trained({"optimizer": where, "numa": node, "threads": 1, **files})
+    assert seen and all(cores == two_nodes[node] and threads == 1 for cores, threads in seen)
+    assert os.sched_getaffinity(0) == before and torch.get_num_threads() == count
+    assert losses == trained({"optimizer": "none"})[0]
+
+
+@several_cores
+@pytest.mark.parametrize("out_of_time", [{"speculate_bytes": "1MiB"}, {"delay": 1, "delay_warmup": 0}])
+def test_the_thread_beside_training_stays_on_its_nodes_cores(two_nodes, out_of_time):
+    before = os.sched_getaffinity(0)
+    losses, seen = trained({"optimizer": "cpu", "numa": 1, **out_of_time})
+    assert seen and all(cores == two_nodes[1] for cores, _ in seen)
+    assert os.sched_getaffinity(0) == before
+    in_the_open, seen = trained({"optimizer": "cpu", "numa": "none", **out_of_time})
+    assert losses == in_the_open
+    assert seen and all(cores == before for cores, _ in seen)
+
+
+@several_cores
+def test_ranks_without_an_accelerator_are_dealt_over_the_nodes(two_nodes, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        _, seen = trained({"optimizer": "cpu"}, steps=1)
+        assert seen and all(cores == two_nodes[rank] for cores, _ in seen)
+
+
+@several_cores
+def test_a_step_that_fails_leaves_the_thread_bound_until_the_next_forward_only(two_nodes, monkeypatch):
+    before = os.sched_getaffinity(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ZeroEngine(model, [optimizer], {"stage": 2, "offload": {"optimizer": "cpu", "numa": 1}})
+    model(torch.ones(2, 8)).sum().backward()
+
+    def fail(*_args):
+        raise MemoryError("no room")
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(MemoryError, match="no room"):
+        optimizer.step()
+    hook.remove()
+    model(torch.ones(2, 8))
+    assert os.sched_getaffinity(0) == before
+
+
+@several_cores
+def test_pages_are_written_to_from_the_nodes_cores(monkeypatch):
+    flat = choose.HostTier(HOST, NodeCores(1, frozenset(HERE[1:]))).empty(1 << 20, torch.bfloat16)
+    assert resident_bytes([flat]) == flat.nbytes and not flat.any()
+    untouched = choose.HostTier(HOST, HostCores(1)).empty(1 << 20, torch.bfloat16)
+    assert resident_bytes([untouched]) == 0
+    assert os.sched_getaffinity(0) == set(HERE)

@@ -1,0 +1,485 @@
+"""State in files: the same trajectory as in memory, in the memory of a window, and what happens when the disk fails."""
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from offload_cells import MATRIX, OPTIMIZERS, assert_equal, clipped_at, in_pairs, one_step
+from ranks import run_ranks
+from torch import nn
+from training import VOCABULARY, fused_adamw, gpt2
+
+from hf_zero.config import ConfigError
+from hf_zero.engine.build import holders
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.offload import files
+from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
+from hf_zero.offload.host_cores import HostCores
+from hf_zero.offload.run_folder import RunFolder
+from hf_zero.offload.stored import Kind, StoredShard
+from hf_zero.offload.window import Window
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def nvme(path: Path, **more) -> dict:
+    return {"offload": {"optimizer": "nvme", "nvme_path": str(path), **more}}
+
+
+@pytest.mark.parametrize(("world_size", "cells"), MATRIX)
+def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_path):
+    arguments = {"cells": cells(), "offload": nvme(tmp_path)}
+    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert len(found) == len(cells())
+        assert_equal(found)
+
+
+@pytest.mark.parametrize("more", [{"param_dtype": "bfloat16"}, {"grad_accumulation": "local"}], ids=["bf16", "local"])
+def test_files_are_bitwise_with_masters_and_local_accumulation(more, tmp_path):
+    arguments = {"cells": clipped_at(1, 2, 3), "offload": nvme(tmp_path, window=1), **more}
+    for world_size in (1, 2):
+        for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
+            assert_equal(found)
+
+
+def built(offload: dict, stage: int = 2, make_optimizer=fused_adamw, **more):
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = make_optimizer(model)
+    return (
+        model,
+        optimizer,
+        ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "20KiB", **offload, **more}),
+    )
+
+
+def register_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def state_of_engine(engine: ZeroEngine) -> dict[tuple[str, str], torch.Tensor]:
+    return {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_between_steps_state_is_in_files_and_nowhere_else(stage, tmp_path, capsys):
+    model, optimizer, engine = built(nvme(tmp_path), stage)
+    for _ in range(2):
+        one_step(model, optimizer)
+    for state in register_of(optimizer):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].untyped_storage().nbytes() == 4
+            assert state[name].isnan().all()
+        assert state["step"] == 2
+    found = list(engine.tier.folder.path.glob("*.state"))
+    assert len(found) == len(engine.buckets)
+    held = sum(path.stat().st_size for path in found)
+    assert held == sum(2 * aligned(4 * bucket.layout.shard_numel) for bucket in engine.buckets)
+    report = engine.memory_report()
+    assert report.traffic.held_bytes == held
+    assert report.traffic.read_bytes_a_step == report.traffic.written_bytes_a_step == held
+    rows = {row.kind: row for row in report.rows}
+    assert rows["optimizer state"].where == "NVMe"
+    assert report.total_bytes == sum(row.bytes for row in report.rows if row.kind != "optimizer state")
+    announce(engine, "nobody")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "in files" in said
+    assert "written by the last step" in report.table()
+
+
+def test_hooks_and_schedulers_see_one_step(tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, engine = built(offload)
+        seen = []
+
+        def halve(optimizer, *_, seen=seen):
+            seen.append("before")
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad.mul_(0.5)
+
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("after"))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(3):
+            one_step(model, optimizer)
+            scheduler.step()
+        assert seen == ["before", "after"] * 3
+        outcomes.append(weights_of(model))
+        engine.close()
+    assert same(*outcomes)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter in its group, as schedule-free optimizers do, and scales by it."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+def test_a_counter_in_the_group_counts_steps_and_not_buckets_also_behind_a_parents_hooked_step(tmp_path):
+    # The first of a class has torch wrap its step in hooks, which the child's step calls.
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    outcomes = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, engine = built(
+            offload, make_optimizer=lambda model: Counting(model.parameters(), lr=0.1, momentum=0.9)
+        )
+        for _ in range(3):
+            one_step(model, optimizer)
+        assert len(engine.buckets) > 3
+        assert optimizer.param_groups[0]["k"] == 3
+        outcomes.append(weights_of(model))
+        engine.close()
+    assert same(*outcomes)
+
+
+def test_gradients_of_whole_parameters_are_there_after_the_step(tmp_path):
+    grads = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, _ = built(offload, 0)
+        torch.manual_seed(1)
+        model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert same(*grads)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum", "adam amsgrad"])
+def test_the_optimizers_own_state_dict_has_the_values_and_takes_them_back(name, tmp_path):
+    runs = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, _ = built(offload, make_optimizer=OPTIMIZERS[name])
+        one_step(model, optimizer)
+        runs.append((model, optimizer, optimizer.state_dict()))
+    plain, moved = (saved["state"] for _, _, saved in runs)
+    assert plain.keys() == moved.keys()
+    for index, state in plain.items():
+        for kind, value in state.items():
+            assert torch.equal(torch.as_tensor(moved[index][kind]), torch.as_tensor(value))
+    for model, optimizer, saved in runs:
+        optimizer.load_state_dict(saved)
+        one_step(model, optimizer)
+    assert same(*[weights_of(model) for model, _, _ in runs])
+
+
+def test_a_look_a_save_and_the_end_have_the_values(tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, engine = built(offload)
+        one_step(model, optimizer)
+        looked = engine.full_state(model.transformer.wte.weight)
+        outcomes.append((looked, state_of_engine(engine)))
+        folder = engine.tier.folder.path if offload else None
+        engine.close()
+        assert same([looked["exp_avg"]], [optimizer.state[model.transformer.wte.weight]["exp_avg"]])
+    assert not folder.exists()
+    (plain, plain_rows), (moved, moved_rows) = outcomes
+    assert plain.keys() == moved.keys()
+    assert all(torch.equal(plain[kind], moved[kind]) for kind in plain)
+    assert plain_rows.keys() == moved_rows.keys()
+    assert all(torch.equal(plain_rows[key], moved_rows[key]) for key in plain_rows)
+
+
+def test_later_saves_have_later_values(tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, engine = built(offload)
+        found = []
+        for _ in range(3):
+            one_step(model, optimizer)
+            found.append(state_of_engine(engine))
+        outcomes.append(found)
+        engine.close()
+    for plain, moved in zip(*outcomes):
+        assert all(torch.equal(plain[key], moved[key]) for key in plain)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "nvme"])
+def test_a_vocabulary_grows_with_state_elsewhere(kind, tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path) if kind == "nvme" else {"offload": {"optimizer": "cpu"}}):
+        model, optimizer, engine = built(offload)
+        one_step(model, optimizer)
+        torch.manual_seed(3)
+        engine.resize_embeddings(VOCABULARY + 16)
+        for _ in range(2):
+            one_step(model, optimizer)
+        outcomes.append((weights_of(model), state_of_engine(engine)))
+        engine.close()
+    assert same(outcomes[0][0], outcomes[1][0])
+    assert all(torch.equal(outcomes[0][1][key], outcomes[1][1][key]) for key in outcomes[0][1])
+    assert not list(tmp_path.glob("hf_zero-run-*"))
+
+
+def test_edits_reach_masters_in_files(tmp_path):
+    outcomes = []
+    for offload in ({}, nvme(tmp_path)):
+        model, optimizer, engine = built(offload, param_dtype="bfloat16")
+        one_step(model, optimizer)
+        with engine.gathered(writeback=True):
+            model.transformer.wte.weight.data.mul_(0.5)
+        with torch.no_grad():
+            model.transformer.wpe.weight.add_(1.0)
+        one_step(model, optimizer)
+        outcomes.append((weights_of(model), state_of_engine(engine)))
+        engine.close()
+    assert same(outcomes[0][0], outcomes[1][0])
+    assert all(torch.equal(outcomes[0][1][key], outcomes[1][1][key]) for key in outcomes[0][1])
+
+
+def test_masters_in_files_are_read_and_written_for_edits_only(tmp_path):
+    model, optimizer, engine = built(nvme(tmp_path), param_dtype="bfloat16")
+    one_step(model, optimizer)
+    moved = lambda: [(shard.read_bytes, shard.written_bytes) for shard in engine.tier.shards]  # noqa: E731
+    before = moved()
+    engine.state.follow_edits()
+    assert moved() == before
+    with torch.no_grad():
+        model.transformer.wpe.weight.add_(1.0)
+    engine.state.follow_edits()
+    assert sum(now != then for now, then in zip(moved(), before)) == 1
+    engine.close()
+
+
+# Disks
+
+
+def test_direct_io_refused_by_the_file_system_is_ordinary_io(monkeypatch, tmp_path):
+    stock = os.open
+
+    def refusing(path, flags, *rest, **keywords):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return stock(path, flags, *rest, **keywords)
+
+    monkeypatch.setattr(files.os, "open", refusing)
+    file = AlignedFile(tmp_path / "x", ALIGNMENT)
+    assert not file.is_direct
+    monkeypatch.undo()
+    model, optimizer, engine = built(nvme(tmp_path))
+    one_step(model, optimizer)
+    assert all(shard.file.is_direct for shard in engine.tier.shards) or sys.platform != "linux"
+
+
+def test_another_file_system_than_the_output_will_do():
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no second file system: /dev/shm cannot be written")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        outcomes = []
+        for offload in ({}, nvme(Path(folder))):
+            model, optimizer, engine = built(offload)
+            for _ in range(2):
+                one_step(model, optimizer)
+            outcomes.append(weights_of(model))
+            engine.close()
+        assert same(*outcomes)
+
+
+def test_paths_that_cannot_be_used_are_named(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"nvme_path` is '.*missing', which is no folder on this host"):
+        built(nvme(tmp_path / "missing"))
+    with pytest.raises(
+        ConfigError, match=r"nvme_path` is '/proc', in which no folder could be made for this run.*Name a fold"
+    ):
+        # Whoever runs the tests: only root may write there at all.
+        with monkeypatch.context() as as_root:
+            as_root.setattr("hf_zero.offload.run_folder.os.access", lambda *_: True)
+            built(nvme(Path("/proc")))
+    monkeypatch.setattr("hf_zero.offload.run_folder.os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match="in which this user may not write"):
+        built(nvme(tmp_path))
+
+
+def test_too_small_a_disk_is_refused_before_the_first_step(monkeypatch, tmp_path):
+    monkeypatch.setattr(holders, "free_disk_bytes", lambda _: 1000)
+    with pytest.raises(OSError, match=r"needs .* GiB below .* \(\d+ bytes\) too little"):
+        built(nvme(tmp_path))
+
+
+def test_a_disk_that_is_full_when_files_are_made_is_an_error_with_path_and_shortfall(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match=rf"{tmp_path}.*bucket-0.state needs \d+ bytes, .* free \(No space left"):
+        built(nvme(tmp_path))
+
+
+def test_a_disk_that_fails_in_mid_step_ends_the_run_with_a_reason(tmp_path):
+    model, optimizer, engine = built(nvme(tmp_path))
+    one_step(model, optimizer)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ALIGNMENT, before[1]))
+    try:
+        with pytest.raises(
+            OffloadError, match=r"bucket-\d+.state: \d+ of \d+ bytes .* could be written .*resume from the"
+        ):
+            one_step(model, optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    # The disk is well again, and the state is not.
+    with pytest.raises(OffloadError, match="an earlier step of this run failed"):
+        one_step(model, optimizer)
+    with pytest.raises(OffloadError, match="an earlier step of this run failed"):
+        list(engine.state.rows())
+
+
+def with_a_disk_that_fails_on_one_rank(rank: int, world_size: int, path: str) -> list[str]:
+    model, optimizer, engine = built(nvme(Path(path)))
+    one_step(model, optimizer)
+    if rank == 1:
+
+        def fail(_):
+            raise OffloadError(errno.EIO, "hf_zero: the disk of one rank is broken")
+
+        engine.tier.shards[1].write = fail
+    said = []
+    for _ in range(2):
+        with pytest.raises(OffloadError) as caught:
+            one_step(model, optimizer)
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_disk_that_fails_on_one_rank_ends_all_with_that_ranks_reason(tmp_path):
+    arguments = {"path": str(tmp_path)}
+    (here, later_here), (there, later_there), (other, _) = run_ranks(
+        with_a_disk_that_fails_on_one_rank, world_size=3, time_limit_s=60, keyword_arguments=arguments
+    )
+    assert "on rank 1: hf_zero: the disk of one rank is broken" in here == other
+    assert "hf_zero: the disk of one rank is broken" in there
+    assert "on rank" not in there
+    assert "an earlier step of this run failed" in later_here
+    assert "an earlier step of this run failed" in later_there
+
+
+def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
+    model, optimizer, engine = built(nvme(tmp_path))
+    one_step(model, optimizer)
+    path = max(engine.tier.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
+    os.truncate(path, ALIGNMENT)
+    with pytest.raises(OffloadError, match="shorter than it was"):
+        list(engine.state.rows())
+    with pytest.raises(OffloadError, match=rf"{path}: .* could be read \(the file is shorter than it was\)"):
+        one_step(model, optimizer)
+
+
+def test_two_runs_on_one_path_do_not_meet(tmp_path):
+    outcomes, engines = [], []
+    for _ in range(2):
+        model, optimizer, engine = built(nvme(tmp_path))
+        one_step(model, optimizer)
+        engines.append((model, optimizer, engine))
+    for _ in range(2):
+        for model, optimizer, _ in engines:
+            one_step(model, optimizer)
+    outcomes = [weights_of(model) for model, _, _ in engines]
+    assert same(*outcomes)
+    assert len({engine.tier.folder.path for _, _, engine in engines}) == 2
+    for _, _, engine in engines:
+        engine.close()
+    assert not list(tmp_path.glob("hf_zero-run-*"))
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from hf_zero.offload.run_folder import RunFolder
+folder = RunFolder(Path(sys.argv[1]))
+(folder.path / "bucket-0.state").write_bytes(bytes(4096))
+print(folder.path, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_living_runs_folder_stays_and_a_killed_ones_is_removed_with_a_message(tmp_path, capsys):
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        theirs = Path(child.stdout.readline().strip())
+        RunFolder(tmp_path).close()
+        assert theirs.is_dir()
+        assert "removed" not in capsys.readouterr().err
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert (theirs / "bucket-0.state").is_file()
+    RunFolder(tmp_path).close()
+    assert not theirs.exists()
+    said = capsys.readouterr().err
+    assert f"removed {theirs}" in said
+    assert f'"pid": {child.pid}' in said
+
+
+# The window
+
+
+def stored(tmp_path: Path, count: int) -> list[StoredShard]:
+    shards = [
+        StoredShard(tmp_path / f"{i}.state", (Kind("a", torch.float32, 1000), Kind("b", torch.bfloat16, 1000)))
+        for i in range(count)
+    ]
+    for i, shard in enumerate(shards):
+        buffer = torch.zeros(shard.nbytes, dtype=torch.uint8)
+        shard.views(buffer)["a"].fill_(i)
+    return shards
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_a_walk_keeps_what_is_left_in_its_buffers(size, tmp_path):
+    shards = stored(tmp_path, 7)
+    window = Window(size, HostCores(1))
+    for turn in range(3):
+        seen = []
+        for shard, buffer in window.walk(shards):
+            views = shard.views(buffer)
+            assert (views["a"] == turn * (shards.index(shard) + 1)).all()
+            views["a"].add_(shards.index(shard) + 1)
+            views["b"].fill_(turn)
+            seen.append(shard)
+        assert seen == shards
+    assert shards[0].written_bytes == 3 * shards[0].nbytes
+    assert window.nbytes(shards) == (min(size, 6) + 1) * shards[0].nbytes
+
+
+def test_the_next_shards_are_read_while_one_is_at_hand(tmp_path):
+    shards = stored(tmp_path, 4)
+    read = threading.Event()
+    stock = shards[2].read
+    shards[2].read = lambda buffer: (stock(buffer), read.set())
+    for shard, _ in Window(2, HostCores(1)).walk(shards):
+        if shard is shards[0]:
+            assert read.wait(10), "the third was not read while the first was at hand"
+
+
+def test_a_failed_write_ends_the_walk_and_leaves_no_thread_at_work(tmp_path):
+    shards = stored(tmp_path, 4)
+
+    def fail(_):
+        raise OffloadError(errno.EIO, "hf_zero: broken")
+
+    shards[1].write = fail
+    with pytest.raises(OffloadError, match="broken"):
+        for _ in Window(1, HostCores(1)).walk(shards):
+            pass

@@ -1,0 +1,180 @@
+"""State in host memory: the same trajectory as without offload, and no surprise when it does not fit."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_cells import MATRIX, assert_equal, clipped_at, in_pairs, one_step, settings_of
+from ranks import run_ranks
+from torch import nn
+from training import Outcome, adamw_in_two_groups, gpt2
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.engine.state.state_kinds import state_kinds
+from hf_zero.integrations.accelerator.announce import announce, state_plan
+from hf_zero.offload import budget
+from hf_zero.offload.budget import available_host_bytes, host_memory_fault
+from hf_zero.offload.host import HostTier
+from hf_zero.offload.host_cores import HostCores
+from hf_zero.offload.placement import Placement
+
+pytestmark = pytest.mark.timeout(180)
+
+CPU = {"offload": {"optimizer": "cpu"}}
+
+
+@pytest.mark.parametrize(("world_size", "cells"), MATRIX)
+def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size, cells):
+    arguments = {"cells": cells(), "offload": CPU}
+    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert len(found) == len(cells())
+        assert_equal(found)
+
+
+def test_host_memory_is_bitwise_with_local_accumulation_and_bf16():
+    for more in ({"grad_accumulation": "local"}, {"param_dtype": "bfloat16"}):
+        arguments = {"cells": clipped_at(1, 2, 3), "offload": CPU, **more}
+        if "grad_accumulation" in more:
+            assert_equal(in_pairs(0, 1, **arguments))
+        for found in run_ranks(in_pairs, world_size=2, time_limit_s=80, keyword_arguments=arguments):
+            assert_equal(found)
+
+
+def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, int, Outcome, Outcome]]:
+    return [found for case in cases for found in in_pairs(rank, world_size, **case)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
+    host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}
+    files = {"offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.4}}
+    stages = {1: (0, 2, 3), 2: (1, 2, 3), 3: (3,)}[world_size]
+    cases = [{"cells": clipped_at(*stages), "offload": offload} for offload in (host, files)]
+    cases.append({"cells": clipped_at(stages[-1]), "offload": host, "param_dtype": "bfloat16"})
+    for found in run_ranks(in_turn, world_size=world_size, time_limit_s=120, keyword_arguments={"cases": cases}):
+        assert len(found) == 2 * len(stages) + 1
+        assert_equal(found)
+
+
+@given(
+    numels=st.lists(st.integers(1, 10**9), min_size=1, max_size=20),
+    ratio=st.floats(0.01, 1.0) | st.sampled_from([0.1, 0.3, 0.7, 1.0]),
+)
+def test_the_fewest_first_buckets_that_hold_the_ratio_move(numels, ratio):
+    tier = HostTier(torch.device("cpu"), HostCores(1))
+    placement = Placement(tier, torch.device("cpu"), ratio=ratio, trained_numel=sum(numels))
+    moves = [placement.next_tier(numel) is tier for numel in numels]
+    count = sum(moves)
+    assert moves == [True] * count + [False] * (len(numels) - count)
+    assert sum(numels[:count]) >= ratio * sum(numels) - 1
+    assert count == 0 or sum(numels[: count - 1]) < ratio * sum(numels)
+    assert ratio < 1 or count == len(numels)
+
+
+def built(offload: dict, stage: int = 2, make_optimizer=adamw_in_two_groups, **more):
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = make_optimizer(model)
+    return model, optimizer, ZeroEngine(model, [optimizer], settings_of(stage, offload, **more))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_rows_are_masters_in_memory_of_their_own(stage):
+    model, optimizer, engine = built(CPU, stage)
+    one_step(model, optimizer)
+    for bucket in engine.buckets:
+        assert bucket.master.untyped_storage().data_ptr() != bucket.own.untyped_storage().data_ptr()
+        assert torch.equal(bucket.master, bucket.own)
+    rows = {row.kind: row for row in engine.memory_report().rows}
+    assert rows["fp32 master"].where == rows["optimizer state"].where == "host memory"
+    assert rows["fp32 master"].bytes == sum(bucket.own.nbytes for bucket in engine.buckets)
+    assert state_plan(engine).total == pytest.approx(engine.memory_report().total_bytes, rel=0.2)
+    assert {row.kind for row in engine.state.rows()} == {"exp_avg", "exp_avg_sq"}
+
+
+def test_the_plan_says_what_is_held_where(capsys):
+    _, _, engine = built(CPU)
+    announce(engine, "nobody")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "offload" in said
+    assert "in host memory" in said
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_the_report_and_the_plan_tell_the_part_that_stays(tier, stage, tmp_path, capsys):
+    more = {"nvme_path": str(tmp_path)} if tier == "nvme" else {}
+    model, optimizer, engine = built({"offload": {"optimizer": tier, "ratio": 0.5, **more}}, stage)
+    one_step(model, optimizer)
+    state = {bucket.tier.name: 0 for bucket in engine.buckets}
+    for bucket in engine.buckets:
+        state[bucket.tier.name] += 2 * 4 * sum(row.tensor.numel() for row in bucket.rows)
+    assert list(state) == [engine.tier.name, "device"]
+    rows = engine.memory_report().rows
+    assert {row.where: row.bytes for row in rows if row.kind == "optimizer state"} == state
+    assert 0.5 <= state[engine.tier.name] / sum(state.values()) < 1
+    announce(engine, "nobody")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert re.search(r"\d+% of the state stays on the training device", said)
+
+
+def test_an_edit_of_a_parameter_reaches_the_master():
+    model, optimizer, engine = built(CPU)
+    one_step(model, optimizer)
+    with engine.gathered(writeback=True):
+        model.transformer.wte.weight.data.fill_(0.25)
+    slots = {slot.name: slot for bucket in engine.buckets for slot in bucket.slots}
+    bucket = slots["transformer.wte.weight"].bucket
+    row = next(row for row in bucket.rows if row.slot.name == "transformer.wte.weight")
+    assert torch.equal(row.of(bucket.master), torch.full_like(row.tensor, 0.25))
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    with pytest.raises(MemoryError, match=r"needs 0\.00 GiB of host memory for each of 1 ranks.*leave"):
+        built(CPU)
+
+
+def test_the_budget_is_for_all_ranks_of_a_host():
+    assert host_memory_fault(10, 40, 4, "offload.params: cpu") is None
+    assert "for each of 5 ranks" in host_memory_fault(10, 40, 5, "offload.params: cpu")
+
+
+def write_group(folder, **files: int | str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{value}\n")
+
+
+def test_a_cgroup_limit_bounds_the_budget(tmp_path):
+    membership = tmp_path / "cgroup"
+    write_group(tmp_path / "v2", memory__max=5000, memory__current=1000)
+    write_group(tmp_path / "v2" / "job" / "task", memory__max="max", memory__current=1000)
+    membership.write_text("0::/job/task\n")
+    assert available_host_bytes(tmp_path / "v2", membership) == 4000
+    write_group(tmp_path / "v1" / "memory" / "job", memory__limit_in_bytes=900, memory__usage_in_bytes=1000)
+    membership.write_text("4:memory,cpu:/job\n1:pids:/\n")
+    assert available_host_bytes(tmp_path / "v1", membership) == 0
+    assert available_host_bytes(tmp_path / "none", membership) > 2**20
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (partial(torch.optim.AdamW, fused=True), ["exp_avg", "exp_avg_sq"]),
+        (partial(torch.optim.Adam, amsgrad=True), ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+        (partial(torch.optim.SGD, lr=0.1), []),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), ["momentum_buffer"]),
+    ],
+)
+def test_state_is_known_by_a_trial_that_leaves_the_optimizer_alone(make, expected):
+    optimizer = make([nn.Parameter(torch.zeros(3))])
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    kinds = state_kinds(optimizer, optimizer.param_groups[0], torch.float32)
+    assert [name for name, _ in kinds] == expected
+    assert not optimizer.state
+    assert not calls

@@ -1,0 +1,340 @@
+"""Parameters in host memory or in files (stage 3, from one rank on): the same training, and a layer at a time on the device."""
+
+import errno
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from offload_cells import JOBS
+from offloaded_params import BASE, CLIPPED, IN_TWO_PLACES, assert_bitwise, compared, moved
+from ranks import run_ranks
+from torch import nn
+from training import VOCABULARY, Job, fused_adamw, gpt2, gpt2_batch
+
+import hf_zero
+from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.device import PAGE_BYTES, ResizedReservation
+from hf_zero.engine.buckets import offloaded_memory
+from hf_zero.engine.buckets.offloaded_memory import OffloadedMemory
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.accelerator.announce import announce, state_plan
+from hf_zero.offload import budget
+from hf_zero.offload.files import OffloadError
+
+pytestmark = pytest.mark.timeout(180)
+
+PAIRS = list(itertools.product(("cpu", "nvme"), ("none", "cpu", "nvme")))
+
+
+EVERYWHERE = {
+    "odd model": replace(JOBS["odd model"], steps=4),
+    "sgd momentum": replace(JOBS["sgd momentum"], steps=2),
+}
+OTHER_SETTINGS = {
+    "bf16 with masters": {"param_dtype": "bfloat16"},
+    "local accumulation": {"grad_accumulation": "local"},
+    "none ahead": {"prefetch_units": 0},
+    "far ahead": {"prefetch_units": 3},
+    "kept whole until the step": {"reshard_after_forward": False},
+    "small ones on the device": {"persist_below_numel": 50},
+}
+
+
+def everywhere(rank: int, world_size: int, path: str) -> list[tuple]:
+    alike = [moved("cpu", "cpu", path), moved("nvme", "nvme", path)]
+    mixed = [moved(*pair, path) for pair in (PAIRS if world_size < 3 else [("cpu", "none"), ("nvme", "cpu")])]
+    jobs = EVERYWHERE | IN_TWO_PLACES if world_size == 1 else EVERYWHERE
+    found = compared(rank, world_size, {"clip and accumulation": CLIPPED}, mixed, BASE)
+    return found + compared(rank, world_size, jobs, alike, BASE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_every_pair_of_places_is_bitwise(world_size, tmp_path):
+    arguments = {"path": str(tmp_path)}
+    for found in run_ranks(everywhere, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert len(found) >= 6
+        assert_bitwise(found)
+
+
+def with_other_settings(rank: int, world_size: int, path: str) -> list[tuple]:
+    found = []
+    for more in OTHER_SETTINGS.values():
+        pairs = PAIRS if "param_dtype" in more else [("cpu", "cpu"), ("nvme", "nvme")]
+        variants = [moved(*pair, path, **more) for pair in pairs]
+        found += compared(rank, world_size, {"clipped": replace(CLIPPED, steps=2)}, variants, {**BASE, **more})
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_no_other_setting_changes_a_digit(world_size, tmp_path):
+    arguments = {"path": str(tmp_path)}
+    for found in run_ranks(with_other_settings, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert len(found) == len(PAIRS) + 2 * (len(OTHER_SETTINGS) - 1)
+        assert_bitwise(found)
+
+
+def test_a_shard_that_is_its_own_master_is_taken_over_from_an_early_or_late_step(tmp_path):
+    settings = moved("cpu", "cpu", tmp_path)
+    settings["offload"]["speculate_bytes"] = "64MiB"
+    assert_bitwise(compared(0, 1, {"plain": replace(CLIPPED, max_norm=100.0, accumulation=1)}, [settings], BASE))
+    late = {"optimizer": "cpu", "delay": 1, "delay_warmup": 1}
+    on_device, moved_too = {**BASE, "offload": late}, {**BASE, "offload": late | {"params": "cpu"}}
+    assert_bitwise(compared(0, 1, {"delayed": CLIPPED}, [moved_too], on_device))
+    model, optimizer, engine = built(settings)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    assert engine.memory_report().early.kept > 0
+    for bucket in engine.buckets:
+        assert bucket.master is bucket.own
+
+
+def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing(tmp_path):
+    def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> ResizedReservation:
+        return ResizedReservation(numel, dtype, kept, device)
+
+    with mock.patch.object(offloaded_memory, "reserve", resized):
+        variants = [moved("cpu", "cpu", tmp_path), moved("nvme", "nvme", tmp_path)]
+        assert_bitwise(compared(0, 1, {"clipped": replace(CLIPPED, steps=2)}, variants, BASE))
+
+
+# Scripts
+
+
+def built(settings: dict, make=gpt2):
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer = fused_adamw(model)
+    return model, optimizer, ZeroEngine(model, [optimizer], settings)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> float:
+    loss = model(**gpt2_batch(torch.Generator().manual_seed(seed), 2)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def what_a_script_sees(rank: int, settings: dict, folder: Path) -> dict[str, object]:
+    """Everything that a script does with whole parameters, between steps; what it saw."""
+    model, optimizer, engine = built(settings)
+    seen: dict[str, object] = {"losses": [step(model, optimizer, rank)]}
+    with hf_zero.gathered(model.transformer.h[1]):
+        seen["a look"] = model.transformer.h[1].attn.c_attn.weight.detach().clone()
+    with hf_zero.gathered(model.transformer.wpe, writeback=True), torch.no_grad():
+        model.transformer.wpe.weight.mul_(0.5)
+    seen["losses"].append(step(model, optimizer, 10 + rank))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state["transformer.h.0.mlp.c_fc.bias"] += 1.0
+    model.load_state_dict(state)
+    seen["losses"].append(step(model, optimizer, 20 + rank))
+    with hf_zero.unsharded(model), torch.no_grad():
+        model.eval()
+        prompt = torch.arange(4)[None] + rank
+        seen["tokens"] = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        model.train()
+    # transformers writes on the main process alone.
+    model.save_pretrained(folder)
+    seen["saved"] = type(model).from_pretrained(folder).state_dict() if rank == 0 else {}
+    seen["weights"] = {
+        (id_of(model, own.parameter), own.interval.start): own.values.clone() for own in engine.state.own_weights()
+    }
+    seen["rows"] = {(row.kind, row.name): row.tensor.clone() for row in engine.state.rows()}
+    seen["gradient state"] = engine.full_state(model.transformer.wte.weight)["exp_avg"]
+    torch.manual_seed(3)
+    engine.resize_embeddings(VOCABULARY + 16)
+    seen["losses"].append(step(model, optimizer, 30 + rank))
+    engine.close()
+    seen["closed"] = [parameter.detach().clone() for parameter in model.parameters()]
+    return seen
+
+
+def id_of(model: nn.Module, parameter: nn.Parameter) -> str:
+    return next(name for name, p in model.named_parameters() if p is parameter)
+
+
+def scripts(rank: int, world_size: int, path: str, more: dict) -> list[tuple[tuple, list[str]]]:
+    """Each pair of places, and what was seen otherwise than without offload."""
+    folder = Path(path) / f"saved-{rank}"
+    expected = what_a_script_sees(rank, {**BASE, **more}, folder)
+    found = []
+    for pair in PAIRS:
+        seen = what_a_script_sees(rank, moved(*pair, path, **more), folder)
+        found.append((pair, [what for what in expected if not equal(seen[what], expected[what])]))
+    return found
+
+
+def equal(ours: object, theirs: object) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(equal(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(equal(a, b) for a, b in zip(ours, theirs))
+    return ours == theirs
+
+
+@pytest.mark.parametrize("more", [{}, {"param_dtype": "bfloat16"}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_script_sees_what_it_sees_without_offload(world_size, more, tmp_path):
+    arguments = {"path": str(tmp_path), "more": more}
+    for found in run_ranks(scripts, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert found == [(pair, []) for pair in PAIRS]
+    assert not list(tmp_path.glob("hf_zero-run-*"))
+
+
+# Where everything is
+
+
+def resident_pages(tensor: torch.Tensor) -> int:
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        first = tensor.data_ptr() // PAGE_BYTES
+        pages = -(-(tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES) - first
+        pagemap.seek(8 * first)
+        entries = pagemap.read(8 * pages)
+    return sum(int.from_bytes(entries[at : at + 8], "little") >> 63 for at in range(0, len(entries), 8))
+
+
+@pytest.mark.parametrize(("params", "optimizer"), PAIRS)
+def test_between_steps_nothing_of_a_layer_is_on_the_device(params, optimizer, tmp_path, capsys):
+    model, stock, engine = built(moved(params, optimizer, tmp_path))
+    for seed in range(2):
+        step(model, stock, seed)
+    numel = sum(bucket.layout.shard_numel for bucket in engine.buckets)
+    for bucket in engine.buckets:
+        assert isinstance(bucket.memory, OffloadedMemory)
+        assert resident_pages(bucket.flat) == 0
+        assert bucket.own.untyped_storage().nbytes() >= bucket.own.nbytes if params == "cpu" else True
+        assert bucket.own.untyped_storage().nbytes() == 4 if params == "nvme" else True
+    report = engine.memory_report()
+    rows = {row.kind: row for row in report.rows}
+    assert rows["parameters"].where == {"cpu": "host memory", "nvme": "NVMe"}[params]
+    assert rows["parameters"].bytes == 4 * numel
+    # A shard that lies where the optimizer steps, or in the file of its state, is its own master.
+    assert rows["fp32 master"].bytes == (4 * numel if optimizer == "none" else 0)
+    assert rows["optimizer state"].bytes == 8 * sum(row.tensor.numel() for b in engine.buckets for row in b.rows)
+    root, *layers = engine.sharded.schedule.units
+    gathered = rows["gathered parameters, at most"].bytes
+    assert gathered <= root.passing_bytes + 2 * max(layer.passing_bytes for layer in layers)
+    in_files = {("nvme", "nvme"): 12, ("nvme", "cpu"): 4, ("nvme", "none"): 4, ("cpu", "nvme"): 8}
+    per_element = in_files.get((params, optimizer), 0)
+    assert (report.traffic is not None) is bool(per_element)
+    if per_element:
+        padding = 3 * PAGE_BYTES * len(engine.buckets)
+        assert 0 <= report.traffic.held_bytes - per_element * numel <= padding
+        assert 0 <= report.traffic.written_bytes_a_step - per_element * numel <= padding
+    assert report.total_bytes == sum(row.bytes for row in report.rows if row.where != "NVMe")
+    assert state_plan(engine).parameters == rows["parameters"].bytes
+    announce(engine, "nobody")
+    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert {"cpu": "iB a rank in host memory", "nvme": "iB a rank, with all in files: "}[params] in said
+    assert ("in files" in said) is bool(per_element)
+
+
+def with_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+    return get_peft_model(gpt2(), config)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
+def test_a_frozen_base_in_files_is_read_and_never_written_back(optimizer, tmp_path):
+    job = Job(make_model=with_lora, steps=3, make_optimizer=fused_adamw_of_trained)
+    [(_, _, ours, theirs)] = compared(0, 1, {"lora": job}, [moved("nvme", optimizer, tmp_path)], BASE)
+    assert ours.equals(theirs)
+    torch.manual_seed(0)
+    model = with_lora()
+    stock = fused_adamw_of_trained(model)
+    engine = ZeroEngine(model, [stock], moved("nvme", optimizer, tmp_path))
+    files = engine.parameter_tier.files
+    frozen = {b.name for u in engine.sharded.schedule.units for b in u.buckets if not b.trained}
+    of_base = [
+        shard for shard in files.shards if shard.file.path.stem.removesuffix("-parameters").replace("-", " ") in frozen
+    ]
+    assert len(of_base) == len(frozen)
+    step(model, stock)
+    before = [shard.written_bytes for shard in of_base], [shard.read_bytes for shard in of_base]
+    step(model, stock)
+    assert [shard.written_bytes for shard in of_base] == before[0]
+    assert all(after > former for after, former in zip([shard.read_bytes for shard in of_base], before[1]))
+    rows = {row.kind: row for row in engine.memory_report().rows}
+    assert rows["frozen parameters"].where == "NVMe"
+    assert rows["frozen parameters"].bytes >= sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    engine.close()
+
+
+def fused_adamw_of_trained(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, fused=True)
+
+
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_pretrained_weights_go_from_their_files_to_the_tier(params, tmp_path):
+    torch.manual_seed(3)
+    gpt2().save_pretrained(tmp_path / "pretrained")
+    losses = []
+    for settings in (BASE, moved(params, "nvme", tmp_path)):
+        with hf_zero.init(settings):
+            model = hf_zero_model(tmp_path / "pretrained")
+        optimizer = fused_adamw(model)
+        engine = ZeroEngine(model, [optimizer], settings)
+        losses.append([step(model, optimizer, seed) for seed in range(3)])
+        engine.close()
+    assert losses[0] == losses[1]
+
+
+def hf_zero_model(folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).train()
+
+
+# What goes wrong
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_it_is_of_stage_3(stage):
+    with pytest.raises(ConfigError, match=rf"`offload.params: cpu` is of stage 3.*stage is {stage}.*Set `stage: 3`"):
+        ZeroConfig.from_dict({"stage": stage, "offload": {"params": "cpu"}})
+
+
+def test_too_little_host_memory_or_disk_is_refused_with_the_setting(monkeypatch, tmp_path):
+    torch.manual_seed(0)
+    gpt2().save_pretrained(tmp_path / "pretrained")
+    monkeypatch.setattr(budget.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1000})())
+    with hf_zero.init(BASE):
+        model = hf_zero_model(tmp_path / "pretrained")
+    with pytest.raises(MemoryError, match=r"`offload.params: cpu` needs .* of host memory for each of 1 ranks"):
+        ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], moved("cpu", "none", tmp_path))
+    monkeypatch.setattr("hf_zero.engine.build.holders.free_disk_bytes", lambda _: 1000)
+    with pytest.raises(OSError, match=r"`offload.params: nvme` needs .* GiB below .* too little"):
+        built(moved("nvme", "none", tmp_path))
+
+
+def test_a_file_that_was_cut_ends_the_run_with_its_path(tmp_path):
+    model, optimizer, engine = built(moved("nvme", "none", tmp_path))
+    step(model, optimizer)
+    # A look has what is being written behind the step on the disk.
+    assert all(own.values.isfinite().all() for own in engine.state.own_weights())
+    path = max(engine.parameter_tier.files.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
+    os.truncate(path, 0)
+    with pytest.raises(OffloadError, match=rf"{path}: 0 of \d+ bytes .* could be read"):
+        step(model, optimizer)
+
+
+def test_a_write_behind_the_step_that_fails_is_told_at_the_next_forward(monkeypatch, tmp_path):
+    model, optimizer, _ = built(moved("nvme", "none", tmp_path))
+    step(model, optimizer)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hf_zero.offload.files.os.pwritev", full)
+    with pytest.raises(OffloadError, match=r"could be written \(No space left on device\)"):
+        for _ in range(2):
+            step(model, optimizer)

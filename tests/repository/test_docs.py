@@ -1,0 +1,367 @@
+"""The documents, held to what they say: examples run, paths exist, tables agree with the code."""
+
+import ast
+import inspect
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from document.configuration import settings
+from document.memory import bytes_of_stage
+from floors import FLOOR
+from hub_server import HubServer
+from launching import ROOT
+from readme_walk import RUNS_THE_TESTS, SECONDS, Folder, Line, Walk, blocks_of, steps_of
+from write_docs import MADE
+
+import hf_zero
+from hf_zero import ConfigError, ZeroConfig
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+"""What a user reads. All code in it is run."""
+
+DOCUMENTS = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"]
+MOST_LINES = 200
+"""Of the README: what is longer belongs to a page of its own."""
+
+ENGINE_NAMES = {
+    "DDP": "ddp",
+    "DDP + ZeroRedundancyOptimizer": "zero_optimizer",
+    "FSDP2": "fsdp2",
+    "hf_zero stage 0": "hf_zero0",
+    "hf_zero stage 1": "hf_zero1",
+    "hf_zero stage 2": "hf_zero2",
+    "hf_zero stage 3": "hf_zero3",
+}
+
+
+def table_under(text: str, first_heading: str) -> list[list[str]]:
+    """The body rows of the table whose first column has this heading, cells stripped of backticks."""
+    lines = text[text.index(f"| {first_heading} |") :].splitlines()[2:]
+    rows = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().strip("`") for cell in line.strip("|").split("|")])
+    return rows
+
+
+EXAMPLES = {name: blocks_of(text, "python") for name, text in PAGES.items()}
+LINES = {name: [step for step in steps_of(text) if isinstance(step, Line)] for name, text in PAGES.items()}
+TYPED = [(name, line) for name, lines in LINES.items() for line in lines]
+
+
+def read(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def walk_of(tmp_path_factory) -> Iterator[Callable[[str], Walk]]:
+    """A page as it is typed, in a folder that all pages share. The README's examples are saved there from the start."""
+    with HubServer() as hub:
+        folder = Folder(tmp_path_factory.mktemp("walk"), hub, EXAMPLES["README.md"])
+        yield cache(lambda page: Walk(PAGES[page], folder))
+
+
+# Examples and commands
+
+
+def test_the_three_ways_in_are_there():
+    text = "".join(block.text for block in EXAMPLES["README.md"])
+    for name in ("ZeroTrainingArguments", "ZeroCallback(2)", "parallelism_config=ZeroPlugin(stage=2)"):
+        assert name in text
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_every_python_example_has_a_file_name_and_a_launch():
+    names = [example.name for examples in EXAMPLES.values() for example in examples]
+    assert all(re.fullmatch(r"\w+\.py", name) for name in names) and len(set(names)) == len(names)
+    for page, examples in EXAMPLES.items():
+        for example in examples:
+            assert any(f" {example.name}" in line.command for line in LINES[page]), example.name
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_compared():
+    for page, text in PAGES.items():
+        fences = re.findall(r"^ *```(.*)$", text, flags=re.MULTILINE)
+        kinds = {fence.split()[0] if fence else "" for fence in fences[::2]}
+        assert kinds <= {"python", "bash", "yaml", "json", "text"}, page
+        assert len(blocks_of(text)) == len(fences) / 2, page
+
+
+def _marks(line: Line) -> list[pytest.MarkDecorator]:
+    marks = [pytest.mark.slow] if line.is_slow else []
+    return [*marks, pytest.mark.skip(reason=line.hindrance)] if line.hindrance else marks
+
+
+@pytest.mark.timeout(len(TYPED) * SECONDS)
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [pytest.param(page, line, marks=_marks(line), id=f"{page}: {line.command}") for page, line in TYPED],
+)
+def test_line_runs_as_it_is_typed_after_those_before_it(walk_of, page, line):
+    outcome = walk_of(page).run(line)
+    assert outcome.status == 0, outcome.said[-4000:]
+    if "torchrun" in line.command or "accelerate launch" in line.command:
+        assert "state over 2 of 2 ranks" in outcome.said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
+def test_torchrun_itself_starts_a_line_of_the_readme(tmp_path):
+    line = next(line for line in LINES["README.md"] if "torchrun" in line.command and not line.hindrance)
+    with HubServer() as hub:
+        folder = Folder(tmp_path, hub, EXAMPLES["README.md"], launchers=["torchrun"])
+        outcome = Walk(PAGES["README.md"], folder).run(line)
+    assert outcome.status == 0, outcome.said[-4000:]
+    assert "state over 2 of 2 ranks" in outcome.said and not folder.launchers_left
+
+
+def test_only_lines_with_a_visible_reason_are_not_run():
+    left = [line for _, line in TYPED if line.hindrance]
+    assert {line.command for line in left if "GPU" not in line.comment} == {RUNS_THE_TESTS}
+
+
+@pytest.mark.timeout(len(TYPED) * SECONDS)
+def test_a_checkpoint_holds_what_is_listed(walk_of):
+    page = "docs/checkpoints-and-hub.md"
+    [listing] = [block for block in blocks_of(PAGES[page], "text") if "manifest.json" in block.text]
+    place, *lines = listing.text.splitlines()
+    walk = walk_of(page)
+    walk.run(next(line for line in LINES[page] if f"--output_dir {Path(place).parent}" in line.command))
+    names = re.findall(r"[\w/.-]+\.(?:safetensors|json|pt|pth|bin)\b", "\n".join(lines))
+    assert len(names) > 4
+    for name in names:
+        assert (walk.folder.path / place / name).is_file(), name
+    assert not (walk.folder.path / place / "optimizer.pt").exists()
+
+
+def test_yaml_examples_are_configs():
+    found = [block for text in PAGES.values() for block in blocks_of(text, "yaml")]
+    assert found
+    for block in found:
+        ZeroConfig.from_dict(yaml.safe_load(block.text))
+
+
+def test_a_deepspeed_config_ends_with_the_message_that_is_shown(tmp_path):
+    page = PAGES["docs/coming-from.md"]
+    [config], [message] = blocks_of(page, "json"), blocks_of(page, "text")
+    (tmp_path / "ds_config.json").write_text(config.text, encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        ZeroConfig.of(tmp_path / "ds_config.json")
+    assert str(raised.value) == " ".join(message.text.split())
+
+
+# What the text names
+
+
+def strings_of(path: Path) -> Iterator[str]:
+    """The text constants of a file; in those that are formatted, `…` for each value."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_code():
+    said = [text for path in (ROOT / "hf_zero").rglob("*.py") for text in strings_of(path)]
+    page = PAGES["docs/troubleshooting.md"]
+    quoted = re.findall(r"^### `(.*)`$", page, flags=re.MULTILINE)
+    assert len(quoted) > 40 and len(quoted) == page.count("\n### ")
+    assert [fragment for fragment in quoted if not any(fragment in text for text in said)] == []
+
+
+def test_names_on_the_two_walks_are_those_of_the_code():
+    text = read("CONTRIBUTING.md").partition("## Two walks")[2].partition("\n## ")[0]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_zero").rglob("*.py"))
+    defined = set(re.findall(r"^ *(?:class|def) (\w+)", code, flags=re.MULTILINE))
+    named = re.findall(r"`([A-Za-z]\w*)\.(\w+)`|`([A-Z]\w+|[a-z]+_[a-z_]+|begin|seal|commit|together)`", text)
+    names = {name for pair in named for name in pair if name} - {"p", "grad", "_parameters"}
+    rooms = {path.name for path in (ROOT / "hf_zero").iterdir()}
+    assert len(names) > 30 and names - defined - rooms == set()
+
+
+def test_every_public_name_is_explained():
+    for name in set(hf_zero.__all__) - {"__version__"}:
+        mentioned = any(re.search(rf"\b{name}\b", text) for text in PAGES.values())
+        assert mentioned or inspect.getdoc(getattr(hf_zero, name)), f"{name}: on no page and without a docstring"
+
+
+def test_settings_that_are_named_exist():
+    known = {setting.name for setting in settings()} | {"comm.outer"}
+    prefixes = "|".join(sorted({name.split(".")[0] for name in known if "." in name}))
+    for page, text in PAGES.items():
+        named = set(re.findall(rf"`((?:{prefixes})\.[a-z_0-9.]*[a-z_0-9])\b(?!\()", text))
+        assert named <= known, page
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_paths_exist(document):
+    text = read(document)
+    paths = set(re.findall(r"(?<![\w/.-])(?:scripts|configs|tests|hf_zero)/[\w/.-]*\w", text))
+    paths |= set(re.findall(r"`([A-Z]+\.md)`", text))
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def anchors_of(text: str) -> set[str]:
+    """What `#...` may be in a link to this text: its headings as GitHub writes them."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_to_files_and_headings_that_exist(document):
+    folder = (ROOT / document).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", read(document)):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = folder / name if name else ROOT / document
+        assert file.is_file(), target
+        assert not anchor or anchor in anchors_of(file.read_text(encoding="utf-8")), target
+
+
+def test_every_page_is_in_the_list_of_pages():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)\)", PAGES["docs/README.md"]))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_every_script_that_is_run_is_a_file():
+    for document in DOCUMENTS:
+        for block in blocks_of(read(document), "bash"):
+            for script in re.findall(r"^(?:bash|python) (\S+)", block.text, flags=re.MULTILINE):
+                if document not in EXAMPLES or script not in {example.name for example in EXAMPLES["README.md"]}:
+                    assert (ROOT / script).is_file(), f"{document}: {script}"
+
+
+# What is made from the code
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_made_file_is_what_the_code_makes_now(name):
+    assert read(name) == MADE[name](), "run `python scripts/write_docs.py`"
+
+
+def test_every_picture_is_made_and_shown():
+    kept = {f"docs/pictures/{path.name}" for path in (ROOT / "docs" / "pictures").iterdir()}
+    assert kept == {name for name in MADE if name.startswith("docs/pictures/")}, "run `python scripts/write_docs.py`"
+    shown = {
+        str(((ROOT / document).parent / target).resolve().relative_to(ROOT))
+        for document in DOCUMENTS
+        for target in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", read(document))
+    }
+    assert kept == shown, "a picture that no page shows, or one that is shown and not made"
+
+
+def test_the_page_of_settings_has_all_of_them_with_their_defaults():
+    assert {setting.name: setting.default for setting in settings()} == by_key(ZeroConfig().to_dict())
+
+
+def test_bytes_of_the_example_model_are_those_of_the_layout():
+    said = " ".join(PAGES["docs/memory-and-traffic.md"].split())
+    sums = [f"{sum(bytes_of_stage(stage).values()) / 1e9:.2f} GB" for stage in range(4)]
+    assert "{} of state at stage 0, {} at stage 1, {} at stage 2 and {} at stage 3".format(*sums) in said
+
+
+# Tables
+
+
+def by_key(settings: dict[str, object]) -> dict[str, object]:
+    """Nested settings side by side, as `offload.params`."""
+    found: dict[str, object] = {}
+    for name, value in settings.items():
+        inner = by_key(value) if isinstance(value, dict) else {"": value}
+        found |= {f"{name}.{leaf}".rstrip("."): default for leaf, default in inner.items()}
+    return found
+
+
+def test_the_log_table_lists_every_figure_of_the_log():
+    said = {
+        name
+        for row in table_under(PAGES["docs/gradients-and-reports.md"], "in Trainer's log")
+        for name in re.findall(r"zero/\w+", row[0])
+    }
+    rooms = ROOT / "hf_zero" / "integrations"
+    logged = (re.findall(r'"(zero/\w+)"\] =', path.read_text(encoding="utf-8")) for path in rooms.rglob("*.py"))
+    assert said == {name for names in logged for name in names} | {"zero/peak_mib"}
+
+
+def test_the_rooms_are_those_whose_imports_are_checked():
+    rows = table_under(read("CONTRIBUTING.md"), "floor")
+    assert {row[1]: int(row[0]) for row in rows} == FLOOR
+
+
+def test_measured_figures_are_those_of_the_named_run():
+    [source] = re.findall(r"`(scripts/bench/results/step-\S+?\.json)`", README)
+    measured = {engine["name"]: engine for engine in json.loads((ROOT / source).read_text())["engines"]}
+    rows = table_under(README, "engine")
+    assert [ENGINE_NAMES[row[0]] for row in rows] == list(measured)
+    for name, cpu, wire, peak in rows:
+        engine = measured[ENGINE_NAMES[name]]
+        assert cpu == f"{engine['cpu_ratio']['median']:.2f}", name
+        assert wire == f"{engine['sent_bytes'] / 1e6:.1f}", name
+        assert peak == f"{engine['peak_bytes'] / 2**20:.0f}", name
+        assert engine["loss_difference"] == 0.0, "the README says that all losses are bitwise equal"
+
+
+def test_the_status_is_that_of_the_kept_results():
+    """Rewrite the README's first lines when a result from a GPU is kept."""
+    kept = [json.loads(path.read_text()) for path in (ROOT / "scripts" / "bench" / "results").glob("*.json")]
+    runs = [result.get("machine", result.get("run", result)) for result in kept]
+    assert runs and all(run["torch"].endswith("+cpu") for run in runs)
+    assert "**On a GPU and over NCCL nothing has run yet.**" in " ".join(README.split())
+
+
+def test_host_times_are_those_of_the_named_run():
+    page = PAGES["docs/benchmarks.md"]
+    [source] = re.findall(r"`(scripts/bench/results/host_time-\S+?\.json)`", page)
+    measured = {engine["name"]: engine for engine in json.loads(read(source))["engines"]}
+    rows = table_under(page.partition("## Host time")[2], "engine")
+    assert {ENGINE_NAMES[row[0]] for row in rows} == set(measured)
+    for name, milliseconds, to_ddp, to_fsdp2 in rows:
+        engine = measured[ENGINE_NAMES[name]]
+        assert milliseconds == f"{engine['cpu_ms']:.1f}", name
+        assert (to_ddp, to_fsdp2) == (f"{engine['to_ddp']:.2f}", f"{engine['to_fsdp2']:.2f}"), name
+
+
+def test_measured_figures_of_checkpoints_are_those_of_the_named_run():
+    page = PAGES["docs/benchmarks.md"]
+    [source] = re.findall(r"`(scripts/bench/results/io-\S+?\.json)`", page)
+    figures = json.loads((ROOT / source).read_text())
+    said = " ".join(page.split("Checkpoints of GPT-2")[1].split("\n\n")[0].split())
+
+    def seconds(table: str, name: str) -> str:
+        found = figures[table][name]
+        return f"{statistics.median(found['seconds'] if isinstance(found, dict) else found):.1f} s"
+
+    def megabytes(name: str) -> str:
+        return f"{max(figures['resumes'][name]['read_bytes']) / 1e6:.0f}"
+
+    def merged(way: str) -> str:
+        found = figures["merges"][way]
+        return f"{found['seconds']:.1f} s and {found['peak_bytes'] / 2**20:.0f} MiB"
+
+    assert f"takes {seconds('saves', 'stage 1: at once')} at stages 1 and 3" in said
+    assert seconds("saves", "stage 1: at once") == seconds("saves", "stage 3: at once")
+    assert f"torch.save of the same {seconds('saves', 'torch.save')}, DCP from FSDP2 {seconds('saves', 'DCP')}" in said
+    assert max(statistics.median(figures["saves"][f"stage {stage}: stall"]) for stage in (1, 3)) < 0.065
+    assert f"{seconds('resumes', 'stage 3')} at stage 3 and {seconds('resumes', 'stage 1')} at stage 1" in said
+    assert f"plain Trainer's {seconds('resumes', 'DDP')}" in said
+    assert f"{megabytes('stage 3')} MB at stage 3 and {megabytes('stage 1')} MB at stage 1" in said
+    assert f"plain Trainer reads {megabytes('DDP')}" in said
+    assert f"takes {merged('hf-zero consolidate')}" in said
+    assert f"`accelerate merge-weights` {merged('accelerate merge-weights')}" in said

@@ -1,0 +1,112 @@
+"""Who may import whom: floors point down, rooms go in no circles, and each room is small enough to look through."""
+
+from collections import Counter, defaultdict
+
+from document.imports import PACKAGE, imports_of, module_name
+from floors import FLOOR
+
+# Pairs that a floor alone would not keep apart.
+STRANGERS = {
+    ("kernels", "plan"),
+    ("checkpoint", "plan"),
+    ("checkpoint", "kernels"),
+    ("checkpoint", "comm"),
+}
+STRANGERS |= {
+    (ground, other) for ground in FLOOR for other in FLOOR if ground != other and FLOOR[ground] == FLOOR[other] == 0
+}
+STRANGERS |= {
+    ("comm", "checkpoint"),
+    ("comm", "plan"),
+    ("offload", "checkpoint"),
+    ("offload", "plan"),
+    ("engine", "checkpoint"),
+}
+
+# What strangers may import of each other all the same: it needs no process group.
+SHARED = {("checkpoint", "hf_zero.comm.all_or_none")}
+
+# Libraries, and the only folders that may import them.
+LIBRARIES = {
+    "transformers": {"diagnose", "integrations", "cli"},
+    "accelerate": {"diagnose", "integrations", "cli"},
+    "datasets": {"diagnose", "integrations", "cli"},
+    "triton": {"kernels"},
+}
+
+FILES_A_ROOM = 16  # kernels, one a file, excepted
+
+
+FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+IMPORTS = {module: set(imports_of(path)) for module, path in FILES.items()}
+
+# Of files to files. A package's own __init__ only names its rooms, lazily.
+EDGES = [
+    (module, name)
+    for module, names in IMPORTS.items()
+    for name in sorted(names)
+    if name in FILES and "hf_zero" not in (module, name) and name != module
+]
+
+
+def folder(module: str) -> str | None:
+    """`engine` of hf_zero.engine.units.schedule."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[0] == "hf_zero" else None
+
+
+def room(module: str) -> str:
+    """`engine.units` of hf_zero.engine.units.schedule. A file that lies beside rooms is a room of its own."""
+    parts = module.split(".")
+    return ".".join(parts[1:3] if len(parts) > 3 or FILES[module].name == "__init__.py" else parts[1:])
+
+
+def circle_of(arrows: dict[str, set[str]]) -> list[str]:
+    """One circle of a directed graph, or nothing."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(arrows[node]):
+            if circle := visit(other, [*path, node]):
+                return circle
+        done.add(node)
+        return []
+
+    return next((circle for node in sorted(arrows) if (circle := visit(node, []))), [])
+
+
+def test_imports_point_down():
+    wrong = [f"{module} is on no floor" for module in FILES if module != "hf_zero" and folder(module) not in FLOOR]
+    for module, imported in EDGES:
+        ours, theirs = folder(module), folder(imported)
+        is_strange = (ours, theirs) in STRANGERS and (ours, imported) not in SHARED
+        if FLOOR[theirs] > FLOOR[ours] or is_strange:
+            wrong.append(f"{module} imports {imported}")
+    for module, names in IMPORTS.items():
+        libraries = {name.split(".")[0] for name in names}
+        wrong += [
+            f"{module} imports {name}"
+            for name in libraries & set(LIBRARIES)
+            if folder(module) not in {None, *LIBRARIES[name]}
+        ]
+        wrong += [f"{module} imports torch" for name in libraries & {"torch"} if folder(module) == "layout"]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_goes_in_circles():
+    between_files, between_rooms = defaultdict(set), defaultdict(set)
+    for module, imported in EDGES:
+        between_files[module].add(imported)
+        if room(module) != room(imported):
+            between_rooms[room(module)].add(room(imported))
+    for arrows in (between_files, between_rooms):
+        assert not circle_of(arrows), " -> ".join(circle_of(arrows))
+
+
+def test_rooms_can_be_looked_through():
+    sizes = Counter(str(path.parent.relative_to(PACKAGE)) for path in FILES.values() if path.name != "__init__.py")
+    assert not {name: size for name, size in sizes.items() if size > FILES_A_ROOM and name != "kernels"}

@@ -1,0 +1,296 @@
+"""What runs on an accelerator only, run on a stand-in for one: see standin_device.cpp for how it misbehaves."""
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import standin_device
+import torch
+from bf16_runs import backward, built
+from ranks import run_ranks
+from saved_engines import save_engine
+from standin_runs import EXACT, INEXACT, prepared, steps
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import gpt2_batch
+
+from hf_zero.checkpoint.folder.background import Background
+from hf_zero.device import HostValue, alias, with_index
+from hf_zero.engine.holders.step_thread import StepThread
+from hf_zero.engine.state.loss_scale import GradScaler
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
+from hf_zero.kernels.lazy import Kernel
+from hf_zero.offload.host import HostTier
+from hf_zero.offload.host_cores import HostCores
+from hf_zero.offload.parameter_shards import FileMover
+from hf_zero.offload.window import Window
+
+pytestmark = [
+    pytest.mark.timeout(400),
+    standin_device.needs_compiler,
+]
+
+
+SCALED = ["stage 2", "state in host memory", "half of it", "early steps", "early steps in files"]
+
+SAVED = ["stage 1", "early steps in files", "parameters in cpu, state in none"]
+
+
+def train(settings: dict | None, *, scaled: bool = False) -> list[torch.Tensor]:
+    """Losses of three steps on the device and the weights behind them, in host memory.
+
+    A scale of 256 changes no digit.
+    """
+    model, optimizer, engine = prepared(settings)
+    losses = steps(
+        model, optimizer, engine, GradScaler(standin_device.NAME, init_scale=2.0**8, enabled=scaled), range(3)
+    )
+    with nullcontext() if engine is None else engine.gathered():
+        return losses + [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def goes_on(settings: dict, folder: Path) -> bool:
+    """Whether a run that reads a checkpoint takes the steps of the one that wrote it."""
+    unscaled = GradScaler(standin_device.NAME, enabled=False)
+    model, optimizer, engine = prepared(settings)
+    steps(model, optimizer, engine, unscaled, range(2))
+    save_engine(engine, folder)
+    with engine.gathered():
+        weights = [parameter.detach().cpu() for parameter in model.parameters()]
+    expected = steps(model, optimizer, engine, unscaled, range(2, 4))
+    model, optimizer, engine = prepared(settings)
+    with engine.gathered(writeback=True):
+        for parameter, values in zip(model.parameters(), weights):
+            parameter.data.copy_(values)
+    load_engine(engine, folder / ZERO_FOLDER)
+    return steps(model, optimizer, engine, unscaled, range(2, 4)) == expected
+
+
+# What is run on one rank too, where there are no collectives, and what in the short run only there.
+OFFLOADED_TWICE = ["parameters in cpu, state in cpu", "parameters in nvme, state in none"]
+ON_ONE_RANK = ["stage 0", "stage 2", "stage 3", "half of it", "early steps", "early steps in files", *OFFLOADED_TWICE]
+ON_TWO_RANKS = [name for name in EXACT if name not in OFFLOADED_TWICE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cells:
+    """Names of what is trained: settings that change no digit, those that do, both with a loss scale, both resumed."""
+
+    exact: Sequence[str] = tuple(EXACT)
+    inexact: Sequence[str] = tuple(INEXACT)
+    scaled: Sequence[str] = tuple(SCALED)
+    saved: Sequence[str] = (*SAVED, *INEXACT)
+
+
+CELLS = [
+    pytest.param(1, Cells(exact=ON_ONE_RANK, inexact=["8-bit moments"], scaled=SCALED[2:3], saved=SAVED[:1]), id="1"),
+    pytest.param(
+        *(2, Cells(exact=ON_TWO_RANKS, scaled=["half of it", "early steps in files"], saved=[*SAVED, "a step late"])),
+        id="2",
+    ),
+    pytest.param(1, Cells(), id="1-all", marks=pytest.mark.slow),
+    pytest.param(2, Cells(), id="2-all", marks=pytest.mark.slow),
+]
+
+
+def on_the_device(rank: int, world_size: int, library: Path, folder: str, cells: Cells) -> None:
+    compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
+
+    def run(settings: dict | None) -> list[torch.Tensor]:
+        return train(settings and _placed(settings, folder))
+
+    with standin_device.process_group(rank, world_size, folder):
+        plain = run(None)
+        for name in cells.exact:
+            assert all(map(torch.equal, run(EXACT[name]), plain)), name
+        for name in cells.inexact:
+            settings, elsewhere = INEXACT[name]
+            found = run(settings)
+            assert all(map(torch.equal, run(settings | elsewhere), found)), name
+            assert torch.stack(found[:3]).tolist() == pytest.approx(torch.stack(plain[:3]).tolist(), rel=0.02), name
+        for name in cells.scaled:
+            assert all(map(torch.equal, train(_placed(EXACT[name], folder), scaled=True), plain)), f"{name}, scaled"
+        for number, name in enumerate(cells.saved):
+            settings = EXACT[name] if name in EXACT else INEXACT[name][0] | INEXACT[name][1]
+            assert goes_on(_placed(settings, folder), Path(folder) / f"checkpoint-{number}"), name
+    assert compiled.deferred() > 0
+    assert compiled.hazards() == compiled.crossings() == []
+    assert compiled.contexts() == {rank + 1}
+    assert torch.get_device_module(standin_device.NAME).spins == 0
+
+
+def _placed(settings: dict, folder: str) -> dict:
+    offload = settings.get("offload", {})
+    files = {"nvme_path": folder} if "nvme" in offload.values() else {}
+    return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
+
+
+@pytest.mark.parametrize(("world_size", "cells"), CELLS)
+def test_training_on_a_device_that_does_everything_late(world_size, cells, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path), "cells": cells}
+    run_ranks(on_the_device, world_size=world_size, time_limit_s=300, keyword_arguments=arguments)
+
+
+def misbehaves(rank: int, world_size: int, library: Path) -> None:
+    compiled = standin_device.register(library)
+    there, here = torch.ones(8, device=standin_device.NAME), torch.empty(8, pin_memory=True)
+    assert torch.empty(1, device=standin_device.NAME).isnan().item()
+    here.copy_(there, non_blocking=True)
+    assert here.isnan().all(), "a copy that nobody waited for has been made"
+    event = torch.Event(device=standin_device.NAME)
+    event.record()
+    event.synchronize()
+    assert (here == 1).all()
+    stream = torch.Stream(device=standin_device.NAME)
+    torch.accelerator.set_stream(stream)
+    here.copy_(there, non_blocking=True)
+    assert compiled.hazards() == []
+    del there
+    assert compiled.hazards() == ["memory of a copy under way was freed"]
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device=standin_device.NAME) + torch.ones(2)
+
+
+def has_several_devices(rank: int, world_size: int, library: Path) -> None:
+    compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
+    second = torch.device(standin_device.NAME, 1)
+    there = torch.ones(8, device=second)
+    assert (there + there).device == second and compiled.contexts() == {1}
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(8, device=f"{standin_device.NAME}:2")
+    compiled.keep_to(1)
+    module.set_device(1)
+    torch.ones(8, device=standin_device.NAME).add_(there)
+    found = []
+    thread = threading.Thread(target=lambda: found.append((module.current_device(), _refusal(module))))
+    thread.start()
+    thread.join()
+    assert found == [(0, "a context would be made on device 0, and this process is to keep to device 1")]
+
+
+def _refusal(module: ModuleType) -> str:
+    with pytest.raises(RuntimeError) as refused:
+        module.Event().record(module.current_stream())
+    return str(refused.value).splitlines()[0]
+
+
+def test_each_thread_begins_on_the_first_of_the_devices(library):
+    run_ranks(has_several_devices, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
+def test_the_stand_in_shows_what_would_go_wrong_on_a_gpu(library):
+    run_ranks(misbehaves, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
+def goes_by_the_engines_device(rank: int, world_size: int, library: Path) -> None:
+    compiled, module = standin_device.register(library), torch.get_device_module(standin_device.NAME)
+    compiled.keep_to(2)
+    device, current = torch.device(standin_device.NAME, 2), module.current_device
+    cores, saved = HostCores(1), []
+    background = Background(device)
+    background.start(lambda: saved.append(current()))
+    background.finish()
+    threads = [StepThread(cores, device), Window(1, cores, device), FileMover(device, 1)]
+    assert saved + [thread.submit(current).result() for thread in threads] == [2, 2, 2, 2]
+    launched, step = [], Kernel(lambda: None)
+    step.__dict__["jit"] = {(1,): lambda *_, **__: launched.append(current())}
+    step[(1,)](3, torch.ones(1, device=device), torch.ones(1, device=device))
+    assert launched == [2]
+    assert HostValue(torch.ones((), device=device)).value() == 1
+    assert HostTier(device, cores).empty(16, torch.float32).shape == (16,)
+    assert (alias(torch.ones(4, device=device)) == 1).all()
+    module.set_device(2)
+    assert with_index(torch.device(standin_device.NAME)) == device
+    assert compiled.contexts() == {2}
+
+
+def test_threads_pins_events_and_launches_go_by_the_engines_device(library):
+    run_ranks(goes_by_the_engines_device, world_size=1, time_limit_s=120, keyword_arguments={"library": library})
+
+
+def held_through_a_step(rank: int, world_size: int, library: Path, folder: str, stage: int) -> tuple[float, float]:
+    """Bytes a parameter that the device holds more after backward than before the forward, and behind the step."""
+    compiled = standin_device.register(library)
+    with standin_device.process_group(rank, world_size, folder):
+        model, optimizer, engine = built(stage, device=standin_device.NAME, bucket_bytes="1MiB")
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        for step in range(3):
+            before = compiled.held()
+            loss = backward(model, step)
+            del loss
+            after = compiled.held()
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.finish_parameters()
+        return (after - before) / numel, (compiled.held() - before) / numel
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_an_accelerator_are_gone_before_the_next_forward(stage, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path), "stage": stage}
+    [(gradients, left)] = run_ranks(held_through_a_step, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    # The device gives out whole pages.
+    assert 2 <= gradients < 2.4
+    assert left == 0
+
+
+class CopiedBytes(TorchDispatchMode):
+    """Bytes of copies between the host and the device. What changes its dtype on the way may travel in the wider one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = self.up = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy"):
+            target, source = (made, args[0]) if name == "aten::_to_copy" else args[:2]
+            if target.device.type != source.device.type:
+                nbytes = source.numel() * max(target.itemsize, source.itemsize)
+                if target.device.type == "cpu":
+                    self.down += nbytes
+                else:
+                    self.up += nbytes
+        return made
+
+
+def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, settings: dict) -> tuple[float, float]:
+    """Copied in a backward and a step, for each element of the rank's shards: down and up."""
+    standin_device.register(library)
+    with standin_device.process_group(rank, world_size, folder):
+        model, optimizer, engine = built(device=standin_device.NAME, bucket_bytes="100KiB", **settings)
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        copied = CopiedBytes()
+        batch = {n: v.to(standin_device.NAME) for n, v in gpt2_batch(torch.Generator().manual_seed(1), 2).items()}
+        loss = model(**batch).loss
+        with copied:
+            loss.backward()
+            optimizer.step()
+        engine.finish_parameters()
+        numel = sum(bucket.layout.shard_numel for bucket in engine.buckets)
+        return copied.down / numel, copied.up / numel
+
+
+OFFLOADED = {
+    "in time": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
+    "early": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}},
+    "stage 1": {"stage": 1, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
+    "stage 3": {"stage": 3, "offload": {"optimizer": "cpu", "speculate_bytes": 0}},
+}
+
+
+@pytest.mark.parametrize("way", OFFLOADED)
+def test_offload_moves_2_bytes_down_and_2_up_for_a_16_bit_parameter(way, library, tmp_path):
+    """On one rank, since the stand-in's collectives go through the host, too."""
+    arguments = {"library": library, "folder": str(tmp_path), "settings": OFFLOADED[way]}
+    [(down, up)] = run_ranks(bytes_of_a_step, world_size=1, time_limit_s=100, keyword_arguments=arguments)
+    # Scalars of the step, too.
+    assert 2 <= down < 2.01
+    assert 2 <= up < 2.01

@@ -1,0 +1,377 @@
+"""Compiles every Triton kernel for GPUs that need not be there, and reads what came out of the assembler.
+
+Run by test_kernels.py in a process of its own, without TRITON_INTERPRET: prints one JSON object, by kernel and
+architecture or variant, of `Figures`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hf_zero.kernels import adamw, adamw_in_blocks, fill, lion, quantise, sgd, statistics, stepping, stochastic
+from hf_zero.kernels.block_format import BlockFormat, Code
+from hf_zero.kernels.fp8 import FP8
+from hf_zero.kernels.int4 import INT4
+from hf_zero.kernels.int8 import INT8
+from hf_zero.kernels.lazy import Kernel
+
+ARCHITECTURES = (80, 90)
+OPTIONAL = ("multiplier", "found_inf", "residual", "inverse_scale", "momentum_buffer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promise:
+    """The most that a kernel may use, and exactly how many accesses of which width (bits a thread) to global memory it has."""
+
+    registers: int
+    shared_bytes: int = 0
+    loads: Mapping[str, int]
+    stores: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel as it is launched.
+
+    Attributes:
+        types: of the runtime arguments, as Triton writes them; pointers and whole numbers known to be divisible by 16.
+        constants: the other arguments.
+        architectures: those that have the instructions it is made of.
+    """
+
+    kernel: Kernel
+    types: Mapping[str, str]
+    promise: Promise
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    architectures: tuple[int, ...] = ARCHITECTURES
+
+
+@dataclass(frozen=True)
+class Compiled:
+    cubin: bytes
+    shared_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Read from the machine code of one kernel; instruction counts are static."""
+
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    loads: dict[str, int]
+    stores: dict[str, int]
+
+
+CASES = {
+    f"sum_parts {dtype}": Case(
+        kernel=statistics._sum_parts,
+        types={"flat": f"*{dtype}", "squares": "*fp32", "counts": "*i32", "numel": "i64"},
+        constants={"PART": statistics.PART_NUMEL, "BLOCK": statistics.BLOCK_NUMEL},
+        num_warps=8,
+        promise=Promise(registers=64, shared_bytes=32, loads={"128": loads}, stores={"32": 2}),
+    )
+    for dtype, loads in (("fp32", 4), ("bf16", 2), ("fp16", 2))
+}
+CASES["sum_of_parts"] = Case(
+    kernel=statistics._sum_of_parts,
+    types={"squares": "*fp32", "counts": "*i32", "out": "*fp64", "parts": "i32"},
+    constants={"STEPS": 2, "BLOCK": statistics.PARTS_A_STEP},
+    promise=Promise(registers=40, shared_bytes=32, loads={"128": 8}, stores={"64": 2}),
+)
+CASES["scalars"] = Case(
+    kernel=statistics._scalars,
+    types={"statistics": "*fp64", "inverse_scale": "*fp32", "out": "*fp32", "max_norm": "fp32"},
+    num_warps=1,
+    promise=Promise(registers=32, loads={"64": 2, "32": 1}, stores={"32": 4}),
+)
+
+
+def step_case(
+    kernel: Kernel, dtypes: Mapping[str, str], numbers: Sequence[str], constants: Mapping[str, Any], registers: int
+) -> Case:
+    """An optimizer's kernel with multiplier and found_inf, which are its two narrow loads.
+
+    Each tensor of `dtypes` is read but the copy and written but the gradient, four elements a thread at a time.
+    """
+    scalars = {"multiplier": "*fp32", "found_inf": "*fp32"}
+    widths = {name: "128" if dtype == "fp32" else "64" for name, dtype in dtypes.items()}
+    loads = Counter(width for name, width in widths.items() if name != "copy") + Counter({"32": len(scalars)})
+    return Case(
+        kernel=kernel,
+        types={k: f"*{v}" for k, v in dtypes.items()} | scalars | {"numel": "i64"} | dict.fromkeys(numbers, "fp32"),
+        constants={"BLOCK": stepping.BLOCK_NUMEL, "INTERPRETED": False, **constants},
+        num_warps=stepping.NUM_WARPS,
+        promise=Promise(
+            registers=registers,
+            loads=loads,
+            stores=Counter(width for name, width in widths.items() if name != "gradient"),
+        ),
+    )
+
+
+ADAMW_NUMBERS = ("decay", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "inverse_bias2_sqrt", "eps")
+LION_NUMBERS = ("decay", "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr")
+SGD_NUMBERS = ("weight_decay", "kept", "added", "momentum", "lr")
+MASTER = {"weights": "fp32", "gradient": "bf16", "copy": "bf16"}
+PLAIN = {"weights": "fp32", "gradient": "fp32"}
+
+for title, dtypes in (("bf16 copy", MASTER), ("fp32", PLAIN), ("bf16", {"weights": "bf16", "gradient": "bf16"})):
+    none = {} if "copy" in dtypes else {"copy": None}
+    moments = {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
+    CASES[f"adamw {title}"] = step_case(adamw._adamw, dtypes | moments, ADAMW_NUMBERS, none, registers=40)
+    CASES[f"lion {title}"] = step_case(lion._lion, dtypes | {"exp_avg": "fp32"}, LION_NUMBERS, none, registers=32)
+    CASES[f"sgd {title}"] = step_case(
+        sgd._sgd, dtypes | {"momentum_buffer": "fp32"}, SGD_NUMBERS, {"NESTEROV": True, **none}, registers=32
+    )
+
+
+MOMENTS_IN_BLOCKS = {
+    "exp_avg": "*u8",
+    "exp_avg_scales": "*fp32",
+    "exp_avg_sq": "*u8",
+    "exp_avg_sq_scales": "*fp32",
+    "values": "*fp32",
+    "first": "*u8",
+    "thresholds": "*fp32",
+}
+CASES |= {
+    f"adamw in blocks {title}": Case(
+        kernel=adamw_in_blocks._adamw_in_blocks,
+        types={name: f"*{dtype}" for name, dtype in dtypes.items()}
+        | MOMENTS_IN_BLOCKS
+        | {"multiplier": "*fp32", "found_inf": "*fp32", "numel": "i64"}
+        | dict.fromkeys(ADAMW_NUMBERS, "fp32"),
+        constants={
+            "SMALLEST": adamw_in_blocks.SMALLEST_NORMAL,
+            "BLOCK": adamw_in_blocks.BLOCK_NUMEL,
+            "INTERPRETED": False,
+            **({} if "copy" in dtypes else {"copy": None}),
+        },
+        num_warps=adamw_in_blocks.NUM_WARPS,
+        # Eight elements a thread. A look-up is a narrow load: of both moments' elements, a first code (8 bits), a value and a
+        # threshold; then two scales, multiplier and found_inf.
+        promise=Promise(
+            registers=80,
+            loads={"128": wide, "64": 2, "8": 16, "32": 36},
+            stores={"128": 2 + ("copy" in dtypes), "64": 2, "32": 2},
+        ),
+    )
+    for title, dtypes, wide in (("bf16 copy", MASTER, 3), ("fp32", PLAIN, 4))
+}
+
+
+def block_case(
+    kernel: Kernel, code: Code, types: Mapping[str, str], constants: Mapping[str, Any], promise: Promise
+) -> Case:
+    """A code's kernel on blocks of 256."""
+    rows, warps = quantise._launch(BlockFormat(code=code))
+    return Case(
+        kernel=kernel,
+        types={"codes": "*u8", "scales": "*fp32", "numel": "i64", "blocks": "i64", **types},
+        constants={"ROWS": rows, "SIZE": 256, **constants},
+        num_warps=warps,
+        promise=promise,
+        architectures=(90,) if code is FP8 else ARCHITECTURES,
+    )
+
+
+QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
+BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
+SUM_CONSTANTS = {"RANKS": 2, "INTERPRETED": False}
+for code in (INT8, FP8):
+    CASES[f"quantise {code}"] = block_case(
+        code.quantise_kernel,
+        code,
+        BF16_WITH_RESIDUAL,
+        QUANTISE_CONSTANTS,
+        Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
+    )
+    CASES[f"sum of {code}"] = block_case(
+        code.sum_kernel,
+        code,
+        {"out": "*fp32"},
+        SUM_CONSTANTS,
+        Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
+    )
+CASES |= {
+    "quantise int4": block_case(
+        INT4.quantise_kernel,
+        INT4,
+        BF16_WITH_RESIDUAL,
+        QUANTISE_CONSTANTS,
+        Promise(registers=48, shared_bytes=64, loads={"64": 2, "128": 2}, stores={"32": 2, "128": 2}),
+    ),
+    "sum of int4": block_case(
+        INT4.sum_kernel,
+        INT4,
+        {"out": "*bf16"},
+        SUM_CONSTANTS,
+        Promise(registers=48, loads={"32": 4}, stores={"64": 2}),
+    ),
+}
+
+
+CASES["stochastic rounding"] = Case(
+    kernel=stochastic._round,
+    types={"source": "*fp32", "out": "*bf16", "numel": "i64", "seed": "i64", "offset": "i64"},
+    constants={
+        "LANES": stochastic._LANES,
+        "REGIONS": stochastic._REGIONS_A_PROGRAM,
+        "QUIET_NAN": stochastic._QUIET_NAN,
+    },
+    # Random numbers are made one a thread and handed over to the threads that read four elements.
+    promise=Promise(registers=64, shared_bytes=2048, loads={"128": 8}, stores={"64": 8}),
+)
+
+
+CASES |= {
+    f"fill {title}": Case(
+        kernel=fill._fill,
+        types={"table": "*i64", "flat": "*bf16", "like": "*fp32", "factor": "fp32"},
+        constants={
+            "ALIGN_BYTES": align_bytes,
+            "ALIGN_NUMEL": align_numel,
+            "BLOCK": fill.BLOCK_NUMEL,
+            "STEP": fill.STEP_NUMEL,
+            "TAIL": fill._TAIL_NUMEL,
+            "INTERPRETED": False,
+        },
+        promise=promise,
+    )
+    for title, align_bytes, align_numel, promise in (
+        ("aligned", 16, 16, Promise(registers=64, loads={"64": 3, "128": 4, "32": 1}, stores={"64": 4, "16": 1})),
+        ("anywhere", 1, 1, Promise(registers=64, loads={"64": 3, "32": 17}, stores={"16": 17})),
+    )
+}
+
+
+def compile_case(case: Case, architecture: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    jit = case.kernel.jit
+    signature = {name: case.types.get(name, "constexpr") for name in jit.arg_names}
+    divisible = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(jit.arg_names)
+        if signature[name][0] == "*" or signature[name][0] == "i"
+    }
+    constants = {(jit.arg_names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(jit, signature, constants, divisible)
+    options = {"num_warps": case.num_warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return Compiled(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def with_one_element(case: Case) -> Case:
+    """Whole numbers of 1, which Triton takes for constants when a kernel is launched."""
+    whole = [name for name, kind in case.types.items() if kind in ("i32", "i64")]
+    types = {name: kind for name, kind in case.types.items() if name not in whole}
+    return replace(case, types=types, constants={**case.constants, **dict.fromkeys(whole, 1)})
+
+
+def without_options(case: Case) -> Case:
+    """None for the tensors that a kernel can do without."""
+    left_out = [name for name in case.types if name in OPTIONAL]
+    types = {name: kind for name, kind in case.types.items() if name not in left_out}
+    return replace(case, types=types, constants={**case.constants, **dict.fromkeys(left_out)})
+
+
+def tool(name: str) -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers a thread, and the bytes that it spills."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool("cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True)
+    numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage.stdout + usage.stderr))
+    return {"registers": int(numbers["REG"]), "spilled_bytes": int(numbers["STACK"]) + int(numbers["LOCAL"])}
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The section of an ELF file that holds its one kernel's instructions."""
+    (start,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + size * index) for index in range(count)]
+    names_start = sections[names][4]
+    [code] = [s for s in sections if cubin.startswith(b".text.", names_start + s[0])]
+    return cubin[code[4] : code[4] + code[5]]
+
+
+def disassembled(kernels: Sequence[bytes], architecture: int) -> list[list[str]]:
+    """The names of each kernel's instructions. The disassembler needs half a second to begin, so all go through it together."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(b"".join(kernels))
+        file.flush()
+        command = [tool("nvdisasm"), "--binary", f"SM{architecture}", file.name]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code, re.MULTILINE)
+    ends = list(itertools.accumulate(map(len, kernels)))
+    names: list[list[str]] = [[] for _ in kernels]
+    for address, name in found:
+        names[bisect.bisect_right(ends, int(address, 16))].append(name)
+    return names
+
+
+def figures(compiled: Mapping[str, Compiled], architecture: int) -> dict[str, Figures]:
+    """Of kernels by name."""
+    instructions = disassembled([machine_code(kernel.cubin) for kernel in compiled.values()], architecture)
+    return {
+        name: Figures(
+            **resources(kernel.cubin),
+            shared_bytes=kernel.shared_bytes,
+            loads=count_by_width(found, "LDG"),
+            stores=count_by_width(found, "STG"),
+        )
+        for (name, kernel), found in zip(compiled.items(), instructions)
+    }
+
+
+def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
+    """How many of an opcode's instructions move 8, 16, 32, 64 or 128 bits a thread."""
+    counts: Counter[str] = Counter()
+    for name in instructions:
+        if name.split(".")[0] == opcode:
+            width = next((part for part in name.split(".") if part in ("U8", "S8", "U16", "64", "128")), "32")
+            width = {"U8": "8", "S8": "8", "U16": "16"}.get(width, width)
+            counts[width] += 1
+    return counts
+
+
+def main() -> None:
+    """Compiles for the architecture named by the first word; for the newest, a launch's other forms too."""
+    architecture = int(sys.argv[1])
+    cases = {name: case for name, case in CASES.items() if architecture in case.architectures}
+    compiled = {name: compile_case(case, architecture) for name, case in cases.items()}
+    found = {name: {str(architecture): vars(usual)} for name, usual in figures(compiled, architecture).items()}
+    for name, case in cases.items() if architecture == ARCHITECTURES[-1] else ():
+        for variant in (with_one_element, without_options):
+            other = variant(case)
+            kernel = compiled[name] if other == case else compile_case(other, architecture)
+            found[name][variant.__name__] = resources(kernel.cubin)
+    json.dump(found, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()

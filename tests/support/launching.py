@@ -1,0 +1,170 @@
+"""Starts a script as a user would, under `accelerate launch`, or in ranks that are forked with everything imported."""
+
+import atexit
+import itertools
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing import connection, get_context
+from pathlib import Path
+
+import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from ranks import start_forking
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = Path(__file__).resolve().parent
+CONFIGS = ROOT / "configs"
+CPU2 = CONFIGS / "accelerate" / "cpu2.yaml"
+SECONDS = 120
+
+
+def own_port() -> int:
+    """A port that no test in another process of pytest's launches on."""
+    return 29510 + int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+_meetings = itertools.count()
+
+
+def port_to_meet_on() -> int:
+    """A port that is free, and that no other process comes by before the ranks have met.
+
+    Not one that the system chooses: it gives those to any connection. Each process of pytest's has its own hundreds.
+    """
+    first = 10_000 + 500 * (own_port() - 29_510) % 15_000
+    for turn in _meetings:
+        with socket.socket() as tried:
+            # As the ranks' store does: what a former one has left behind is not in its way.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("127.0.0.1", first + turn % 500))
+            except OSError:
+                continue
+            return first + turn % 500
+    raise AssertionError("the turns have no end")
+
+
+def launch_command(script: Path, *arguments: object, config: Path, flags: Sequence[object] = ()) -> list[str]:
+    """The words of a command line; `flags` are the launcher's own, `arguments` the script's."""
+    launcher = ["accelerate", "launch", "--config_file", config, "--main_process_port", own_port(), *flags]
+    return [str(word) for word in (*launcher, script, *arguments)]
+
+
+def own_environment(caches: Path) -> dict[str, str]:
+    """In which the script has its own caches, and nothing is known of the ranks but what the launcher says."""
+    environment = os.environ | {"HF_HOME": str(caches)}
+    environment.pop("ACCELERATE_USE_CPU", None)
+    return environment
+
+
+def launch(
+    script: Path, *arguments: object, caches: Path, config: Path = CPU2, flags: Sequence[object] = ()
+) -> subprocess.CompletedProcess:
+    """Run it to its end, whichever that is."""
+    command = launch_command(script, *arguments, config=config, flags=flags)
+    environment = own_environment(caches)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+
+
+def launch_forked(
+    script: Path, *arguments: object, config: Path = CPU2, flags: Sequence[object] = ()
+) -> subprocess.CompletedProcess:
+    """The same without the launcher: in its environment, and without the time that new interpreters take to import torch.
+
+    The caches are those of the tests' session.
+    """
+    words = [str(word) for word in ("--config_file", config, *flags, script, *arguments)]
+    launched, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    if launched.num_processes > 1:
+        environment = prepare_multi_gpu_env(launched)
+    else:
+        _, environment = prepare_simple_launcher_cmd_env(launched)
+    environment.pop("ACCELERATE_USE_CPU", None)
+    return run_forked(script, arguments, environment=environment, processes=launched.num_processes)
+
+
+def run_forked(
+    script: Path,
+    arguments: Sequence[object] = (),
+    *,
+    environment: Mapping[str, str],
+    processes: int,
+    folder: Path = ROOT,
+) -> subprocess.CompletedProcess:
+    """Runs a script's ranks in `folder`, as `torchrun --nproc_per_node` does, in processes forked with everything imported.
+
+    The first that fails takes the others down. What all have said is in `stdout` and `stderr`; the status is the first's
+    that is not 0.
+    """
+    start_forking()
+    context, deadline_s = get_context("forkserver"), time.monotonic() + SECONDS
+    with tempfile.TemporaryDirectory(prefix="said-") as said:
+        places = [{}] if processes == 1 else _places(processes)
+        words = [str(word) for word in arguments]
+        ranks = [
+            context.Process(
+                target=_run_script, args=(script, words, dict(environment) | place, folder, said), daemon=True
+            )
+            for place in places
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            left = {rank.sentinel: rank for rank in ranks}
+            status = 0
+            while left and not status:
+                ended = connection.wait(left, timeout=max(0.0, deadline_s - time.monotonic()))
+                if not ended:
+                    raise subprocess.TimeoutExpired([script, *words], SECONDS, *_said(Path(said)))
+                for sentinel in ended:
+                    rank = left.pop(sentinel)
+                    rank.join()
+                    status = status or rank.exitcode
+        finally:
+            for rank in ranks:
+                if rank.pid is not None:
+                    rank.kill()
+                    rank.join()
+        return subprocess.CompletedProcess([script, *words], status, *_said(Path(said)))
+
+
+def _places(processes: int) -> list[dict[str, str]]:
+    """What each of several ranks is told of its place."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port_to_meet_on())}
+    sizes = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    return [meeting | sizes | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def _run_script(script: Path, words: list[str], environment: dict[str, str], folder: Path, said: str) -> None:
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(Path(said) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    torch.set_num_threads(1)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        raise SystemExit(1) from None
+    finally:
+        # A process of multiprocessing's leaves them out.
+        atexit._run_exitfuncs()
+
+
+def _said(folder: Path) -> tuple[str, str]:
+    paths = (folder / name for name in ("stdout", "stderr"))
+    out, err = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
+    return out, err

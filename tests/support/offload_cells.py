@@ -1,0 +1,96 @@
+"""Jobs and stages that are trained twice in one process group: with what is offloaded and without."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training import Job, Outcome, Unruly, adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch, train
+
+SMALL_BUCKETS = {"bucket_bytes": "20KiB"}
+
+
+def settings_of(stage: int, offload: dict, **more) -> dict:
+    return {"stage": stage, **SMALL_BUCKETS, **offload, **more}
+
+
+def sgd_momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9, nesterov=True)
+
+
+def of_trained(make, model: nn.Module) -> torch.optim.Optimizer:
+    return make([p for p in model.parameters() if p.requires_grad])
+
+
+OPTIMIZERS = {
+    "adamw": adamw_in_two_groups,
+    "sgd momentum": sgd_momentum,
+    "rmsprop": partial(of_trained, partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5, centered=True)),
+    "adagrad": partial(of_trained, partial(torch.optim.Adagrad, lr=1e-2)),
+    "nadam": partial(of_trained, partial(torch.optim.NAdam, lr=1e-3)),
+    "adam amsgrad": partial(of_trained, partial(torch.optim.Adam, lr=1e-3, amsgrad=True, foreach=True)),
+}
+GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch, steps=4)
+JOBS = {
+    "plain": replace(GPT2, model_arguments={"dropout": 0.1}),
+    "clip and accumulation": replace(GPT2, max_norm=0.3, accumulation=2),
+    "bert": Job(make_model=bert, make_batch=bert_batch, steps=3, max_norm=100.0),
+    "odd model": Job(make_model=Unruly, steps=4, model_arguments={"sleeping": "even steps"}),
+    **{name: replace(GPT2, make_optimizer=make) for name, make in OPTIMIZERS.items()},
+}
+EACH_STAGE = ("clip and accumulation", "odd model", "adamw")
+
+
+def some_cells() -> list[tuple[str, int]]:
+    """(job, stage): all stages of a few jobs, and of the others one each, in turn."""
+    others = [name for name in JOBS if name not in EACH_STAGE]
+    return [(name, stage) for name in EACH_STAGE for stage in range(4)] + [
+        (name, number % 4) for number, name in enumerate(others)
+    ]
+
+
+def every_cell() -> list[tuple[str, int]]:
+    return [(name, stage) for name in JOBS for stage in range(4)]
+
+
+def few_cells() -> list[tuple[str, int]]:
+    return [(name, stage) for name in ("clip and accumulation", "sgd momentum") for stage in range(4)]
+
+
+# World size and cells of the matrix that the short run and the long one go through.
+MATRIX = [
+    pytest.param(1, some_cells, id="1"),
+    pytest.param(2, some_cells, id="2"),
+    pytest.param(1, every_cell, id="1-every", marks=pytest.mark.slow),
+    pytest.param(2, every_cell, id="2-every", marks=pytest.mark.slow),
+    pytest.param(3, few_cells, id="3", marks=pytest.mark.slow),
+]
+
+
+def in_pairs(rank: int, world_size: int, cells: list[tuple[str, int]], offload: dict, **more):
+    """(job, stage, without offload, with it), trained in one process group."""
+    found = []
+    for name, stage in cells:
+        plain = train(rank, world_size, replace(JOBS[name], settings=settings_of(stage, {}, **more)))
+        moved = train(rank, world_size, replace(JOBS[name], settings=settings_of(stage, offload, **more)))
+        found.append((name, stage, plain, moved))
+    return found
+
+
+def clipped_at(*stages: int) -> list[tuple[str, int]]:
+    return [("clip and accumulation", stage) for stage in stages]
+
+
+def assert_equal(found: list[tuple[str, int, Outcome, Outcome]]) -> None:
+    for name, stage, plain, moved in found:
+        assert moved.equals(plain), f"{name}, stage {stage}: losses differ by {moved.loss_error(plain)}"
+        assert moved.norms == plain.norms, f"{name}, stage {stage}"
+        assert not np.isnan(moved.losses).any()
+
+
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(**gpt2_batch(torch.Generator().manual_seed(0), 2)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
