@@ -14,6 +14,7 @@ _HOME_OF = {
     "GradScaler": "engine.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
+    "doctor": "diagnose.doctor",
     "engine_of": "integrations.engine_of",
     "ZeroAccelerator": "integrations.accelerate",
     "ZeroPlugin": "integrations.accelerate",
@@ -35,6 +36,7 @@ __all__ = [
     "ZeroPlugin",
     "ZeroTrainingArguments",
     "__version__",
+    "doctor",
     "engine_of",
     "gathered",
     "init",
@@ -44,6 +46,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .diagnose.doctor import doctor
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
