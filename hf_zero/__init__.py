@@ -22,6 +22,7 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "parity": "diagnose.parity",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -40,6 +41,7 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "parity",
     "unsharded",
     "with_zero",
 ]
@@ -47,6 +49,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
     from .diagnose.doctor import doctor
+    from .diagnose.parity import parity
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin

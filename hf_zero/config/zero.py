@@ -60,9 +60,14 @@ class ZeroConfig:
         overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_nonfinite: refuse to step with a NaN or infinite gradient.
+        check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
+            them.
         check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
             where they differ; 0 for never.
+        nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
+            on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
+        nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
+        snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
             runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
@@ -89,6 +94,9 @@ class ZeroConfig:
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
     check_replicas_every: int = 0
+    nonfinite: str = "stop"
+    nonfinite_limit: int = 10
+    snapshot_every: int = 100
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
@@ -145,9 +153,52 @@ class ZeroConfig:
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
+        self._check_nonfinite()
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
+
+    def _check_nonfinite(self) -> None:
+        one_of("nonfinite", self.nonfinite, ("stop", "skip", "rewind"))
+        whole_number("nonfinite_limit", self.nonfinite_limit, 1, what=" of steps,")
+        whole_number("snapshot_every", self.snapshot_every, 1, what=" of steps,")
+        for name, uses in (("nonfinite_limit", ("skip", "rewind")), ("snapshot_every", ("rewind",))):
+            if self.nonfinite not in uses and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"hf_zero config: `{name}` is of `nonfinite: {'` and `'.join(uses)}` (nonfinite is {self.nonfinite}). Set "
+                    "that, or leave it out."
+                )
+        if self.nonfinite == "stop":
+            return
+        if not self.check_nonfinite:
+            raise ConfigError(
+                f"hf_zero config: `nonfinite: {self.nonfinite}` needs gradients that are looked at, and `check_nonfinite: false` "
+                "steps with whatever they are. Leave one of the two out."
+            )
+        for name, value, reason in self._hindrances_to_skipping():
+            raise ConfigError(
+                f"hf_zero config: `nonfinite: {self.nonfinite}` does not go with `{name}: {value}`: {reason}. Leave one of the "
+                "two out."
+            )
+
+    def _hindrances_to_skipping(self) -> list[tuple[str, Any, str]]:
+        """Settings with which a step cannot be left out, or not be gone back on: each with its value and why."""
+        found: list[tuple[str, Any, str]] = []
+        if self.offload.delay:
+            found.append(
+                ("offload.delay", self.offload.delay, "each step is ended behind the next forward and backward")
+            )
+        if self.comm.sync_every > 1:
+            found.append(
+                ("comm.sync_every", self.comm.sync_every, "groups of ranks that step apart would not skip together")
+            )
+        for name in ("optimizer", "params"):
+            value = getattr(self.offload, name)
+            if self.nonfinite == "rewind" and value == "nvme":
+                found.append(
+                    (f"offload.{name}", value, "the snapshot would need the host memory that files are to spare")
+                )
+        return found
 
     def _check_gather_dtype(self) -> None:
         one_of("gather_dtype", self.gather_dtype, (AUTO, "float32", "bfloat16"))

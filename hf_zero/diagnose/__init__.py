@@ -1,1 +1,1 @@
-"""Looks at a set-up or a run and says what is wrong with it."""
+"""Whether a run computes what it should, and what to do where it does not."""

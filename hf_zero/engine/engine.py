@@ -14,6 +14,7 @@ from .build.assemble import Parts, assemble
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_reference import attach, detach
 from .engine_state import EngineState
+from .gradients.bad_steps import BadSteps
 from .gradients.clip import clamp_values
 from .memory_report import Places, report_memory
 from .report_tables import CommReport, MemoryReport
@@ -69,7 +70,7 @@ class ZeroEngine:
         self._step = TrainingStep(self, self.model, parts, optimizers)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
-        self._handles = self._step.install(self._entry)
+        self._handles = self._step.install(self._entry, self.state)
         attach(self, (self.model, self._entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
@@ -88,6 +89,11 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
+
+    @property
+    def bad_steps(self) -> BadSteps:
+        """How many steps with NaN or infinite gradients were skipped or rewound, and whether the last one was."""
+        return self._step.bad_steps
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Clamps the gradients' elements to [-clip_value, clip_value]."""

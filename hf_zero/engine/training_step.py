@@ -11,10 +11,14 @@ from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
 from .buckets.memory import UnshardedMemory
 from .build.assemble import Parts
+from .engine_state import EngineState
 from .gradients.backward_pass import Gradients
+from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
+from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
 from .gradients.store import GradientStore, Landing
 from .hooks import WeakHook
+from .snapshot import Snapshot
 from .state.optimizer import ShardedOptimizer, identity_of
 from .state.row_writes import RowWrites
 from .travel.in_flight import caches_parameters, is_compiled
@@ -30,6 +34,7 @@ class TrainingStep:
         optimizers: the user's, each over this rank's rows.
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
+        bad_steps: what is done about NaN and infinite gradients.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -46,8 +51,10 @@ class TrainingStep:
             self.store,
             step_transport,
             parts.meeting.peers.world_size,
-            parts.sharded.schedule.end_backward,
+            self._end_backward,
         )
+        self.bad_steps: BadSteps = Stop()
+        self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
 
@@ -68,14 +75,20 @@ class TrainingStep:
             trained=set(parts.slot_of),
             identity=identity_of(parts.meeting.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(optimizer, mine),
-            after_step=lambda: self._after_step(mine, ends_step=index == 0),
+            after_step=lambda is_taken: self._after_step(mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
         )
         parts.holder.step_with(optimizer, mine)
         return sharded
 
-    def install(self, entry: nn.Module) -> list:
-        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
+    def install(self, entry: nn.Module, state: EngineState) -> list:
+        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls.
+
+        Args:
+            state: of the engine, that `nonfinite: rewind` goes back to.
+        """
+        is_first_rank = self._parts.meeting.groups.rank == 0
+        self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
@@ -113,7 +126,9 @@ class TrainingStep:
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
-        nonfinite.look(measured, rows, at_all=len(wanted) == len(slot_of))
+        bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
+        if bad is not None:
+            self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
         self._parts.holder.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
@@ -141,6 +156,7 @@ class TrainingStep:
             parts.parameter_gather.finish_all()
         parts.model_buffers.before_forward()
         if torch.is_grad_enabled():
+            self.bad_steps.before_forward()
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 
@@ -150,9 +166,15 @@ class TrainingStep:
         if torch.is_grad_enabled():
             self._log.site = "backward"
             self._gradients.end.watch(outputs)
+            self._batches.forward(outputs)
             self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
 
     # ---- backward ----
+
+    def _end_backward(self) -> None:
+        self._parts.sharded.schedule.end_backward()
+        self._parts.nonfinite.forget()
+        self.bad_steps.forget()
 
     def _goes_on(self) -> bool:
         """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
@@ -164,26 +186,52 @@ class TrainingStep:
 
     # ---- the optimizer's step ----
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> bool:
+        """Returns whether the step is to be taken."""
         nonfinite = self._parts.nonfinite
         self._log.site = "optimizer step"
         self._end_reads()
         self._gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
+        if self.bad_steps.has_skipped:
+            return False
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
         if nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
         nonfinite.end(optimizer)
+        if self.bad_steps.skips:
+            self._gradients.drop()
+            self.bad_steps.skip()
+            return False
         self._parts.tier.cores.take()
+        return True
 
     def _end_reads(self) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.
         self._parts.parameter_gather.finish_all()
         self._parts.sharded.schedule.reshard_all()
 
-    def _after_step(self, buckets: Sequence[Bucket], *, ends_step: bool) -> None:
+    def _after_step(self, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool) -> None:
+        """
+        Args:
+            is_first: the step of the first of the engine's optimizers, which steps are counted by.
+        """
+        if is_first:
+            self._batches.end_step()
+        if is_taken:
+            self._hand_over(buckets)
+        if is_taken and is_first:
+            self.bad_steps.taken()
+        self._parts.model_buffers.after_step()
+        self._log.step += is_first
+        self._log.site = "between steps"
+        if is_first and self._parts.replicas.is_due(self._log.step):
+            self._parts.parameter_gather.finish_all()
+            self._parts.replicas.compare(self._log.step)
+
+    def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
         self._log.site = "optimizer step"
         parts.holder.after_step(buckets)
@@ -192,14 +240,8 @@ class TrainingStep:
         for bucket in (bucket for bucket in buckets if not bucket.whole):
             bucket.end_step()
             self.store.release(bucket)
-        parts.model_buffers.after_step()
         self.share(reversed(buckets))
         self.row_writes.follow(buckets)
         if not self._config.overlap_param_gather:
             parts.parameter_gather.finish_all()
         parts.parameter_tier.end_step()
-        self._log.step += ends_step
-        if ends_step and parts.replicas.is_due(self._log.step):
-            parts.parameter_gather.finish_all()
-            parts.replicas.compare(self._log.step)
-        self._log.site = "between steps"

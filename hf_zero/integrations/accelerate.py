@@ -39,6 +39,7 @@ from .accelerator.leaving import end_cleanly
 from .accelerator.no_sync import add_no_sync
 from .accelerator.run_record import RunRecord
 from .accelerator.scaler import seat_scaler, unscale
+from .accelerator.skipped_steps import tell_of_skipped_steps
 from .accelerator.states import folder_to_fill, numbered_states
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
@@ -255,6 +256,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         if self.zero_run is not None and optimizers:
             self.zero_run.engines += 1
         add_no_sync(engine, model, prepared)
+        if engine.config.nonfinite != "stop":
+            tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         announce(engine, casts, rows_of_a_step(self))
 

@@ -350,6 +350,13 @@ SEAMS = (
         test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
     ),
     Seam(
+        owner="accelerate.optimizer:AcceleratedOptimizer",
+        names=("_is_overflow",),
+        where=("integrations/accelerator/skipped_steps",),
+        why="Schedulers and Trainer ask accelerate whether a step was skipped, which knows of loss scalers alone.",
+        test="test_bad_steps_doors.py::test_accelerate_tells_of_a_skipped_step_and_its_scheduler_waits",
+    ),
+    Seam(
         owner="accelerate.state:AcceleratorState",
         names=("_shared_state",),
         where=("integrations/accelerator/ignored_plugin",),

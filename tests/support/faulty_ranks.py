@@ -7,6 +7,7 @@ Python's own end, with its hooks. Prints a list of `Outcome`s as JSON.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -297,12 +298,16 @@ FAULTS = {
 }
 
 
+_numbers = itertools.count()
+
+
 class Namespaces:
     """A network namespace a rank, and a link between the two."""
 
     def __init__(self):
-        self.names = [f"hfz{os.getpid()}{end}" for end in "ab"]
-        self._links = [f"v{os.getpid()}{end}" for end in "ab"]
+        number = f"{os.getpid()}n{next(_numbers)}"
+        self.names = [f"hfz{number}{end}" for end in "ab"]
+        self._links = [f"v{number}{end}" for end in "ab"]
         for name in self.names:
             _ip("netns", "add", name)
         _ip("link", "add", self._links[0], "type", "veth", "peer", "name", self._links[1])
