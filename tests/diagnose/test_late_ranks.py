@@ -73,10 +73,11 @@ def test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise(runs):
 
 
 def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
-    for outcome in runs["save on rank 0 alone"]:
-        told = outcome["said"].partition("the ranks are in different collectives: ")[2]
-        assert "rank 0 waits in accelerator.save_state (save, step 3)" in told
-        assert "rank 1 waits in agreement on used parameters of this pass (backward, step 3)" in told
+    # The second to end may say instead that the first has ended, with its words.
+    told = "".join(outcome["said"] for outcome in runs["save on rank 0 alone"])
+    told = told[told.index("the ranks are in different collectives: ") :].splitlines()[0]
+    assert "rank 0 waits in accelerator.save_state (save, step 3)" in told
+    assert "rank 1 waits in agreement on used parameters of this pass (backward, step 3)" in told
 
 
 def test_the_launcher_is_told_by_the_late_rank_too(runs):

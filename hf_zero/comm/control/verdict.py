@@ -90,22 +90,25 @@ class Verdict:
     @property
     def is_late(self) -> bool:
         """Whether a rank is the reason that stands still, or is held up elsewhere; False where all wait for one transfer."""
-        return (
-            self.silence is not None
-            or bool(self.others_apart)
-            or any(rank in self.absences and not self.absences[rank].is_waiting for rank in self.culprits)
+        held_up = (
+            rank in self.absences and not (self.absences[rank].is_waiting or self._is_here(self.absences[rank]))
+            for rank in self.culprits
         )
+        return self.silence is not None or bool(self.others_apart) or any(held_up)
 
     @property
     def others_apart(self) -> list[int]:
         """The ranks that wait in other collectives than this one."""
-        here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
-        waiting = {
-            rank: each.where for rank, each in self.absences.items() if each.where is not None and not each.is_over
-        }
         return [
-            rank for rank, where in waiting.items() if (where.waits_in, where.torch_call) not in (here, (None, None))
+            rank
+            for rank, each in self.absences.items()
+            if each.where is not None and each.where.collective and not (each.is_over or self._is_here(each))
         ]
+
+    def _is_here(self, other: Absence) -> bool:
+        """Whether it waits in the collective that this rank waits in."""
+        here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
+        return other.where is not None and (other.where.waits_in, other.where.torch_call) == here
 
     @property
     def culprits(self) -> list[int]:
@@ -115,7 +118,7 @@ class Verdict:
         for is_reason in (
             lambda each: each.is_over,
             lambda each: each.where is None,
-            lambda each: each.where is not None and each.where.waits_in is None,
+            lambda each: each.where is not None and each.where.waits_in is None and not self._is_here(each),
         ):
             ranks = [rank for rank, each in found.items() if rank not in innocent and is_reason(each)]
             if ranks:
