@@ -14,6 +14,7 @@ _HOME_OF = {
     "GradScaler": "engine.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
+    "doctor": "diagnose.doctor",
     "engine_of": "integrations.engine_of",
     "ZeroAccelerator": "integrations.accelerate",
     "ZeroPlugin": "integrations.accelerate",
@@ -37,6 +38,7 @@ __all__ = [
     "ZeroPlugin",
     "ZeroTrainingArguments",
     "__version__",
+    "doctor",
     "engine_of",
     "gathered",
     "init",
@@ -48,6 +50,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .diagnose.doctor import doctor
     from .diagnose.parity import parity
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler

@@ -8,6 +8,7 @@ import typer
 from .card import card
 from .consolidate import consolidate
 from .convert import convert
+from .doctor import doctor
 from .inspect_folder import inspect
 from .output import console
 from .parity import parity
@@ -17,10 +18,10 @@ from .run import SCRIPT_WORDS, run
 from .verify import verify
 
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert, plan):
+for command in (verify, inspect, consolidate, push, card, convert, plan, doctor):
     app.command()(command)
-for command in (run, parity):
-    app.command(context_settings=SCRIPT_WORDS)(command)
+for started in (run, parity):
+    app.command(context_settings=SCRIPT_WORDS)(started)
 
 
 def _tell_version(wanted: bool) -> None:

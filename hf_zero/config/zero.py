@@ -63,6 +63,8 @@ class ZeroConfig:
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
             them.
+        check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
+            where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
             on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
         nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
@@ -92,6 +94,7 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    check_replicas_every: int = 0
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
     snapshot_every: int = 100
@@ -129,6 +132,7 @@ class ZeroConfig:
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
         self._check_gather_dtype()
+        whole_number("check_replicas_every", self.check_replicas_every, 0, what=" of steps, 0 for never,")
         whole_number("prefetch_units", self.prefetch_units, 0)
         whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))

@@ -117,7 +117,7 @@ def make_plan(
     Raises:
         PlanError, ConfigError: what cannot be planned, or contradicts itself.
     """
-    given = {} if isinstance(batch, Mapping) else {"batch": batch}
+    given: dict[str, Any] = {} if isinstance(batch, Mapping) else {"batch": batch}
     unknown = set(options) - set(PlanRequest.__dataclass_fields__)
     if unknown:
         known = ", ".join(PlanRequest.__dataclass_fields__)
