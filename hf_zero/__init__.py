@@ -14,6 +14,7 @@ _HOME_OF = {
     "GradScaler": "engine.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
+    "doctor": "diagnose.doctor",
     "engine_of": "integrations.engine_of",
     "ZeroAccelerator": "integrations.accelerate",
     "ZeroPlugin": "integrations.accelerate",
@@ -21,6 +22,7 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
     "Rescue": "diagnose.rescue",
     "unsharded": "integrations.gathered",
@@ -38,9 +40,11 @@ __all__ = [
     "ZeroPlugin",
     "ZeroTrainingArguments",
     "__version__",
+    "doctor",
     "engine_of",
     "gathered",
     "init",
+    "make_plan",
     "parity",
     "unsharded",
     "with_zero",
@@ -48,6 +52,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .diagnose.doctor import doctor
     from .diagnose.parity import parity
     from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
     from .integrations.checkpoints.init import init
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
+    from .integrations.planning.planner import make_plan
 
 
 def __getattr__(name: str):

@@ -42,7 +42,7 @@ OVERRIDING = ("ZeroTrainerMixin", "ZeroAcceleratorMixin", "ZeroPlugin", "_OverSh
 
 
 # What a name is used for that makes it another package's, however it is spelt.
-OF_OTHERS = ("import", "replaced")
+OF_OTHERS = ("import", "replaced()")
 
 
 def is_private(name: str) -> bool:
@@ -107,7 +107,7 @@ def used_in(tree: ast.Module) -> set[tuple[str, str]]:
         ):
             names = {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
             is_replaced = ast.unparse(node.func) == "replaced"
-            found |= {(name, "replaced" if is_replaced and name.startswith("__") else "") for name in names}
+            found |= {(name, "replaced()" if is_replaced and name.startswith("__") else "") for name in names}
     return {(name, owner) for name, owner in found if is_private(name) or owner in OF_OTHERS}
 
 
