@@ -21,6 +21,7 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "migrate": "config.migration.migrate",
     "parity": "diagnose.parity",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
@@ -39,6 +40,7 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "migrate",
     "parity",
     "unsharded",
     "with_zero",
@@ -46,6 +48,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .config.migration.migrate import migrate
     from .diagnose.parity import parity
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler

@@ -9,13 +9,14 @@ from .card import card
 from .consolidate import consolidate
 from .convert import convert
 from .inspect_folder import inspect
+from .migrate import migrate
 from .output import console
 from .push import push
 from .run import SCRIPT_WORDS, run
 from .verify import verify
 
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert):
+for command in (verify, inspect, consolidate, push, card, convert, migrate):
     app.command()(command)
 app.command(context_settings=SCRIPT_WORDS)(run)
 
