@@ -14,6 +14,7 @@ _HOME_OF = {
     "GradScaler": "engine.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
+    "doctor": "diagnose.doctor",
     "engine_of": "integrations.engine_of",
     "ZeroAccelerator": "integrations.accelerate",
     "ZeroPlugin": "integrations.accelerate",
@@ -22,6 +23,7 @@ _HOME_OF = {
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
     "migrate": "config.migration.migrate",
+    "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
@@ -37,9 +39,11 @@ __all__ = [
     "ZeroPlugin",
     "ZeroTrainingArguments",
     "__version__",
+    "doctor",
     "engine_of",
     "gathered",
     "init",
+    "make_plan",
     "migrate",
     "parity",
     "unsharded",
@@ -49,6 +53,7 @@ __all__ = [
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
     from .config.migration.migrate import migrate
+    from .diagnose.doctor import doctor
     from .diagnose.parity import parity
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
@@ -58,6 +63,7 @@ if TYPE_CHECKING:
     from .integrations.checkpoints.init import init
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
+    from .integrations.planning.planner import make_plan
 
 
 def __getattr__(name: str):

@@ -36,7 +36,8 @@ class ZeroConfig:
 
     Args:
         stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
-            parameters.
+            parameters. `auto`: what fits the memory that is free when the model is prepared, and is fastest; accelerate's and
+            Trainer's doors choose it then, with `offload`, `bucket_bytes` and `prefetch_units` where these are not set.
         bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
             the device.
         grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest, those
@@ -62,6 +63,8 @@ class ZeroConfig:
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
             them.
+        check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
+            where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
             on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
         nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
@@ -91,6 +94,7 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    check_replicas_every: int = 0
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
     snapshot_every: int = 100
@@ -107,10 +111,13 @@ class ZeroConfig:
 
     def __post_init__(self):
         to_python_numbers(self)
+        if is_auto(self.stage):
+            self._check_as_any_stage()
+            return
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
-        one_of("stage", self.stage, (0, 1, 2, 3))
+        one_of("stage", self.stage, (0, 1, 2, 3, AUTO))
         if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
         if not is_auto(self.unit_bytes):
@@ -125,6 +132,7 @@ class ZeroConfig:
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
         self._check_gather_dtype()
+        whole_number("check_replicas_every", self.check_replicas_every, 0, what=" of steps, 0 for never,")
         whole_number("prefetch_units", self.prefetch_units, 0)
         whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
@@ -196,6 +204,13 @@ class ZeroConfig:
                 )
         return found
 
+    def _check_as_any_stage(self) -> None:
+        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes what any other does."""
+        checked = dataclasses.replace(self, stage=3)
+        for field_ in dataclasses.fields(self):
+            if field_.name != "stage":
+                object.__setattr__(self, field_.name, getattr(checked, field_.name))
+
     def _check_gather_dtype(self) -> None:
         one_of("gather_dtype", self.gather_dtype, (AUTO, "float32", "bfloat16"))
         if self.gather_dtype != AUTO and self.param_dtype not in (AUTO, "float32"):
@@ -259,6 +274,16 @@ class ZeroConfig:
             )
 
     @property
+    def is_open(self) -> bool:
+        """Whether the stage is still to be chosen (`stage: auto`): engines take a config that is not open."""
+        return is_auto(self.stage)
+
+    @property
+    def may_shard_parameters(self) -> bool:
+        """Whether this is stage 3, or may become it."""
+        return self.is_open or self.stage == 3
+
+    @property
     def hindrance_to_peer_memory(self) -> str | None:
         """Why parameters cannot be copied out of peers' memory with these settings; None where nothing stands in the way."""
         if self.stage == 0:
@@ -318,6 +343,8 @@ class ZeroConfig:
         text = text.strip()
         if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
             return cls(stage=int(text))
+        if text == AUTO:
+            return cls.from_dict({"stage": AUTO})
         is_path = Path(text).suffix.lower() in (".yaml", ".yml", ".json")
         first = re.split(r"[.=\s]", text, maxsplit=1)[0]
         if is_path and not ("=" in text and first in _names(cls)):

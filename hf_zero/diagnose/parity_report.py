@@ -58,6 +58,7 @@ class ParityReport:
         first: the first difference beyond the tolerance, or else the first of all; None where all bits are equal.
         loss, norm: the largest differences of a loss and of a gradient norm.
         gradients, parameters: by name, the largest differences of an element in any step.
+        repeats: whether the run without the engine has the same bits when it is run again; None where that was not tried.
     """
 
     world_size: int
@@ -71,6 +72,7 @@ class ParityReport:
     norm: float
     gradients: dict[str, float] = field(repr=False)
     parameters: dict[str, float] = field(repr=False)
+    repeats: bool | None = None
 
     @property
     def bitwise_expected(self) -> bool:
@@ -101,6 +103,11 @@ class ParityReport:
             lines.append(
                 f"Largest differences: loss {self.loss:.3g}, gradient norm {self.norm:.3g}, gradient "
                 f"{_worst(self.gradients)}, parameter {_worst(self.parameters)}."
+            )
+        if self.repeats is False:
+            lines.append(
+                "The run without the engine is not equal to itself when it is run again: random numbers that are not seeded, or "
+                "operations that add in another order each time."
             )
         if self.reasons:
             lines.append(f"Equal bits are not to be expected: {'; '.join(self.reasons)}.")
@@ -140,6 +147,12 @@ def compare(stock: Recording, engine: Recording, tolerance: float | None = None)
         gradients=_by_name(found, "gradient"),
         parameters=_by_name(found, "parameter", "start"),
     )
+
+
+def repeats(stock: Recording, again: Recording) -> bool:
+    """Whether a run without the engine had the same bits twice."""
+    alike = stock.facts is not None and stock.facts == again.facts and stock.steps == again.steps
+    return alike and not any(_differences(stock, again, 0.0))
 
 
 def _refuse_unlike(stock: Recording, engine: Recording) -> None:
@@ -205,13 +218,10 @@ def _of_tensors(
     least = _FLOOR * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
     for name in order:
         a, b = mine[name], theirs[name]
-        if a is None and b is None:
-            continue
         if a is None or b is None:
-            # No gradient, and one of zeros, are the same to all but an optimizer with weight decay or momentum.
-            yield Difference(
-                step=step, kind=kind, where=name, largest=_largest(a if b is None else b), relative=math.inf
-            )
+            # One has no gradient. With one of zeros, momentum and weight decay would still move the parameter.
+            for there in (tensor for tensor in (a, b) if tensor is not None):
+                yield Difference(step=step, kind=kind, where=name, largest=_largest(there), relative=math.inf)
             continue
         if same_bits(a, b):
             continue

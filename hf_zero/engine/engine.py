@@ -172,7 +172,11 @@ class ZeroEngine:
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
         """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
         self.synchronise()
-        with self._parts.exact.at_hand(purpose), self.sharded.lent(purpose, wanted=wanted) as state:
+        with (
+            self.transport.watch.log.at("save"),
+            self._parts.exact.at_hand(purpose),
+            self.sharded.lent(purpose, wanted=wanted) as state,
+        ):
             yield state
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:

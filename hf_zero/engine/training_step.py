@@ -44,6 +44,7 @@ class TrainingStep:
         self._config = parts.meeting.config
         self._no_sync_depth = 0
         step_transport = parts.meeting.step_transport
+        self._log = step_transport.watch.log
         self.store = self._make_store()
         self._gradients = Gradients(
             parts.buckets,
@@ -120,6 +121,7 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
+        self._log.site = "clip"
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
@@ -144,6 +146,7 @@ class TrainingStep:
         if torch._C._current_graph_task_id() != -1 or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
+        self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
         self.row_writes.refuse_unsent("a forward begins")
         self._gradients.recover()
         parts.tier.cores.give_back()
@@ -161,6 +164,7 @@ class TrainingStep:
         self._parts.activations.end()
         self._parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
+            self._log.site = "backward"
             self._gradients.end.watch(outputs)
             self._batches.forward(outputs)
             self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
@@ -185,6 +189,7 @@ class TrainingStep:
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> bool:
         """Returns whether the step is to be taken."""
         nonfinite = self._parts.nonfinite
+        self._log.site = "optimizer step"
         self._end_reads()
         self._gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
@@ -220,9 +225,15 @@ class TrainingStep:
         if is_taken and is_first:
             self.bad_steps.taken()
         self._parts.model_buffers.after_step()
+        self._log.step += is_first
+        self._log.site = "between steps"
+        if is_first and self._parts.replicas.is_due(self._log.step):
+            self._parts.parameter_gather.finish_all()
+            self._parts.replicas.compare(self._log.step)
 
     def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
+        self._log.site = "optimizer step"
         parts.holder.after_step(buckets)
         parts.tier.cores.give_back()
         parts.outer.after_step(buckets)

@@ -343,18 +343,18 @@ SEAMS = (
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
     ),
     Seam(
-        owner="accelerate:Accelerator",
-        names=("__init__",),
-        where=("integrations/unmodified/door",),
-        why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
-        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
-    ),
-    Seam(
         owner="accelerate.optimizer:AcceleratedOptimizer",
         names=("_is_overflow",),
         where=("integrations/accelerator/skipped_steps",),
         why="Schedulers and Trainer ask accelerate whether a step was skipped, which knows of loss scalers alone.",
         test="test_bad_steps_doors.py::test_accelerate_tells_of_a_skipped_step_and_its_scheduler_waits",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
+        names=("__init__",),
+        where=("integrations/unmodified/door",),
+        why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
+        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
     ),
     Seam(
         owner="accelerate.state:AcceleratorState",

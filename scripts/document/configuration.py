@@ -54,6 +54,7 @@ _PAGES = {
     "overlap_param_gather": "how-it-works.md#overlap",
     "broadcast_buffers": "how-it-works.md#buffers-of-modules",
     "check_nonfinite": "how-it-works.md#nan-and-infinite-gradients",
+    "check_replicas_every": "troubleshooting.md#copies-of-the-parameters-have-diverged",
     "nonfinite": "gradients-and-reports.md#bad-steps",
     "nonfinite_limit": "gradients-and-reports.md#bad-steps",
     "snapshot_every": "gradients-and-reports.md#bad-steps",
@@ -76,6 +77,7 @@ _PAGES = {
     "comm.shard_group_size": "slow-links.md#several-shard-groups",
     "comm.secondary_shard": "slow-links.md#several-shard-groups",
     "comm.timeout_s": "troubleshooting.md#waiting-for-a-rank",
+    "comm.late_s": "troubleshooting.md#waiting-for-a-rank",
     "comm.gather_timeout_s": "stage-3.md#what-changes-in-a-script",
     "checkpoint": "checkpoints-and-hub.md",
 }

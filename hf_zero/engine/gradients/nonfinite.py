@@ -84,10 +84,8 @@ class NonFiniteCheck:
             return None
         self.found_inf = measured.found_inf
         value = HostValue(measured.norm.detach())
-        if self._reads_at_once or measured.norm.device.type == "cpu":
-            last, self._last = value, None
-        else:
-            last, self._last = self._last, value
+        at_once = self._reads_at_once or measured.norm.device.type == "cpu"
+        last, self._last = (value, None) if at_once else (self._last, value)
         return None if last is None or math.isfinite(last.value()) else last.value()
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:

@@ -140,7 +140,7 @@ class ZeroTrainerMixin(_TrainerBase):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         # A prepared model is where it belongs; accelerate numbers the host's device by the rank, and `.to()` would copy.
         # At stage 3 prepare puts this rank's shard there, or the whole model where it is only evaluated.
-        if engine_attached_to(model) is None and self.accelerator.zero_config.stage != 3:
+        if engine_attached_to(model) is None and not self.accelerator.zero_config.may_shard_parameters:
             super()._move_model_to_device(model, device)
 
     def evaluation_loop(self, *args, **kwargs):
