@@ -75,7 +75,7 @@ def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
         raise ConfigError(
             f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Give it to `accelerate launch "
             "--config_file`, with a distributed_type of MULTI_GPU and without fsdp_config and deepspeed_config, and give hf_zero "
-            "a stage, settings such as stage=2,offload.optimizer=cpu, or a YAML file of them, which `hf-zero migrate` makes of it."
+            "a stage, settings such as stage=2,offload.optimizer=cpu, or a YAML file (`hf-zero migrate` makes one of it)."
         )
 
 
