@@ -128,7 +128,9 @@ def choose_config(
         PlanError: nothing fits, on every rank alike.
     """
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    kept = _kept(config)
+    kept, decides = _kept(config), not together or dist.get_rank() == 0
+    # First: what a trace loads stays in memory, and is not free then.
+    traced = _activations(model, batch, mixed_precision) if decides else (None, None)
     mine = _Free(
         device=free_for_training(device) + _held_bytes(model, device),
         host=free_on_host(),
@@ -141,8 +143,8 @@ def choose_config(
         everyones = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
     answers: list[_Answer | None] = [None]
-    if not together or dist.get_rank() == 0:
-        answers = [_answer(config, kept, model, optimizers, everyones, device, mixed_precision, batch)]
+    if decides:
+        answers = [_answer(config, kept, model, optimizers, everyones, device, mixed_precision, batch, traced)]
     if together:
         dist.broadcast_object_list(answers, src=0, device=device if device.type == "cuda" else None)
     answer = answers[0]
@@ -150,7 +152,7 @@ def choose_config(
         raise AssertionError("hf_zero: rank 0 sent no choice; please report this")
     if answer.fault is not None:
         raise PlanError(answer.fault)
-    if not together or dist.get_rank() == 0:
+    if decides:
         print("".join(f"hf_zero: {line}\n" for line in answer.lines), file=sys.stderr, end="", flush=True)
     return Chosen(
         config=ZeroConfig.from_dict({**kept, **answer.settings}),
@@ -169,10 +171,11 @@ def _answer(
     device: torch.device,
     mixed_precision: str,
     batch: MicroBatch,
+    traced: tuple[Activations | None, str | None],
 ) -> _Answer:
     """On rank 0. What fails here fails on all ranks."""
     try:
-        activations, unknown = _activations(model, batch, mixed_precision)
+        activations, unknown = traced
         job = Job(
             model=model,
             optimizers=list(optimizers) or [optimizer_like_trainers(model)],
