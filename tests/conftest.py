@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import ranks  # noqa: E402
+import small_units  # noqa: E402, F401
 
 # Imported once, by the process that the tests' ranks are forked from.
 ranks.PRELOADED_MODULES += [
@@ -35,6 +36,7 @@ ranks.PRELOADED_MODULES += [
     "hypothesis",
     "trainer_job",
     "accelerate_job",
+    "small_units",
     "warm_start",
 ]
 ranks.PRELOAD_FOLDERS.append(SUPPORT)

@@ -9,7 +9,17 @@ from typing import Any, Final
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
-_BYTES_PER_UNIT = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTES_PER_UNIT = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tib": 2**40,
+    "tb": 10**12,
+}
 _BYTES_IN_WORDS = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?(?:e[+-]?[0-9]{1,3})?) *([a-z]*)")
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**63 - 1
@@ -144,8 +154,8 @@ def not_built(name: str, value: Any, instead: str) -> ConfigError:
     return ConfigError(f"hf_zero config: `{name}: {value}` is not built yet in this version; {instead}.")
 
 
-def parse_bytes(name: str, value: Any) -> int:
-    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, zero and negatives too."""
+def parse_bytes(name: str, value: Any, least: int = 1) -> int:
+    """`16777216`, `5e8`, `"16MiB"` or `"16 MB"` → bytes. Raises `ConfigError` for anything else, less than `least` too."""
     value = plain(value)
     number, unit = value, "b"
     if type(value) is str:
@@ -154,9 +164,9 @@ def parse_bytes(name: str, value: Any) -> int:
             number, unit = (int(words[1]) if words[1].isdigit() else float(words[1])), words[2] or "b"
     if type(number) in (int, float) and unit in _BYTES_PER_UNIT:
         nbytes = number * _BYTES_PER_UNIT[unit]
-        if 1 <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
+        if least <= nbytes <= _MOST_BYTES and (unit != "b" or nbytes == int(nbytes)):
             return int(nbytes)
-    raise refuse(name, value, "a number of bytes above 0, or text such as '16MiB'")
+    raise refuse(name, value, f"a number of bytes {'above 0' if least else 'or 0'}, or text such as '16MiB'")
 
 
 def class_names(name: str, value: Any) -> tuple[str, ...]:

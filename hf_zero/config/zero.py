@@ -36,7 +36,8 @@ class ZeroConfig:
 
     Args:
         stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
-            parameters.
+            parameters. `auto`: what fits the memory that is free when the model is prepared, and is fastest; accelerate's and
+            Trainer's doors choose it then, with `offload`, `bucket_bytes` and `prefetch_units` where these are not set.
         bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
             the device.
         grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest, those
@@ -60,7 +61,17 @@ class ZeroConfig:
         overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
             a parameter through its module waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_nonfinite: refuse to step with a NaN or infinite gradient.
+        check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
+            them.
+        check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
+            where they differ; 0 for never.
+        nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
+            on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
+        nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
+        snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
+        out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
+            step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
+            `hf_zero.Rescue`; at stage 3 on one rank only.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
             runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
@@ -69,6 +80,9 @@ class ZeroConfig:
             they take less than a quarter of the free memory.
         persist_below_numel: parameters of fewer elements stay whole on each rank at stage 3.
         unit_modules: class names of the modules that stage 3 gathers one at a time; `auto` finds the model's layers.
+        unit_bytes: stage 3 gathers layers that follow one another as one unit until it has this many bytes, since a small layer
+            takes longer to ask for than to send; 0 gathers each by itself. `auto` is 16 MiB on accelerators and 1 MiB on the
+            CPU, and 0 with `unit_modules`.
     """
 
     stage: int = 2
@@ -83,24 +97,35 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    check_replicas_every: int = 0
+    nonfinite: str = "stop"
+    nonfinite_limit: int = 10
+    snapshot_every: int = 100
+    out_of_memory: str = "stop"
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
     reshard_after_forward: bool | Literal["auto"] = field(default=True, metadata={"stage": 3})
     persist_below_numel: int = field(default=0, metadata={"stage": 3})
     unit_modules: tuple[str, ...] | str = field(default=AUTO, metadata={"stage": 3})
+    unit_bytes: int | str = field(default=AUTO, metadata={"stage": 3})
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self):
         to_python_numbers(self)
+        if is_auto(self.stage):
+            self._check_as_any_stage()
+            return
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
-        one_of("stage", self.stage, (0, 1, 2, 3))
+        one_of("stage", self.stage, (0, 1, 2, 3, AUTO))
         if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
+        if not is_auto(self.unit_bytes):
+            object.__setattr__(self, "unit_bytes", parse_bytes("unit_bytes", self.unit_bytes, least=0))
         whole_number("grad_buffers", self.grad_buffers, 1)
         one_of("grad_accumulation", self.grad_accumulation, (AUTO, "local", "sharded"))
         if self.grad_accumulation == "sharded" and self.stage < 2:
@@ -111,6 +136,7 @@ class ZeroConfig:
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
         self._check_gather_dtype()
+        whole_number("check_replicas_every", self.check_replicas_every, 0, what=" of steps, 0 for never,")
         whole_number("prefetch_units", self.prefetch_units, 0)
         whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
@@ -135,9 +161,82 @@ class ZeroConfig:
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
+        self._check_nonfinite()
+        self._check_out_of_memory()
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
+
+    def _check_out_of_memory(self) -> None:
+        one_of("out_of_memory", self.out_of_memory, ("stop", "halve"))
+        hindrances = {
+            "comm.gradients": (
+                self.comm.gradients,
+                "none",
+                "what quantising has kept of earlier gradients would be lost",
+            ),
+            "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
+            "offload.delay": (
+                self.offload.delay,
+                0,
+                "the step before ends while gradients come that are to be dropped",
+            ),
+        }
+        for name, (value, without, reason) in hindrances.items():
+            if self.out_of_memory == "halve" and value != without:
+                raise ConfigError(
+                    f"hf_zero config: `out_of_memory: halve` does not go with `{name}: {value}`: {reason}. Leave one of the two "
+                    "out."
+                )
+
+    def _check_nonfinite(self) -> None:
+        one_of("nonfinite", self.nonfinite, ("stop", "skip", "rewind"))
+        whole_number("nonfinite_limit", self.nonfinite_limit, 1, what=" of steps,")
+        whole_number("snapshot_every", self.snapshot_every, 1, what=" of steps,")
+        for name, uses in (("nonfinite_limit", ("skip", "rewind")), ("snapshot_every", ("rewind",))):
+            if self.nonfinite not in uses and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(
+                    f"hf_zero config: `{name}` is of `nonfinite: {'` and `'.join(uses)}` (nonfinite is {self.nonfinite}). Set "
+                    "that, or leave it out."
+                )
+        if self.nonfinite == "stop":
+            return
+        if not self.check_nonfinite:
+            raise ConfigError(
+                f"hf_zero config: `nonfinite: {self.nonfinite}` needs gradients that are looked at, and `check_nonfinite: false` "
+                "steps with whatever they are. Leave one of the two out."
+            )
+        for name, value, reason in self._hindrances_to_skipping():
+            raise ConfigError(
+                f"hf_zero config: `nonfinite: {self.nonfinite}` does not go with `{name}: {value}`: {reason}. Leave one of the "
+                "two out."
+            )
+
+    def _hindrances_to_skipping(self) -> list[tuple[str, Any, str]]:
+        """Settings with which a step cannot be left out, or not be gone back on: each with its value and why."""
+        found: list[tuple[str, Any, str]] = []
+        if self.offload.delay:
+            found.append(
+                ("offload.delay", self.offload.delay, "each step is ended behind the next forward and backward")
+            )
+        if self.comm.sync_every > 1:
+            found.append(
+                ("comm.sync_every", self.comm.sync_every, "groups of ranks that step apart would not skip together")
+            )
+        for name in ("optimizer", "params"):
+            value = getattr(self.offload, name)
+            if self.nonfinite == "rewind" and value == "nvme":
+                found.append(
+                    (f"offload.{name}", value, "the snapshot would need the host memory that files are to spare")
+                )
+        return found
+
+    def _check_as_any_stage(self) -> None:
+        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes what any other does."""
+        checked = dataclasses.replace(self, stage=3)
+        for field_ in dataclasses.fields(self):
+            if field_.name != "stage":
+                object.__setattr__(self, field_.name, getattr(checked, field_.name))
 
     def _check_gather_dtype(self) -> None:
         one_of("gather_dtype", self.gather_dtype, (AUTO, "float32", "bfloat16"))
@@ -202,6 +301,16 @@ class ZeroConfig:
             )
 
     @property
+    def is_open(self) -> bool:
+        """Whether the stage is still to be chosen (`stage: auto`): engines take a config that is not open."""
+        return is_auto(self.stage)
+
+    @property
+    def may_shard_parameters(self) -> bool:
+        """Whether this is stage 3, or may become it."""
+        return self.is_open or self.stage == 3
+
+    @property
     def hindrance_to_peer_memory(self) -> str | None:
         """Why parameters cannot be copied out of peers' memory with these settings; None where nothing stands in the way."""
         if self.stage == 0:
@@ -261,6 +370,8 @@ class ZeroConfig:
         text = text.strip()
         if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
             return cls(stage=int(text))
+        if text == AUTO:
+            return cls.from_dict({"stage": AUTO})
         is_path = Path(text).suffix.lower() in (".yaml", ".yml", ".json")
         first = re.split(r"[.=\s]", text, maxsplit=1)[0]
         if is_path and not ("=" in text and first in _names(cls)):

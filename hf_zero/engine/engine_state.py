@@ -15,7 +15,7 @@ from .state.optimizer import ShardedOptimizer
 from .state.row_writes import RowWrites
 from .state.state_kinds import state_itemsizes
 from .state.state_rows import fill_rows, state_rows, state_scalars
-from .units.weights import OwnWeights, load_weights, own_weights
+from .units.weights import OwnWeights, held_weights, load_weights, own_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,10 @@ class EngineState:
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
         return own_weights(self._parts.all_buckets, self._parts.meeting.groups, self._parts.holder)
+
+    def held_weights(self) -> Iterator[OwnWeights]:
+        """The part of the parameters in buckets that this rank keeps up to date, of which another rank may have a copy."""
+        return held_weights(self._parts.all_buckets, self._parts.holder)
 
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
         """Replaces this rank's part of the model; `read` gives runs of parameters. `share_weights` has to follow."""

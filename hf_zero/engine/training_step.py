@@ -7,17 +7,25 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ..comm.transport import Label
+from ..config import ConfigError
 from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
 from .buckets.memory import UnshardedMemory
 from .build.assemble import Parts
+from .engine_state import EngineState
 from .gradients.backward_pass import Gradients
+from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
+from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
 from .gradients.store import GradientStore, Landing
 from .hooks import WeakHook
+from .snapshot import Snapshot
 from .state.optimizer import ShardedOptimizer, identity_of
 from .state.row_writes import RowWrites
 from .travel.in_flight import caches_parameters, is_compiled
+
+_FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
 
 
 class TrainingStep:
@@ -30,6 +38,8 @@ class TrainingStep:
         optimizers: the user's, each over this rank's rows.
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
+        bad_steps: what is done about NaN and infinite gradients.
+        has_rescue: whether somebody looks after passes that run out of memory.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -38,15 +48,19 @@ class TrainingStep:
         self._parts = parts
         self._config = parts.meeting.config
         self._no_sync_depth = 0
+        self.has_rescue = False
         step_transport = parts.meeting.step_transport
+        self._log = step_transport.watch.log
         self.store = self._make_store()
         self._gradients = Gradients(
             parts.buckets,
             self.store,
             step_transport,
             parts.meeting.peers.world_size,
-            parts.sharded.schedule.end_backward,
+            self._end_backward,
         )
+        self.bad_steps: BadSteps = Stop()
+        self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
 
@@ -67,14 +81,20 @@ class TrainingStep:
             trained=set(parts.slot_of),
             identity=identity_of(parts.meeting.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(optimizer, mine),
-            after_step=lambda: self._after_step(mine),
+            after_step=lambda is_taken: self._after_step(mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
         )
         parts.holder.step_with(optimizer, mine)
         return sharded
 
-    def install(self, entry: nn.Module) -> list:
-        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
+    def install(self, entry: nn.Module, state: EngineState) -> list:
+        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls.
+
+        Args:
+            state: of the engine, that `nonfinite: rewind` goes back to.
+        """
+        is_first_rank = self._parts.meeting.groups.rank == 0
+        self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
@@ -90,6 +110,11 @@ class TrainingStep:
     def drop_gradients(self) -> None:
         """Forgets a pass that has not ended."""
         self._gradients.drop()
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the script is inside of `no_sync`."""
+        return self._no_sync_depth > 0
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -107,11 +132,14 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
+        self._log.site = "clip"
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
-        nonfinite.look(measured, rows, at_all=len(wanted) == len(slot_of))
+        bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
+        if bad is not None:
+            self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
         self._parts.holder.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
@@ -122,6 +150,26 @@ class TrainingStep:
             parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
             parts.parameter_gather.guard()
 
+    # ---- a pass that fails ----
+
+    @property
+    def ended_backwards(self) -> int:
+        """See `ZeroEngine.ended_backwards`."""
+        return self._gradients.ended
+
+    def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
+        """See `ZeroEngine.drop_failed`."""
+        self.has_rescue = True
+        if failed and self._gradients.ended == ended_before:
+            self._gradients.take_part_in_the_rest()
+        mine = torch.tensor([failed], dtype=torch.uint8)
+        if not self._parts.meeting.step_transport.agree_max(mine, _FAILED).item():
+            return False
+        self._gradients.recover()
+        self._gradients.drop()
+        self._batches.forget()
+        return True
+
     # ---- forward ----
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
@@ -129,6 +177,7 @@ class TrainingStep:
         if torch._C._current_graph_task_id() != -1 or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
+        self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
         self.row_writes.refuse_unsent("a forward begins")
         self._gradients.recover()
         parts.tier.cores.give_back()
@@ -138,6 +187,7 @@ class TrainingStep:
             parts.parameter_gather.finish_all()
         parts.model_buffers.before_forward()
         if torch.is_grad_enabled():
+            self.bad_steps.before_forward()
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 
@@ -145,10 +195,17 @@ class TrainingStep:
         self._parts.activations.end()
         self._parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
+            self._log.site = "backward"
             self._gradients.end.watch(outputs)
+            self._batches.forward(outputs)
             self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
 
     # ---- backward ----
+
+    def _end_backward(self) -> None:
+        self._parts.sharded.schedule.end_backward()
+        self._parts.nonfinite.forget()
+        self.bad_steps.forget()
 
     def _goes_on(self) -> bool:
         """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
@@ -160,33 +217,68 @@ class TrainingStep:
 
     # ---- the optimizer's step ----
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> bool:
+        """Returns whether the step is to be taken."""
         nonfinite = self._parts.nonfinite
+        self._log.site = "optimizer step"
         self._end_reads()
         self._gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
+        if self.bad_steps.has_skipped:
+            return False
+        self._refuse_without_rescue()
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
         if nonfinite.is_due(optimizer):
             self.clip_grad_norm_(float("inf"))
         nonfinite.end(optimizer)
+        if self.bad_steps.skips:
+            self._gradients.drop()
+            self.bad_steps.skip()
+            return False
         self._parts.tier.cores.take()
+        return True
+
+    def _refuse_without_rescue(self) -> None:
+        if self._config.out_of_memory == "halve" and not self.has_rescue:
+            raise ConfigError(
+                "hf_zero config: `out_of_memory: halve` repeats forwards and backwards, which this training loop does by itself. "
+                "Train with Trainer, take each micro-batch by way of `hf_zero.Rescue`, or leave the setting out."
+            )
 
     def _end_reads(self) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.
         self._parts.parameter_gather.finish_all()
         self._parts.sharded.schedule.reshard_all()
 
-    def _after_step(self, buckets: Sequence[Bucket]) -> None:
+    def _after_step(self, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool) -> None:
+        """
+        Args:
+            is_first: the step of the first of the engine's optimizers, which steps are counted by.
+        """
+        if is_first:
+            self._batches.end_step()
+        if is_taken:
+            self._hand_over(buckets)
+        if is_taken and is_first:
+            self.bad_steps.taken()
+        self._parts.model_buffers.after_step()
+        self._log.step += is_first
+        self._log.site = "between steps"
+        if is_first and self._parts.replicas.is_due(self._log.step):
+            self._parts.parameter_gather.finish_all()
+            self._parts.replicas.compare(self._log.step)
+
+    def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
+        self._log.site = "optimizer step"
         parts.holder.after_step(buckets)
         parts.tier.cores.give_back()
         parts.outer.after_step(buckets)
         for bucket in (bucket for bucket in buckets if not bucket.whole):
             bucket.end_step()
             self.store.release(bucket)
-        parts.model_buffers.after_step()
         self.share(reversed(buckets))
         self.row_writes.follow(buckets)
         if not self._config.overlap_param_gather:

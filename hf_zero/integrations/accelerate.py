@@ -6,7 +6,6 @@ plugin turns that very instance into one whose methods know the engine; nothing 
 
 import os
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
@@ -38,9 +37,14 @@ from .accelerator.ignored_plugin import watch_for_steps_without
 from .accelerator.last_words import LastWords
 from .accelerator.leaving import end_cleanly
 from .accelerator.no_sync import add_no_sync
+from .accelerator.run_record import RunRecord
 from .accelerator.scaler import seat_scaler, unscale
+from .accelerator.skipped_steps import tell_of_skipped_steps
 from .accelerator.states import folder_to_fill, numbered_states
+from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
+from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .planning.at_prepare import config_for
 from .seams import mix_in
 from .trainer.resumed import say_resumed
 
@@ -91,6 +95,19 @@ class ZeroPlugin(ParallelismConfig):
         self._install(accelerator)
         return accelerator
 
+    def install_for_run(self, accelerator: Accelerator, record: RunRecord) -> None:
+        """Installs the engine's methods in an Accelerator that a script under `hf_zero.run` has built.
+
+        Raises:
+            ConfigError: the script has installed hf_zero by itself, with other settings.
+        """
+        record.accelerators += 1
+        accelerator.zero_run = record
+        if isinstance(accelerator, ZeroAcceleratorMixin):
+            record.refuse_other(accelerator.zero_config)
+        else:
+            self._validate_accelerator(accelerator)
+
     def stand_aside(self) -> None:
         """Lets steps go on without this plugin, where the engine is there by another door."""
         if self._watch is not None:
@@ -127,6 +144,9 @@ class ZeroPlugin(ParallelismConfig):
 
     def _install(self, accelerator: Accelerator) -> None:
         check_environment(accelerator)
+        run: RunRecord | None = getattr(accelerator, "zero_run", None)
+        if run is not None:
+            run.refuse_other(self.config)
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
             mix_in(accelerator, ZeroAcceleratorMixin, "ZeroAccelerator")
@@ -144,11 +164,14 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         zero_config: what engines are built with.
         zero_cast_owner: who casts, in words.
         zero_engines: one a model, in the order built.
+        zero_run: of a script that `hf_zero.run` runs.
     """
 
     zero_config: ZeroConfig
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
+    zero_run: RunRecord | None = None
+    _zero_joined: JoinedRanks | None = None
     _models: list[nn.Module]
     _optimizers: list[Any]
     _zero_with_optimizer: bool = False
@@ -158,6 +181,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
 
     def prepare(self, *args, device_placement=None):
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        self.zero_config = config_for(self.zero_config, self, args)
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
         try:
             result = super().prepare(*args, device_placement=device_placement)
@@ -167,6 +191,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        self.zero_config = config_for(self.zero_config, self, [model])
         if self.zero_config.stage == 3:
             _refuse_compiled(self, model)
             if engine_attached_to(model) is not None or self._is_sharded_next(model):
@@ -176,6 +201,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
+        if self.zero_run is not None:
+            self.zero_run.models += 1
         engine = engine_attached_to(original)
         if engine is not None and engine not in self.zero_engines:
             self.zero_engines.append(engine)
@@ -183,7 +210,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
             self._build_engine(original, [], prepared)
         elif engine is None and self.num_processes > 1:
-            prepared.register_forward_pre_hook(_RefuseTrainingAlone(original))
+            prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
         return prepared
 
     def _is_sharded_next(self, model: nn.Module) -> bool:
@@ -211,7 +238,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         for optimizer in waiting:
             self._refuse_foreign(optimizer)
             if optimizer not in self._zero_early_optimizers:
-                hook = optimizer.register_step_pre_hook(_refuse_step_without_engine)
+                hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
                 self._zero_early_optimizers[optimizer] = hook
 
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
@@ -231,7 +258,11 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             self._forget(prepared, optimizers)
             raise
         self.zero_engines.append(engine)
+        if self.zero_run is not None and optimizers:
+            self.zero_run.engines += 1
         add_no_sync(engine, model, prepared)
+        if engine.config.nonfinite != "stop":
+            tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         announce(engine, casts, rows_of_a_step(self))
 
@@ -266,6 +297,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         unscale(self, engine)
+        if self._zero_joined is not None:
+            self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
@@ -275,6 +308,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             super().clip_grad_value_(parameters, clip_value)
         else:
             unscale(self, engine)
+            if self._zero_joined is not None:
+                self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
             engine.clip_grad_value_(clip_value, parameters)
 
     def unscale_gradients(self, optimizer=None):
@@ -288,11 +323,14 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         if others:
             super().unscale_gradients(others)
 
+    @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        raise NotImplementedError(
-            "hf_zero: join_uneven_inputs needs DistributedDataParallel's shadow collectives. Let accelerate make the batches "
-            "even (DataLoaderConfiguration(even_batches=True), its default) or drop the last uneven one."
-        )
+        with joined_ranks(self, joinables, even_batches) as joined:
+            self._zero_joined = joined
+            try:
+                yield
+            finally:
+                self._zero_joined = None
 
     # ---- state ----
 
@@ -415,38 +453,6 @@ class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
 
 def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
     return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
-
-
-def _refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
-    """A hook before the steps of an optimizer that was prepared when no model was, until an engine has it."""
-    raise RuntimeError(
-        f"hf_zero: {type(optimizer).__name__} steps without the engine: it was prepared, and the model that it trains was not. "
-        "Call accelerator.prepare(model, optimizer), also in separate calls, before training."
-    )
-
-
-class _RefuseTrainingAlone:
-    """A forward hook that stops a model from training on each rank by itself, while it has no engine."""
-
-    def __init__(self, model: nn.Module):
-        self._model = weakref.ref(model)
-
-    def __call__(self, module: nn.Module, _args: tuple) -> None:
-        model = self._model()
-        if model is None or not (module.training and torch.is_grad_enabled()) or engine_attached_to(model) is not None:
-            return
-        if any(p.requires_grad for p in model.parameters()):
-            raise RuntimeError(
-                f"hf_zero: {type(model).__name__} was prepared without its optimizer, so its gradients would stay on each rank. "
-                "Call accelerator.prepare(model, optimizer) (also in separate calls) before training; for inference use "
-                "torch.no_grad() or model.eval()."
-            )
-
-    def __deepcopy__(self, memo: dict) -> "_RefuseTrainingAlone":
-        return _RefuseTrainingAlone(nn.Module())
-
-    def __reduce__(self):
-        return _RefuseTrainingAlone, (nn.Module(),)
 
 
 def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:

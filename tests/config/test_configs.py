@@ -38,6 +38,7 @@ KEYS_OF_STAGE_3 = {
     "reshard_after_forward",
     "persist_below_numel",
     "unit_modules",
+    "unit_bytes",
     "comm",
 }
 

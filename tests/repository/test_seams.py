@@ -41,6 +41,10 @@ IN_INTEGRATIONS = (
 OVERRIDING = ("ZeroTrainerMixin", "ZeroAcceleratorMixin", "ZeroPlugin", "_OverShards", "GradScaler")
 
 
+# What a name is used for that makes it another package's, however it is spelt.
+OF_OTHERS = ("import", "replaced()")
+
+
 def is_private(name: str) -> bool:
     """Of another package, by its spelling; attributes that we put on others' objects are marked as ours."""
     ours = name.startswith(("__", "_hf_zero")) or name in OF_PYTHON | MODULES
@@ -101,8 +105,10 @@ def used_in(tree: ast.Module) -> set[tuple[str, str]]:
             "attrgetter",
             "replaced",
         ):
-            found |= {(a.value, "") for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
-    return {(name, owner) for name, owner in found if is_private(name) or owner == "import"}
+            names = {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
+            is_replaced = ast.unparse(node.func) == "replaced"
+            found |= {(name, "replaced()" if is_replaced and name.startswith("__") else "") for name in names}
+    return {(name, owner) for name, owner in found if is_private(name) or owner in OF_OTHERS}
 
 
 @cache
@@ -120,7 +126,7 @@ def foreign_uses() -> dict[str, set[str]]:
                 is_theirs = name in known
             else:
                 is_ours = name in own - known or (name in here and owner == "self")
-                is_theirs = owner == "import" or not is_ours
+                is_theirs = owner in OF_OTHERS or not is_ours
             if is_theirs:
                 found[name].add(path)
     return found

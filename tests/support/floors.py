@@ -13,5 +13,6 @@ FLOOR = {
     "engine": 4,
     "diagnose": 5,
     "integrations": 6,
+    "run": 7,
     "cli": 7,
 }

@@ -18,11 +18,12 @@ from ...offload.choose import choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, ParameterSlot, Row
-from ..buckets.memory import GatheredMemory, UnshardedMemory
+from ..buckets.memory import UnshardedMemory
 from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, choose_norm
 from ..state.full_tensors import FullTensors
 from ..state.holder import StateHolder
+from ..state.replicas import ReplicaCheck
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
@@ -95,6 +96,7 @@ class Parts:
     parameter_places: ParameterPlaces
     activations: Activations
     norm: GradientNorm
+    replicas: ReplicaCheck
 
 
 def assemble(
@@ -111,6 +113,11 @@ def assemble(
     Raises:
         ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
     """
+    if config.is_open:
+        raise ConfigError(
+            "hf_zero config: `stage: auto` is chosen by accelerate's and Trainer's doors, before there is an engine. Give "
+            "ZeroEngine a stage (0, 1, 2, 3), such as `hf-zero plan` recommends."
+        )
     check_parameters(model, config)
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device)
@@ -121,7 +128,7 @@ def assemble(
     nonfinite = NonFiniteCheck(config, meeting.step_transport, replicated=meeting.is_replicated)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
-    of_parts = build_parts(
+    all_buckets, of_units = build_parts(
         model,
         owner,
         optimizers,
@@ -134,8 +141,7 @@ def assemble(
         parameter_tier=parameter_tier,
         adopt=holder.adopt,
     )
-    sharded = _sharded_model(model, of_parts, meeting, wire, holder)
-    all_buckets = sorted((b for found in of_parts.values() for b in found), key=lambda b: b.layout.index)
+    sharded = _sharded_model(model, of_units, meeting, wire, holder)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
     unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
@@ -160,8 +166,21 @@ def assemble(
         full_tensors=FullTensors(row_of, meeting.step_transport, holder, config.comm, replicated=meeting.is_replicated),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
+        replicas=ReplicaCheck(
+            config.check_replicas_every,
+            all_buckets,
+            _frozen_whole(model, all_buckets),
+            meeting.step_transport,
+            meeting.peers.shard_rank,
+        ),
         norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
     )
+
+
+def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are in no bucket: every rank has them whole."""
+    held = {slot.parameter for bucket in all_buckets for slot in bucket.slots}
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter not in held]
 
 
 def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transport) -> tuple[Tier, ParameterTier]:
@@ -175,13 +194,17 @@ def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transp
 
 
 def _sharded_model(
-    model: nn.Module, of_parts: dict[str, list[Bucket]], meeting: Meeting, wire: Wire, holder: StateHolder
+    model: nn.Module,
+    of_units: dict[tuple[str, ...], list[Bucket]],
+    meeting: Meeting,
+    wire: Wire,
+    holder: StateHolder,
 ) -> ShardedModel:
     """The units of stage 3; none below it."""
     config, transport, device = meeting.config, meeting.transport, meeting.device
     return ShardedModel(
         model,
-        {name: found for name, found in of_parts.items() if isinstance(found[0].memory, GatheredMemory)},
+        of_units,
         transport,
         wire,
         holder,

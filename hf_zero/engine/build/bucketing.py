@@ -12,13 +12,14 @@ from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
 from ...config import ConfigError, ZeroConfig
 from ...kernels.checks import FLOAT_DTYPES
+from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
-from ...layout.slots import ParameterSpec, plan_buckets
+from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
 from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, BucketKey
-from ..buckets.bucket_sizes import choose_sizes
+from ..buckets.bucket_sizes import choose_sizes, least_unit_bytes
 from ..buckets.gathered_dtypes import GatheredDtypes
 from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
 from ..buckets.memory import ParameterMemory, UnshardedMemory
@@ -27,7 +28,7 @@ from ..buckets.precision import Precision, resolve_precision, untrained_precisio
 from ..buckets.shared_memory import memory_of
 from ..state.elementwise import keeps_intact
 from ..travel.wire import Wire
-from ..units.unit_modules import find_unit_modules, own_parameters
+from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines
 
 
@@ -97,47 +98,48 @@ class Part:
     """Parameters that share no bucket with those of other parts.
 
     Attributes:
-        name: of the unit at stage 3.
+        modules: names of the layers of a unit at stage 3; the root has none.
         parameters: (name, parameter) in registration order.
-        sharded: a rank keeps its shard of them only.
+        sharded: they are a unit of stage 3, of which a rank keeps its shard only.
     """
 
-    name: str
+    modules: tuple[str, ...]
     parameters: Sequence[tuple[str, nn.Parameter]]
     sharded: bool
 
     @property
     def is_layer(self) -> bool:
         """Whether it is a unit of stage 3 that comes and goes as a whole."""
-        return self.sharded and self.name != ""
+        return bool(self.modules)
 
 
 def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups, device: torch.device) -> list[Part]:
     """What goes into buckets, in the order in which gradients arrive.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
-    for each unit, frozen parameters too, the last layer first and the root last; then what `persist_below_numel` keeps whole.
+    for each unit, frozen parameters too, the last layers first and the root last; then what `persist_below_numel` keeps whole.
     On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
     of all, does not wait for the embeddings'.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
-        return [Part(name="model", parameters=trained, sharded=False)]
+        return [Part(modules=(), parameters=trained, sharded=False)]
     units = find_unit_modules(model, config.unit_modules)
     own = own_parameters(model, units)
     least = config.persist_below_numel
-    layers = [name for name, _ in reversed(units)]
+    values = {name: [p for _, p in held] for name, held in own.items()}
+    layers = reversed(group_layers(units, values, least_unit_bytes(config, device)))
     behind = [] if device.type == "cpu" else _behind_layers(model, own)
     taken = {name for name, _ in behind}
     before = [(name, parameter) for name, parameter in own[""] if name not in taken]
-    of_parts = [("", behind), *((name, own[name]) for name in layers), ("", before)]
+    of_layers = [(names, [held for name in names for held in own[name]]) for names in layers]
     parts = [
-        Part(name=name, parameters=[(n, p) for n, p in of_part if p.numel() >= least], sharded=True)
-        for name, of_part in of_parts
+        Part(modules=tuple(names), parameters=[(n, p) for n, p in held if p.numel() >= least], sharded=True)
+        for names, held in [([], behind), *of_layers, ([], before)]
     ]
     kept = [(name, p) for name, p in trained if p.numel() < least]
-    parts.append(Part(name="kept whole", parameters=kept, sharded=False))
-    return [part for part in parts if part.parameters or part.name == ""]
+    parts.append(Part(modules=(), parameters=kept, sharded=False))
+    return [part for part in parts if part.parameters]
 
 
 def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter]]]) -> list[tuple[str, nn.Parameter]]:
@@ -160,8 +162,8 @@ def build_parts(
     tier: Tier,
     parameter_tier: ParameterTier,
     adopt: Callable[[Bucket], None],
-) -> dict[str, list[Bucket]]:
-    """Moves a model into flat buckets; part name → its buckets, as they are numbered and reduced. Collective.
+) -> tuple[list[Bucket], dict[tuple[str, ...], list[Bucket]]]:
+    """Moves a model into flat buckets: all, as they are numbered and reduced, and those of each unit by its modules. Collective.
 
     Parameters that are in none are on the device afterwards too, with rank 0's values.
 
@@ -170,10 +172,11 @@ def build_parts(
         tier, parameter_tier: where state, and where shards of parameters, live.
         adopt: called with each bucket when it is built.
     """
-    built: dict[str, list[Bucket]] = {}
+    built: list[Bucket] = []
+    of_units: dict[tuple[str, ...], list[Bucket]] = {}
     start_alike = partial(take_rank_0s, device=device, transport=transport)
     intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
-    sizes, count = choose_sizes(model, config, groups, device), 0
+    sizes = choose_sizes(model, config, groups, device)
     gathered = GatheredDtypes(model, config)
     trained_numel = sum(parameter.numel() for parameter in owner)
     placement = Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel)
@@ -187,22 +190,22 @@ def build_parts(
             wire,
             gathered,
             bucket_numel=sizes.layer_numel if part.is_layer else sizes.numel,
-            first_index=count,
+            first_index=len(built),
             device=device,
             placement=placement,
             parameter_tier=parameter_tier,
             prepare=start_alike,
             adopt=adopt,
         )
-        count += len(buckets)
-        if buckets:
-            built.setdefault(part.name, []).extend(buckets)
-    taken = {slot.parameter for buckets in built.values() for bucket in buckets for slot in bucket.slots}
+        built += buckets
+        if part.sharded:
+            of_units.setdefault(part.modules, []).extend(buckets)
+    taken = {slot.parameter for bucket in built for slot in bucket.slots}
     for parameter in model.parameters():
         if parameter not in taken:
             start_alike(parameter)
             take_from_file(parameter, device)
-    return built
+    return built, of_units
 
 
 def build_buckets(
@@ -241,12 +244,16 @@ def build_buckets(
         make_memory = memory_of(wire.peers, sharded=part.sharded)
     elif part.sharded:
         make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
-    layouts = plan_buckets(
-        _specs(part, owner, intact, gathered),
+    layouts = layouts_of(
+        part,
+        owner,
+        intact,
+        config,
+        groups,
+        gathered,
         bucket_numel=bucket_numel,
-        shards=groups.shard_size,
         first_index=first_index,
-        align=wire.align.and_also(IN_BLOCKS) if config.quantises_moments else wire.align,
+        align=wire.align,
     )
     for layout in layouts:
         parameters = [parameter_of[slot.name] for slot in layout.slots]
@@ -256,7 +263,13 @@ def build_buckets(
         numel = sum(p.numel() for p in parameters)
         tier = placement.next_tier(numel) if key.trained else placement.device_tier
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
-        precision = _precision(config, key, wire, sharded=part.sharded, apart=apart)
+        precision = precision_of(
+            config,
+            key,
+            weights=None if part.sharded else wire.weight_format,
+            adds_in_master=wire.reduction.adds_in_wider,
+            apart=apart,
+        )
         place = (layout, precision.param, device, layout.shard(groups.shard_rank))
         buckets.append(
             Bucket(
@@ -273,21 +286,45 @@ def build_buckets(
     return buckets
 
 
-def _precision(config: ZeroConfig, key: BucketKey, wire: Wire, *, sharded: bool, apart: bool) -> Precision:
+def layouts_of(
+    part: Part,
+    owner: dict[nn.Parameter, tuple[int, int]],
+    intact: Sequence[bool],
+    config: ZeroConfig,
+    groups: Groups,
+    gathered: GatheredDtypes,
+    *,
+    bucket_numel: int,
+    first_index: int,
+    align: Alignment,
+) -> tuple[BucketLayout, ...]:
+    """The layouts of a part's buckets, which move nothing: a model on the meta device has them too.
+
+    Arguments: see `build_buckets`.
+    """
+    return plan_buckets(
+        _specs(part, owner, intact, gathered),
+        bucket_numel=bucket_numel,
+        shards=groups.shard_size,
+        first_index=first_index,
+        align=align.and_also(IN_BLOCKS) if config.quantises_moments else align,
+    )
+
+
+def precision_of(
+    config: ZeroConfig, key: BucketKey, *, weights: BlockFormat | None, adds_in_master: bool, apart: bool
+) -> Precision:
     """The dtypes of a bucket.
 
     Args:
+        weights: the blocks in which parameters come to every rank; None where they come as they are.
+        adds_in_master: gradients are summed over the ranks in the master dtype.
         apart: masters live elsewhere than parameters.
     """
     if not key.trained:
         return untrained_precision(key.dtype, key.gathered_dtype)
     return resolve_precision(
-        config,
-        key.dtype,
-        gathered=key.gathered_dtype,
-        apart=apart,
-        weights=None if sharded else wire.weight_format,
-        adds_in_master=wire.reduction.adds_in_wider,
+        config, key.dtype, gathered=key.gathered_dtype, apart=apart, weights=weights, adds_in_master=adds_in_master
     )
 
 

@@ -1,4 +1,4 @@
-"""Refusing to step with a NaN or infinite gradient, unless a loss scaler sees to it."""
+"""Finding NaN and infinite gradients before a step, unless a loss scaler sees to them."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 from ...comm.transport import Label, Transport
 from ...config import ZeroConfig
 from ...device import HostValue
-from ..buckets.bucket import Bucket, Row
+from ..buckets.bucket import Bucket
 from .norm import Measured
 
 _OVERFLOW = Label(kind="agreement on overflow", subject="the step")
@@ -21,13 +21,13 @@ class NonFiniteGradientError(FloatingPointError):
 class NonFiniteCheck:
     """Looks at each step's gradient norm.
 
-    On the host the norm is at hand and the step is refused. On an accelerator reading it would stop the device's queue, so a
+    On the host the norm is at hand. On an accelerator reading it would stop the device's queue, so with `nonfinite: stop` a
     step's norm is read at the next step; the run still ends one step later with the same message. Until then `found_inf` holds
-    kernels back from writing. Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run
-    goes on.
+    kernels back from writing. A step that is to be skipped has to be known as such before it: then the norm is read at once.
+    Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run goes on.
 
     Args:
-        config: with `check_nonfinite`.
+        config: with `check_nonfinite` and `nonfinite`.
         replicated: every rank holds the whole gradient, so that all see the same.
 
     Attributes:
@@ -38,6 +38,7 @@ class NonFiniteCheck:
     def __init__(self, config: ZeroConfig, transport: Transport, *, replicated: bool):
         self._transport = transport
         self._wanted = config.check_nonfinite
+        self._reads_at_once = config.nonfinite != "stop"
         self._replicated = replicated
         self._last: HostValue | None = None
         self._has_looked = False
@@ -67,8 +68,12 @@ class NonFiniteCheck:
         self._has_looked = False
         self._unscaled.discard(optimizer)
 
-    def look(self, measured: Measured, rows: Sequence[Row], *, at_all: bool) -> None:
-        """Collective where it raises, which it does on all ranks alike: the norm is the one over all of them.
+    def forget(self) -> None:
+        """Called when a backward has changed the gradients since somebody looked."""
+        self._has_looked = False
+
+    def look(self, measured: Measured, *, at_all: bool) -> float | None:
+        """Returns the norm where it is NaN or infinite, the same on all ranks; None where it is finite.
 
         Args:
             at_all: these are all gradients.
@@ -76,20 +81,12 @@ class NonFiniteCheck:
         self._has_looked = at_all
         self.found_inf = None
         if not self._wanted or self._unscaled:
-            return
+            return None
         self.found_inf = measured.found_inf
         value = HostValue(measured.norm.detach())
-        last, self._last = (value, None) if measured.norm.device.type == "cpu" else (self._last, value)
-        if last is None or math.isfinite(last.value()):
-            return
-        names = [r.slot.name for r in rows if r.tensor.grad is not None and not torch.isfinite(r.tensor.grad).all()]
-        everyone = sorted({name for theirs in self._transport.exchange(names[:5]) for name in theirs})
-        where = f"First parameters: {', '.join(everyone[:5])}. " if everyone else ""
-        raise NonFiniteGradientError(
-            f"hf_zero: the gradient norm is {last.value()}: a gradient is NaN or infinite, so this step is refused and the "
-            f"parameters stay as they were. {where}Usual reasons: a learning rate too high, a NaN in the data, log or "
-            "division of zero in the loss. To step all the same, set `check_nonfinite: false` in the hf_zero config."
-        )
+        at_once = self._reads_at_once or measured.norm.device.type == "cpu"
+        last, self._last = (value, None) if at_once else (self._last, value)
+        return None if last is None or math.isfinite(last.value()) else last.value()
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         """Raises `RuntimeError` for a step by way of torch's own scaler, and over float16 parameters without any."""

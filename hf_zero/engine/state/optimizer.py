@@ -32,7 +32,8 @@ class ShardedOptimizer:
         rows: this rank's row of each parameter that it owns a part of.
         trained: all parameters that the engine has in buckets.
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
-        before_step, after_step: called around each step.
+        before_step: called before each step; returns whether the step is to be taken.
+        after_step: called behind each step, with the same answer.
         holder: who has the state of the rows.
 
     Attributes:
@@ -47,8 +48,8 @@ class ShardedOptimizer:
         rows: Mapping[nn.Parameter, Row],
         trained: set[nn.Parameter],
         identity: str,
-        before_step: Callable[[], None],
-        after_step: Callable[[], None],
+        before_step: Callable[[], bool],
+        after_step: Callable[[bool], None],
         holder: StateHolder,
     ):
         self.optimizer = optimizer
@@ -57,6 +58,7 @@ class ShardedOptimizer:
         self._is_whole = all(row.is_parameter for row in rows.values())
         self._before_step = before_step
         self._after_step = after_step
+        self._skipped_groups: list[dict[str, Any]] | None = None
         self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
         for group, whole in zip(optimizer.param_groups, self.whole_groups):
@@ -150,11 +152,24 @@ class ShardedOptimizer:
                 "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
                 "step. Call backward first, then optimizer.step()."
             )
+        self._end_skip()
         self.refuse_strangers()
-        self._before_step()
+        if not self._before_step():
+            self._begin_skip()
 
     def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
-        self._after_step()
+        is_taken = self._skipped_groups is None
+        self._end_skip()
+        self._after_step(is_taken)
+
+    def _begin_skip(self) -> None:
+        """Lets the step that has begun run over groups without parameters. What it counts in them goes with these copies."""
+        self._skipped_groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**group, "params": []} for group in self._skipped_groups]
+
+    def _end_skip(self) -> None:
+        if self._skipped_groups is not None:
+            self.optimizer.param_groups, self._skipped_groups = self._skipped_groups, None
 
     def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         row_of = {id(row.tensor): row for row in self.rows}
@@ -201,3 +216,10 @@ def cut_to(value: Any, row: Row) -> Any:
         cut = row.layout.in_parameter
         value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
     return value.to(row.tensor.device, copy=True)
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters that the script gave to an optimizer, whether or not an engine has put rows in their place since."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
+    return [parameter for group in groups for parameter in group]

@@ -34,6 +34,10 @@ class VisitOrder:
             self._successor[self._last] = unit
         self._last = unit
 
+    def is_at(self, unit: Unit) -> bool:
+        """Whether `unit` is the one visited last in this pass."""
+        return unit is self._last
+
     def end(self) -> None:
         """The pass is over: nothing comes after the unit visited last."""
         if self._last is not None:
@@ -138,13 +142,13 @@ class Unsharding:
         if not self.reshards_after_forward:
             return
         if unit is self._root:
-            self._drop([] if grad_enabled else self._lasting)
+            self._drop([] if grad_enabled else self.units)
         elif unit not in self._lasting:
             if grad_enabled and self._forward.ends_within(unit, self._prefetch):
                 # Backward begins with the last layer's, and with the gathers ahead of it.
                 self._turning.append(unit)
-            elif not grad_enabled or self._forward.following(unit, 1):
-                # Without a known follower it may be the last: it goes when another comes.
+            elif len(unit.modules) == 1 and (not grad_enabled or self._forward.following(unit, 1)):
+                # Without a known follower it may be the last: it goes when another comes, as units of several layers do.
                 self._drop([unit])
 
     def look_at_outputs(self, unit: Unit, outputs: object) -> None:
@@ -241,6 +245,9 @@ class Unsharding:
     # ---- how ----
 
     def _use(self, unit: Unit, order: VisitOrder) -> None:
+        if order.is_at(unit) and unit is not self._root and unit.state is UnitState.UNSHARDED:
+            # The next layer of the same unit.
+            return
         order.visit(unit)
         ahead = order.following(unit, self._prefetch)
         used = self._lasting if unit is self._root else [unit]

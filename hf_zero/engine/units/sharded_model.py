@@ -33,7 +33,7 @@ class ShardedModel:
     """The units of stage 3 and all hooks and methods that they put on the model. Without units it does nothing.
 
     Args:
-        buckets_of: unit name → its buckets; "" is the root's.
+        buckets_of: names of a unit's modules → its buckets; the root has no names.
         wire: how their parameters are gathered.
         holder: has their masters.
         device: that parameters are gathered on.
@@ -47,7 +47,7 @@ class ShardedModel:
     def __init__(
         self,
         model: nn.Module,
-        buckets_of: Mapping[str, Sequence[Bucket]],
+        buckets_of: Mapping[tuple[str, ...], Sequence[Bucket]],
         transport: Transport,
         wire: Wire,
         holder: StateHolder,
@@ -58,11 +58,11 @@ class ShardedModel:
     ):
         self._model = model
         self._home = _HOST if config.offload.moves_params else device
-        self.root = Unit("root", buckets_of.get("", ()))
-        layers = {name: Unit(name, buckets) for name, buckets in buckets_of.items() if name}
+        self.root = Unit((), buckets_of.get((), ()))
+        layers = [Unit(modules, buckets) for modules, buckets in buckets_of.items() if modules]
         self.schedule = Unsharding(
             self.root,
-            list(layers.values()),
+            layers,
             wire=wire,
             prefetch=config.prefetch_units,
             reshard_after_forward=reshard_after_forward,
@@ -178,10 +178,10 @@ class ShardedModel:
                 guard.update()
         return guards
 
-    def _install_hooks(self, layers: Mapping[str, Unit], guards: Iterable[nn.Module]) -> list[RemovableHandle]:
+    def _install_hooks(self, layers: Iterable[Unit], guards: Iterable[nn.Module]) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
-        for name, unit in layers.items():
-            module = self._model.get_submodule(name)
+        of_modules = [(self._model.get_submodule(name), unit) for unit in layers for name in unit.modules]
+        for module, unit in of_modules:
             before = WeakHook(self, partial(ShardedModel._before_layer, unit=unit))
             after = WeakHook(self, partial(ShardedModel._after_layer, unit=unit))
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

@@ -34,10 +34,11 @@ class Guard(Protocol):
 
 
 class Unit:
-    """Parameters that are unsharded at the same time: those of a transformer layer, or all that are in no layer.
+    """Parameters that are unsharded at the same time: those of a layer, or a few layers, or all that are in no layer.
 
     Attributes:
-        name: of the layer's module; "root" for what no layer has.
+        name: of the first layer's module; "root" for what no layer has.
+        modules: names of the layers' modules.
         buckets: the unit's.
         memories: theirs, which are gathered and dropped.
         gather: what the parameters were last gathered by.
@@ -47,8 +48,9 @@ class Unit:
         guards: told of each change between whole and sharded.
     """
 
-    def __init__(self, name: str, buckets: Sequence[Bucket]):
-        self.name = name
+    def __init__(self, modules: Sequence[str], buckets: Sequence[Bucket]):
+        self.modules = tuple(modules)
+        self.name = self.modules[0] if self.modules else "root"
         self.buckets = list(buckets)
         self.memories = {bucket: cast(GatheredMemory, bucket.memory) for bucket in self.buckets}
         self.slots = [slot for bucket in self.buckets for slot in bucket.slots]

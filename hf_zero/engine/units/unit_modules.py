@@ -1,7 +1,7 @@
 """Chooses the modules that are units: unsharded before their forward, resharded after it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -79,6 +79,29 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def group_layers(
+    units: Sequence[tuple[str, nn.Module]], parameters_of: Mapping[str, Sequence[nn.Parameter]], least_bytes: int
+) -> list[list[str]]:
+    """Names of the modules of each unit: layers of a class that follow one another in a list, until they have `least_bytes`.
+
+    Args:
+        units: (name, module) of the layers, in registration order.
+        parameters_of: layer's name → what it would gather by itself.
+    """
+    groups: list[list[str]] = []
+    place, gathered_bytes = None, 0
+    for name, module in units:
+        nbytes = sum(parameter.nbytes for parameter in parameters_of[name])
+        its_place = (name.rpartition(".")[0], type(module))
+        if groups and its_place == place and gathered_bytes < least_bytes:
+            groups[-1].append(name)
+            gathered_bytes += nbytes
+        else:
+            groups.append([name])
+            place, gathered_bytes = its_place, nbytes
+    return groups
 
 
 def own_parameters(

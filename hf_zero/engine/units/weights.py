@@ -28,8 +28,12 @@ def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) 
     Where parameters have been through blocks, it is their master's. Ranks of a replicate group hold the same
     part; the first of them hands it out.
     """
-    if groups.rank != groups.shard_rank:
-        return
+    if groups.rank == groups.shard_rank:
+        yield from held_weights(buckets, holder)
+
+
+def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[OwnWeights]:
+    """The same on every rank: those of a replicate group have copies of one part."""
     for bucket in buckets:
         if bucket.precision.weights is not None:
             for row in bucket.rows:

@@ -225,8 +225,10 @@ def _unit_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     root, *layers = schedule.units
     if engine.sharded.is_empty:
         return []
-    classes = Counter(type(engine.model.get_submodule(layer.name)).__name__ for layer in layers)
+    classes = Counter(type(engine.model.get_submodule(name)).__name__ for layer in layers for name in layer.modules)
     named = ", ".join(f"{count} {name}" for name, count in classes.items()) or "no layers"
+    if classes.total() > len(layers):
+        named += f" in {len(layers)} of `unit_bytes`"
     largest = max((layer.passing_bytes for layer in layers), default=0)
     ahead = min(engine.config.prefetch_units, max(len(layers) - 1, 0))
     if schedule.reshards_after_forward:

@@ -1,0 +1,288 @@
+"""Compares two recorded runs, step by step: how far they are apart, and where they first are."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .expectations import INEXACT, reasons_of
+from .recording import Recording, Tensors
+
+_FLOOR = 1e-3
+"""Gradients are judged relative to the parameter's largest, but not below this part of the model's largest, or the tolerance's:
+what should be zero is rounding alone (the bias of attention's keys, say)."""
+
+
+class ParityError(RuntimeError):
+    """Two runs that cannot be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One place in which two runs differ.
+
+    Attributes:
+        step: the optimizer step, from 0; the first may have begun with other parameters.
+        kind: "start", "loss", "gradient", "norm" or "parameter", in the order in which they come in a step.
+        where: a parameter's name, or a rank and micro-batch.
+        largest: magnitude of the largest difference.
+        relative: what is judged; the docs tell relative to what.
+        others: how many more of this kind are beyond the tolerance in this step.
+    """
+
+    step: int
+    kind: str
+    where: str
+    largest: float
+    relative: float
+    others: int = 0
+
+    def __str__(self) -> str:
+        place = f"{self.where}" + (f" and {self.others} more" if self.others else "")
+        return f"step {self.step}, {self.kind} of {place}: {self.largest:.3g} ({self.relative:.1e} relative)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """What came of comparing a run with the engine to the same run without.
+
+    Attributes:
+        steps: optimizer steps that were compared.
+        reasons: why bits may differ; none where they must not.
+        tolerance: relative difference that is as expected; 0 asks for equal bits.
+        equal: whether all bits are.
+        passed: whether no difference is beyond the tolerance.
+        first: the first difference beyond the tolerance, or else the first of all; None where all bits are equal.
+        loss, norm: the largest differences of a loss and of a gradient norm.
+        gradients, parameters: by name, the largest differences of an element in any step.
+        repeats: whether the run without the engine has the same bits when it is run again; None where that was not tried.
+    """
+
+    world_size: int
+    steps: int
+    reasons: list[str]
+    tolerance: float
+    equal: bool
+    passed: bool
+    first: Difference | None
+    loss: float
+    norm: float
+    gradients: dict[str, float] = field(repr=False)
+    parameters: dict[str, float] = field(repr=False)
+    repeats: bool | None = None
+
+    @property
+    def bitwise_expected(self) -> bool:
+        """Whether the two runs must be equal bit for bit."""
+        return not self.reasons
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, in which numbers that are not finite are texts."""
+        return _plain(dataclasses.asdict(self) | {"bitwise_expected": self.bitwise_expected})
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """The report as sentences, the verdict first."""
+        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+        over = f"{self.steps} optimizer steps on {ranks}"
+        if self.equal:
+            verdict = f"equal bit for bit over {over}"
+        elif self.passed:
+            verdict = f"equal within {self.tolerance:g} over {over}, as expected"
+        else:
+            verdict = f"NOT equal over {over}"
+        lines = [f"hf_zero parity: {verdict}."]
+        if self.first is not None:
+            lines.append(f"First difference: {self.first}.")
+        if not self.equal:
+            lines.append(
+                f"Largest differences: loss {self.loss:.3g}, gradient norm {self.norm:.3g}, gradient "
+                f"{_worst(self.gradients)}, parameter {_worst(self.parameters)}."
+            )
+        if self.repeats is False:
+            lines.append(
+                "The run without the engine is not equal to itself when it is run again: random numbers that are not seeded, or "
+                "operations that add in another order each time."
+            )
+        if self.reasons:
+            lines.append(f"Equal bits are not to be expected: {'; '.join(self.reasons)}.")
+        else:
+            lines.append("Equal bits are to be expected: nothing in this set-up adds or rounds otherwise than DDP.")
+        return lines
+
+
+def compare(stock: Recording, engine: Recording, tolerance: float | None = None) -> ParityReport:
+    """Compares a run without the engine to one with it.
+
+    Args:
+        tolerance: relative difference that passes; None is what the set-up makes to be expected.
+
+    Raises:
+        ParityError: they cannot be compared: no steps, other parameters, other numbers of steps or ranks.
+    """
+    _refuse_unlike(stock, engine)
+    reasons = reasons_of(stock, engine)
+    allowed = max((r.tolerance for r in reasons), default=0.0) if tolerance is None else tolerance
+    found = list(_differences(stock, engine, allowed))
+    beyond = [difference for difference in found if not difference.relative <= allowed]
+    first = next(iter(beyond or found), None)
+    if first is not None:
+        alike = [d for d in (beyond or found) if (d.step, d.kind) == (first.step, first.kind)]
+        first = dataclasses.replace(first, others=len(alike) - 1)
+    return ParityReport(
+        world_size=len(stock.losses),
+        steps=stock.steps,
+        reasons=[str(reason) for reason in reasons],
+        tolerance=allowed,
+        equal=not found,
+        passed=not beyond,
+        first=first,
+        loss=_most(found, "loss"),
+        norm=_most(found, "norm"),
+        gradients=_by_name(found, "gradient"),
+        parameters=_by_name(found, "parameter", "start"),
+    )
+
+
+def repeats(stock: Recording, again: Recording) -> bool:
+    """Whether a run without the engine had the same bits twice."""
+    alike = stock.facts is not None and stock.facts == again.facts and stock.steps == again.steps
+    return alike and not any(_differences(stock, again, 0.0))
+
+
+def _refuse_unlike(stock: Recording, engine: Recording) -> None:
+    if stock.facts is None or engine.facts is None or not stock.steps or not engine.steps:
+        which = "run without the engine" if stock.facts is None or not stock.steps else "run with the engine"
+        raise ParityError(f"hf_zero parity: the {which} took no optimizer step, so there is nothing to compare.")
+    if stock.facts.config is not None:
+        raise ParityError(
+            "hf_zero parity: the run that was to be without hf_zero has an engine. Leave `--zero`, ZeroPlugin and HF_ZERO_CONFIG "
+            "out of the script and its arguments: parity adds the engine itself."
+        )
+    if engine.facts.config is None:
+        raise ParityError("hf_zero parity: the run that was to be with hf_zero has no engine on its optimizer.")
+    if set(stock.facts.order) != set(engine.facts.order):
+        odd = sorted(set(stock.facts.order) ^ set(engine.facts.order))
+        raise ParityError(f"hf_zero parity: the runs train other parameters, {len(odd)} of them (first: {odd[0]!r}).")
+    shapes = [(len(r.losses), [[len(step) for step in rank[: r.steps]] for rank in r.losses]) for r in (stock, engine)]
+    if stock.steps != engine.steps or shapes[0] != shapes[1]:
+        raise ParityError(
+            f"hf_zero parity: the runs went other ways: {stock.steps} and {engine.steps} optimizer steps, with "
+            f"{shapes[0][1]} and {shapes[1][1]} backwards in each step by rank. A script that is not seeded, or that stops by "
+            "its loss, cannot be compared."
+        )
+
+
+def _differences(stock: Recording, engine: Recording, allowed: float) -> Iterator[Difference]:
+    """All differences, in the order in which they came about. Gradients are in the order of backward."""
+    order = list(stock.facts.order) if stock.facts is not None else []
+    before = stock.start()
+    floor = min(max(_FLOOR, allowed), 1.0)
+    yield from _of_tensors(0, "start", before, engine.start(), order, floor)
+    for step in range(stock.steps):
+        for rank, (mine, theirs) in enumerate(zip(stock.losses, engine.losses)):
+            for micro, (a, b) in enumerate(zip(mine[step], theirs[step])):
+                where = f"rank {rank}" + (f", micro-batch {micro}" if len(mine[step]) > 1 else "")
+                yield from _of_numbers(step, "loss", where, a, b)
+        gradients = stock.gradients(step)
+        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], floor)
+        yield from _of_numbers(step, "norm", "all gradients", stock.norms[step], engine.norms[step])
+        after = stock.parameters(step)
+        unjudged = _unjudged(gradients, allowed)
+        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, floor, before):
+            yield dataclasses.replace(difference, relative=0.0) if difference.where in unjudged else difference
+        before = after
+
+
+def _of_numbers(step: int, kind: str, where: str, a: float | None, b: float | None) -> Iterator[Difference]:
+    if a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b)):
+        return
+    if a is None or b is None:
+        yield Difference(step=step, kind=kind, where=where, largest=math.inf, relative=math.inf)
+        return
+    largest = _finite(abs(a - b))
+    yield Difference(step=step, kind=kind, where=where, largest=largest, relative=_finite(largest / max(abs(a), 1e-12)))
+
+
+def _of_tensors(
+    step: int, kind: str, mine: Tensors, theirs: Tensors, order: list[str], floor: float, before: Tensors | None = None
+) -> Iterator[Difference]:
+    """
+    Args:
+        floor: part of the largest element of all, below which none is judged by its own.
+        before: the parameters before the step, to judge by how far the step went; None judges by the largest element.
+    """
+    least = floor * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
+    for name in order:
+        a, b = mine[name], theirs[name]
+        if a is None or b is None:
+            # One has no gradient. With one of zeros, momentum and weight decay would still move the parameter.
+            for there in (tensor for tensor in (a, b) if tensor is not None):
+                yield Difference(step=step, kind=kind, where=name, largest=_largest(there), relative=math.inf)
+            continue
+        if same_bits(a, b):
+            continue
+        apart = a.double() - b.double()
+        largest = _finite(_largest(apart))
+        if before is None:
+            relative = largest / max(_largest(a), least, 1e-30)
+        else:
+            start = before[name]
+            moved = a.double() - (start.double() if start is not None else 0.0)
+            relative = float(apart.norm() / moved.norm().clamp(min=1e-30))
+        yield Difference(step=step, kind=kind, where=name, largest=largest, relative=_finite(relative))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same values, NaN where the other has NaN."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _unjudged(gradients: Tensors, allowed: float) -> set[str]:
+    """Parameters that may go anywhere: an adaptive optimizer makes full steps of a gradient that is rounding alone."""
+    if not allowed:
+        return set()
+    if allowed >= INEXACT:
+        return set(gradients)
+    largest = {name: _largest(g) for name, g in gradients.items() if g is not None}
+    most = max(largest.values(), default=0.0)
+    return {name for name, value in largest.items() if value < 1e-5 * most}
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _finite(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _most(found: list[Difference], kind: str) -> float:
+    return max((d.largest for d in found if d.kind == kind), default=0.0)
+
+
+def _by_name(found: list[Difference], *kinds: str) -> dict[str, float]:
+    most: dict[str, float] = {}
+    for difference in (d for d in found if d.kind in kinds):
+        most[difference.where] = max(most.get(difference.where, 0.0), difference.largest)
+    return most
+
+
+def _worst(by_name: dict[str, float]) -> str:
+    if not by_name:
+        return "0"
+    name = max(by_name, key=lambda n: by_name[n])
+    return f"{by_name[name]:.3g} ({name})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

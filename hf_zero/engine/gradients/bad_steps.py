@@ -1,0 +1,215 @@
+"""What is done about a step whose gradients are NaN or infinite: the run stops, the step is skipped, or state is rewound."""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from ...config import ZeroConfig
+from .nonfinite import NonFiniteGradientError
+
+_log = logging.getLogger(__name__)
+
+
+class Snapshots(Protocol):
+    """This rank's state as it was some steps ago."""
+
+    def take(self) -> None:
+        """Replaces the snapshot by the state as it is now."""
+
+    def restore(self) -> None:
+        """Makes the state what it was when the snapshot was taken. Collective."""
+
+
+class BadSteps(ABC):
+    """Chosen once for an engine. The ranks find the same norm, and so come to the same answers.
+
+    Attributes:
+        skipped: steps that were not taken.
+        rewound: how often state went back to a snapshot.
+        was_skipped: whether the last step was not taken.
+    """
+
+    skipped = 0
+    rewound = 0
+    was_skipped = False
+
+    @abstractmethod
+    def found(self, norm: float, said: Callable[[], str]) -> None:
+        """Called when the gradients of the coming step have a norm that is not finite.
+
+        Args:
+            said: where it comes from, in sentences. Collective.
+
+        Raises:
+            NonFiniteGradientError: the run is to end.
+        """
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Called behind each backward: the gradients are others."""
+
+    @property
+    @abstractmethod
+    def skips(self) -> bool:
+        """Whether the step that is about to be taken is to be skipped."""
+
+    @property
+    @abstractmethod
+    def has_skipped(self) -> bool:
+        """Whether another optimizer of this engine has come to the same step, and skipped it."""
+
+    @abstractmethod
+    def skip(self) -> None:
+        """Called in a step that is skipped, when its gradients have been dropped. Collective."""
+
+    @abstractmethod
+    def taken(self) -> None:
+        """Called behind each step that was taken."""
+
+    @abstractmethod
+    def before_forward(self) -> None:
+        """Called before each forward that trains."""
+
+
+class Stop(BadSteps):
+    """The run ends."""
+
+    skips = has_skipped = False
+
+    def forget(self) -> None:
+        """There is no next step."""
+
+    def skip(self) -> None:
+        """None is."""
+
+    def taken(self) -> None:
+        """All are."""
+
+    def before_forward(self) -> None:
+        """Nothing is kept."""
+
+    def found(self, norm: float, said: Callable[[], str]) -> None:
+        raise NonFiniteGradientError(
+            f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused and the "
+            f"parameters stay as they were. {said()}Usual reasons: a learning rate too high, a NaN in the data, log or "
+            "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on, and "
+            "`nonfinite: rewind` goes back to a snapshot; to step all the same, set `check_nonfinite: false`."
+        )
+
+
+class Skip(BadSteps):
+    """The step is left out, and its gradients are dropped.
+
+    Args:
+        limit: bad steps in a row that are left out; one more ends the run.
+        speaks: whether this rank tells of them.
+    """
+
+    _policy = "skip"
+    _bad_in_a_row = "bad steps in a row"
+    _what_is_done = "this step is skipped and its gradients are dropped"
+
+    def __init__(self, limit: int, *, speaks: bool):
+        self._limit = limit
+        self._speaks = speaks
+        self._in_a_row = 0
+        self._is_bad = False
+        self._has_skipped = False
+
+    def found(self, norm: float, said: Callable[[], str]) -> None:
+        if self._is_bad:
+            # Measured again, after a clip of some of the parameters.
+            return
+        self._is_bad = True
+        self._in_a_row += 1
+        where = said()
+        if self._in_a_row > self._limit:
+            raise NonFiniteGradientError(
+                f"hf_zero: the gradient norm is {norm}, and {self._limit} {self._bad_in_a_row} have been left out before "
+                f"(`nonfinite_limit`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
+                "learning rate, or without the data that brings this."
+            )
+        # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.
+        count = self.skipped + 1
+        if self._speaks and count & (count - 1) == 0:
+            _log.warning(
+                "hf_zero: the gradient norm is %s: %s (`nonfinite: %s`; %d so far). %s",
+                norm,
+                self._what_is_done,
+                self._policy,
+                count,
+                where,
+            )
+
+    def forget(self) -> None:
+        self._is_bad = self._has_skipped = False
+
+    @property
+    def skips(self) -> bool:
+        return self._is_bad
+
+    @property
+    def has_skipped(self) -> bool:
+        return self._has_skipped
+
+    def skip(self) -> None:
+        self.skipped += 1
+        self.was_skipped = self._has_skipped = True
+
+    def taken(self) -> None:
+        self.was_skipped = False
+        self._end_row()
+
+    def before_forward(self) -> None:
+        """Nothing is kept."""
+
+    def _end_row(self) -> None:
+        self._in_a_row = 0
+
+
+class Rewind(Skip):
+    """The step is left out, and parameters and optimizer state go back to a snapshot.
+
+    Args:
+        every: steps between snapshots.
+        limit: rewinds to one snapshot; one more ends the run.
+    """
+
+    _policy = "rewind"
+    _bad_in_a_row = "steps behind one snapshot"
+    _what_is_done = "this step is skipped, and parameters and optimizer state go back to the last snapshot"
+
+    def __init__(self, snapshots: Snapshots, every: int, limit: int, *, speaks: bool):
+        super().__init__(limit, speaks=speaks)
+        self._snapshots = snapshots
+        self._every = every
+        self._since = every
+
+    def skip(self) -> None:
+        super().skip()
+        self.rewound += 1
+        self._since = 0
+        self._snapshots.restore()
+
+    def taken(self) -> None:
+        super().taken()
+        self._since += 1
+
+    def before_forward(self) -> None:
+        if self._since >= self._every:
+            self._snapshots.take()
+            self._since = 0
+            super()._end_row()
+
+    def _end_row(self) -> None:
+        """A good step behind a snapshot does not make it a better one."""
+
+
+def choose_bad_steps(config: ZeroConfig, snapshots: Snapshots, *, speaks: bool) -> BadSteps:
+    """By `nonfinite`."""
+    if config.nonfinite == "skip":
+        return Skip(config.nonfinite_limit, speaks=speaks)
+    if config.nonfinite == "rewind":
+        return Rewind(snapshots, config.snapshot_every, config.nonfinite_limit, speaks=speaks)
+    return Stop()

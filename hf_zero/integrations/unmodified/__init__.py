@@ -1,0 +1,1 @@
+"""Training scripts that are run with the engine as they are."""

@@ -1,0 +1,128 @@
+"""`hf_zero.parity`: the engine's steps beside DDP's, equal where they have to be, and a fault found where it is."""
+
+import json
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from training import bert, bert_batch, gpt2, gpt2_batch
+
+import hf_zero
+from hf_zero.diagnose.parity_report import ParityError, ParityReport
+from hf_zero.engine.buckets.bucket import Bucket
+from hf_zero.engine.gradients.store import GradientStore
+
+SECONDS = 90
+
+
+def batches(rank: int, count: int, make_batch=gpt2_batch) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(11 + rank)
+    return [make_batch(generator, 2) for _ in range(count)]
+
+
+def at_stages(rank: int, world_size: int, settings: list[dict], dropout: float = 0.0, **kwargs) -> list[ParityReport]:
+    torch.manual_seed(0)
+    model = gpt2(dropout=dropout, layers=2)
+    accumulation = kwargs.get("accumulation", 1)
+    return [hf_zero.parity(model, batches(rank, 3 * accumulation), each, **kwargs) for each in settings]
+
+
+def on_ranks(world_size: int, target=at_stages, **kwargs) -> list:
+    return run_ranks(target, world_size=world_size, time_limit_s=SECONDS, keyword_arguments=kwargs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_stage_is_equal_bit_for_bit(world_size):
+    settings = [{"stage": stage} for stage in range(4)]
+    for reports in on_ranks(world_size, settings=settings, dropout=0.1):
+        for report in reports:
+            assert report.bitwise_expected and report.equal and report.passed, str(report)
+            assert report.first is None and report.steps == 3 and report.world_size == world_size
+
+
+def test_local_accumulation_is_equal_and_sharded_within_rounding():
+    settings = [{"stage": 2, "grad_accumulation": "local"}, {"stage": 2}]
+    for local, sharded in on_ranks(2, settings=settings, accumulation=2):
+        assert local.bitwise_expected and local.equal, str(local)
+        assert not sharded.bitwise_expected and not sharded.equal and sharded.passed, str(sharded)
+        assert "grad_accumulation: sharded" in sharded.reasons[0]
+
+
+def test_three_ranks_and_clipping_are_named_as_reasons():
+    for reports in on_ranks(3, settings=[{"stage": 1}, {"stage": 3}], max_norm=0.5):
+        for report in reports:
+            assert report.passed and "3 ranks" in report.reasons[0] and "clipped" in report.reasons[1], str(report)
+
+
+def test_8_bit_moments_pass_as_inexact_and_fail_a_tolerance_of_none():
+    [report] = hf_zero_alone([{"stage": 2, "moments": "8bit"}])
+    assert report.passed and not report.equal and "moments" in report.reasons[0], str(report)
+    [strict] = hf_zero_alone([{"stage": 2, "moments": "8bit"}], tolerance=0.0)
+    assert not strict.passed and strict.first.kind == "parameter", str(strict)
+
+
+def hf_zero_alone(settings: list[dict], **kwargs) -> list[ParityReport]:
+    return at_stages(0, 1, settings, **kwargs)
+
+
+WRONG = "transformer.h.1.mlp.c_fc.weight"
+
+
+def with_faults(rank: int, world_size: int) -> list[ParityReport]:
+    """A gradient that is divided by half of what it should be, and a shard that rank 1 forgets to step in its second step."""
+    put, end_step = GradientStore.put_small, Bucket.end_step
+    GradientStore.put_small = lambda self, slot, gradient: put(self, slot, gradient * (1 + (slot.name == WRONG)))
+    [divided] = at_stages(rank, world_size, [{"stage": 2}])
+    GradientStore.put_small = put
+    kept = []
+
+    def skip_in_second_step(bucket: Bucket) -> None:
+        if rank == 1 and bucket.layout.index == 0:
+            kept.append(bucket.rows[-1].tensor.detach().clone())
+            if len(kept) == 2:
+                bucket.rows[-1].tensor.detach().copy_(kept[0])
+        end_step(bucket)
+
+    Bucket.end_step = skip_in_second_step
+    [skipped] = at_stages(rank, world_size, [{"stage": 1}])
+    Bucket.end_step = end_step
+    return [divided, skipped]
+
+
+def test_faults_are_found_with_their_parameter_and_step():
+    for divided, skipped in on_ranks(2, target=with_faults):
+        assert not divided.passed and divided.first.step == 0 and divided.first.kind == "gradient", str(divided)
+        assert divided.first.where == WRONG and divided.first.relative == pytest.approx(1) and not divided.first.others
+        assert not skipped.passed and (skipped.first.step, skipped.first.kind) == (1, "parameter"), str(skipped)
+        assert skipped.first.others == 0 and skipped.first.relative > 0.1
+        assert "NOT equal over 3 optimizer steps on 2 ranks" in str(skipped) and "step 1, parameter of" in str(skipped)
+
+
+def test_a_loss_of_ones_own_plain_tensors_and_an_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = hf_zero.parity(
+        model,
+        [torch.randn(4, 6) for _ in range(9)],
+        1,
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        steps=4,
+    )
+    assert report.equal and report.steps == 4 and "equal bit for bit over 4 optimizer steps on 1 rank" in str(report)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_be_compared_is_said():
+    with pytest.raises(ValueError, match="without a loss"):
+        hf_zero.parity(nn.Linear(3, 3), [torch.randn(2, 3)], 1)
+    with pytest.raises(ParityError, match="no optimizer step"):
+        hf_zero.parity(bert(), batches(0, 1, bert_batch), 1, accumulation=2)
+
+
+def test_a_report_is_plain_json():
+    report = hf_zero.parity(bert(), batches(0, 2, bert_batch), 2)
+    told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert told["passed"] and told["bitwise_expected"] and told["first"] is None

@@ -1,0 +1,119 @@
+"""Scripts that know nothing of hf_zero train with the engine, and those that never meet it end with an error that says so."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, SECONDS, own_environment, own_port, run_forked
+
+HERE = Path(__file__).parent
+RUN = HERE / "run_module.py"
+SCRIPTS = HERE / "scripts"
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+
+
+def losses_of(tmp_path: Path, name: str, zero: object, *arguments: object) -> list:
+    """What a script logs on two ranks; without `zero`, under stock accelerate."""
+    path = tmp_path / f"{zero}.json"
+    said = [str(path) if word == "LOSSES" else word for word in arguments]
+    words = (SCRIPTS / name, *said)
+    started = words if zero is None else (RUN, "--zero", zero, *words)
+    done = run_forked(started[0], started[1:], environment=os.environ | ON_CPU, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("state over 2 of 2 ranks" in done.stdout + done.stderr) == (zero is not None)
+    return json.loads(path.read_text())
+
+
+def ends(way: str, *arguments: object, zero: object = 2) -> subprocess.CompletedProcess:
+    """A script that ends in one of its odd ways, on one rank."""
+    words = ("--zero", zero, SCRIPTS / "odd_ends.py", way, *arguments)
+    return run_forked(RUN, words, environment=os.environ | ON_CPU, processes=1)
+
+
+def test_an_accelerate_loop_has_ddps_losses_at_every_stage(tmp_path):
+    words = ("plain_loop.py", "LOSSES")
+    stock = losses_of(tmp_path, words[0], None, *words[1:])
+    for zero in (1, 2, 3):
+        assert losses_of(tmp_path, words[0], zero, *words[1:]) == stock
+
+
+def test_every_accelerator_of_a_process_has_the_engine(tmp_path):
+    words = ("LOSSES", "one", "two")
+    stock = losses_of(tmp_path, "plain_loop.py", None, *words)
+    assert losses_of(tmp_path, "plain_loop.py", "stage=2", *words) == stock
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("trainer", 1), ("seq2seq", 2), ("subclass", 3)])
+def test_trainers_and_their_subclasses_have_ddps_losses(tmp_path, kind, zero):
+    words = ("--kind", kind, "--losses", "LOSSES", "--output_dir", tmp_path / "out", "--max_steps", 4)
+    words = (*words, "--per_device_train_batch_size", 4, "--logging_steps", 1, "--report_to", "none")
+    # A clip that scales adds the squares of gradients in another order.
+    words = (*words, "--max_grad_norm", 100)
+    stock = losses_of(tmp_path, "trainers.py", None, *words)
+    assert losses_of(tmp_path, "trainers.py", zero, *words) == stock
+
+
+def test_a_module_is_run_by_its_name():
+    environment = os.environ | ON_CPU
+    done = run_forked(RUN, ("--zero", 2, "-m", "platform", "--of-its-own"), environment=environment, processes=1)
+    assert done.returncode == 1
+    # It prints what machine this is, and met no engine.
+    assert "Linux" in done.stdout and "built neither an Accelerator nor a Trainer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("without_accelerate", "ended without the engine: it built neither an Accelerator nor a Trainer"),
+        ("steps_alone", "SGD steps without the engine"),
+        ("prepares_nothing", "ended without the engine: it built an Accelerator and prepared no model"),
+        ("another_engine", "deepspeed_plugin, for DeepSpeed"),
+        ("fully_sharded", "fsdp_plugin, for FSDP"),
+    ],
+)
+def test_a_script_that_never_meets_the_engine_ends_with_an_error(way, said):
+    done = ends(way)
+    assert done.returncode == 1 and said in done.stderr, done.stderr[-2000:]
+
+
+def test_a_script_that_only_evaluates_is_told_that_nothing_was_sharded():
+    done = ends("evaluates")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "loss 0." in done.stdout and "evaluation only" in done.stderr
+
+
+def test_a_scripts_own_traceback_and_status_stay_as_they_are():
+    failed = ends("fails")
+    assert failed.returncode == 1
+    first = failed.stderr[failed.stderr.index("Traceback") :].splitlines()[1]
+    assert "odd_ends.py" in first and "LookupError: of the script's own" in failed.stderr
+    assert "runpy" not in failed.stderr and "ended without" not in failed.stderr
+    assert ends("ends_with_3").returncode == 3
+
+
+@pytest.mark.parametrize("way", ["own_plugin", "attached_plugin", "own_flag"])
+def test_a_scripts_own_config_is_the_runs_or_refused(tmp_path, way):
+    words = {"own_flag": lambda zero: ("--output_dir", tmp_path, "--zero", zero)}.get(way, lambda zero: (zero,))
+    assert ends(way, *words(2)).returncode == 7
+    refused = ends(way, *words(3))
+    assert refused.returncode == 1 and "two configs for one run" in refused.stderr, refused.stderr[-2000:]
+
+
+def test_help_of_the_script_is_no_error():
+    words = ("--zero", 2, SCRIPTS / "trainers.py", "--help")
+    done = run_forked(RUN, words, environment=os.environ | ON_CPU, processes=1)
+    assert done.returncode == 0 and "--losses" in done.stdout
+
+
+def test_the_command_starts_the_ranks_by_itself(tmp_path):
+    # docs/unmodified-scripts.md, whose lines are typed by a test, has the other way: `accelerate launch -m hf_zero.run`.
+    path = tmp_path / "losses.json"
+    command = [sys.executable, "-c", "from hf_zero.cli.app import main; main()", "run", "--zero", "2", "--cpu"]
+    command += ["--num-processes", "2", "--port", str(own_port()), str(SCRIPTS / "plain_loop.py"), str(path)]
+    environment = own_environment(tmp_path)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0 and "state over 2 of 2 ranks" in done.stdout + done.stderr, done.stderr[-3000:]
+    assert json.loads(path.read_text())
