@@ -12,6 +12,7 @@ waits as long in another collective; in a collective of training it is late wher
 wait in the same collective: a slow link is no late rank.
 """
 
+import sys
 import threading
 import time
 import weakref
@@ -96,6 +97,9 @@ class LateWatch:
         wait.end = CommunicationError(str(verdict), verdict.culprits)
         lookout.ended = str(verdict)
         self._broken = wait, time.monotonic()
+        if wait.is_of_script:
+            # Its error is torch's, of addresses.
+            print(verdict, file=sys.stderr, flush=True)
         break_all_groups()
 
     def _end_if_it_goes_on(self, wait: Wait) -> None:
