@@ -22,7 +22,10 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "migrate": "config.migration.migrate",
+    "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
+    "Rescue": "diagnose.rescue",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -30,6 +33,7 @@ _HOME_OF = {
 __all__ = [
     "ConfigError",
     "GradScaler",
+    "Rescue",
     "ZeroAccelerator",
     "ZeroCallback",
     "ZeroConfig",
@@ -41,6 +45,8 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "make_plan",
+    "migrate",
     "parity",
     "unsharded",
     "with_zero",
@@ -48,8 +54,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .config.migration.migrate import migrate
     from .diagnose.doctor import doctor
     from .diagnose.parity import parity
+    from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
     from .integrations.checkpoints.init import init
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
+    from .integrations.planning.planner import make_plan
 
 
 def __getattr__(name: str):

@@ -9,7 +9,17 @@ from typing import Any, Final
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
-_BYTES_PER_UNIT = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BYTES_PER_UNIT = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tib": 2**40,
+    "tb": 10**12,
+}
 _BYTES_IN_WORDS = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?(?:e[+-]?[0-9]{1,3})?) *([a-z]*)")
 _MOST = 2**31 - 1
 _MOST_BYTES = 2**63 - 1

@@ -36,7 +36,8 @@ class ZeroConfig:
 
     Args:
         stage: 0 shards nothing (all-reduce, DDP's equal), 1 the optimizer state, 2 also the gradients, 3 also the
-            parameters.
+            parameters. `auto`: what fits the memory that is free when the model is prepared, and is fastest; accelerate's and
+            Trainer's doors choose it then, with `offload`, `bucket_bytes` and `prefetch_units` where these are not set.
         bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
             the device.
         grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest, those
@@ -68,6 +69,9 @@ class ZeroConfig:
             on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
         nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
         snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
+        out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
+            step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
+            `hf_zero.Rescue`; at stage 3 on one rank only.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
             runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
@@ -97,6 +101,7 @@ class ZeroConfig:
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
     snapshot_every: int = 100
+    out_of_memory: str = "stop"
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
@@ -110,10 +115,13 @@ class ZeroConfig:
 
     def __post_init__(self):
         to_python_numbers(self)
+        if is_auto(self.stage):
+            self._check_as_any_stage()
+            return
         for name, kind in _NESTED.items():
             if not isinstance(getattr(self, name), kind):
                 raise refuse(name, getattr(self, name), f"a mapping of {', '.join(_names(kind))}")
-        one_of("stage", self.stage, (0, 1, 2, 3))
+        one_of("stage", self.stage, (0, 1, 2, 3, AUTO))
         if not is_auto(self.bucket_bytes):
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
         if not is_auto(self.unit_bytes):
@@ -154,9 +162,32 @@ class ZeroConfig:
                 raise refuse(name, getattr(self, name), "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
         self._check_nonfinite()
+        self._check_out_of_memory()
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
+
+    def _check_out_of_memory(self) -> None:
+        one_of("out_of_memory", self.out_of_memory, ("stop", "halve"))
+        hindrances = {
+            "comm.gradients": (
+                self.comm.gradients,
+                "none",
+                "what quantising has kept of earlier gradients would be lost",
+            ),
+            "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
+            "offload.delay": (
+                self.offload.delay,
+                0,
+                "the step before ends while gradients come that are to be dropped",
+            ),
+        }
+        for name, (value, without, reason) in hindrances.items():
+            if self.out_of_memory == "halve" and value != without:
+                raise ConfigError(
+                    f"hf_zero config: `out_of_memory: halve` does not go with `{name}: {value}`: {reason}. Leave one of the two "
+                    "out."
+                )
 
     def _check_nonfinite(self) -> None:
         one_of("nonfinite", self.nonfinite, ("stop", "skip", "rewind"))
@@ -199,6 +230,13 @@ class ZeroConfig:
                     (f"offload.{name}", value, "the snapshot would need the host memory that files are to spare")
                 )
         return found
+
+    def _check_as_any_stage(self) -> None:
+        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes what any other does."""
+        checked = dataclasses.replace(self, stage=3)
+        for field_ in dataclasses.fields(self):
+            if field_.name != "stage":
+                object.__setattr__(self, field_.name, getattr(checked, field_.name))
 
     def _check_gather_dtype(self) -> None:
         one_of("gather_dtype", self.gather_dtype, (AUTO, "float32", "bfloat16"))
@@ -263,6 +301,16 @@ class ZeroConfig:
             )
 
     @property
+    def is_open(self) -> bool:
+        """Whether the stage is still to be chosen (`stage: auto`): engines take a config that is not open."""
+        return is_auto(self.stage)
+
+    @property
+    def may_shard_parameters(self) -> bool:
+        """Whether this is stage 3, or may become it."""
+        return self.is_open or self.stage == 3
+
+    @property
     def hindrance_to_peer_memory(self) -> str | None:
         """Why parameters cannot be copied out of peers' memory with these settings; None where nothing stands in the way."""
         if self.stage == 0:
@@ -322,6 +370,8 @@ class ZeroConfig:
         text = text.strip()
         if re.fullmatch(r"[+-]?[0-9]{1,9}", text):
             return cls(stage=int(text))
+        if text == AUTO:
+            return cls.from_dict({"stage": AUTO})
         is_path = Path(text).suffix.lower() in (".yaml", ".yml", ".json")
         first = re.split(r"[.=\s]", text, maxsplit=1)[0]
         if is_path and not ("=" in text and first in _names(cls)):

@@ -7,6 +7,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ..comm.transport import Label
+from ..config import ConfigError
 from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
 from .buckets.memory import UnshardedMemory
@@ -23,6 +25,8 @@ from .state.optimizer import ShardedOptimizer, identity_of
 from .state.row_writes import RowWrites
 from .travel.in_flight import caches_parameters, is_compiled
 
+_FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
+
 
 class TrainingStep:
     """Hooks on a model and its optimizers, in the order of a step: forward, backward, clip, step, parameters back.
@@ -35,6 +39,7 @@ class TrainingStep:
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
         bad_steps: what is done about NaN and infinite gradients.
+        has_rescue: whether somebody looks after passes that run out of memory.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -43,6 +48,7 @@ class TrainingStep:
         self._parts = parts
         self._config = parts.meeting.config
         self._no_sync_depth = 0
+        self.has_rescue = False
         step_transport = parts.meeting.step_transport
         self._log = step_transport.watch.log
         self.store = self._make_store()
@@ -105,6 +111,11 @@ class TrainingStep:
         """Forgets a pass that has not ended."""
         self._gradients.drop()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the script is inside of `no_sync`."""
+        return self._no_sync_depth > 0
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Passes that only accumulate; see `ZeroEngine.no_sync`."""
@@ -138,6 +149,26 @@ class TrainingStep:
         if not parts.meeting.is_replicated:
             parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
             parts.parameter_gather.guard()
+
+    # ---- a pass that fails ----
+
+    @property
+    def ended_backwards(self) -> int:
+        """See `ZeroEngine.ended_backwards`."""
+        return self._gradients.ended
+
+    def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
+        """See `ZeroEngine.drop_failed`."""
+        self.has_rescue = True
+        if failed and self._gradients.ended == ended_before:
+            self._gradients.take_part_in_the_rest()
+        mine = torch.tensor([failed], dtype=torch.uint8)
+        if not self._parts.meeting.step_transport.agree_max(mine, _FAILED).item():
+            return False
+        self._gradients.recover()
+        self._gradients.drop()
+        self._batches.forget()
+        return True
 
     # ---- forward ----
 
@@ -195,6 +226,7 @@ class TrainingStep:
         self._parts.parameter_places.before_step()
         if self.bad_steps.has_skipped:
             return False
+        self._refuse_without_rescue()
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
@@ -207,6 +239,13 @@ class TrainingStep:
             return False
         self._parts.tier.cores.take()
         return True
+
+    def _refuse_without_rescue(self) -> None:
+        if self._config.out_of_memory == "halve" and not self.has_rescue:
+            raise ConfigError(
+                "hf_zero config: `out_of_memory: halve` repeats forwards and backwards, which this training loop does by itself. "
+                "Train with Trainer, take each micro-batch by way of `hf_zero.Rescue`, or leave the setting out."
+            )
 
     def _end_reads(self) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.

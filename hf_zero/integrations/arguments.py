@@ -30,7 +30,7 @@ class ZeroArguments(_ArgumentsBase):
     zero: str | None = field(
         default=None,
         metadata={
-            "help": "hf_zero: a stage (0, 1, 2, 3), a YAML file, or settings such as stage=2,grad_accumulation=local."
+            "help": "hf_zero: a stage (0, 1, 2, 3, auto), a YAML file, or settings such as stage=2,grad_accumulation=local."
         },
     )
 
@@ -61,9 +61,9 @@ class ZeroArguments(_ArgumentsBase):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False at stage 3: Trainer would put the whole model on each device before it is sharded."""
+        """False where parameters may be sharded: Trainer would put the whole model on each device before it is sharded."""
         plugin = self.parallelism_config
-        if isinstance(plugin, ZeroPlugin) and plugin.config.stage == 3:
+        if isinstance(plugin, ZeroPlugin) and plugin.config.may_shard_parameters:
             return False
         return super().place_model_on_device
 

@@ -2,6 +2,7 @@
 
 import threading
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ def break_all_groups() -> None:
             _break(group._get_backend(device), group)
 
 
-def _break(backend: dist.Backend, group: dist.ProcessGroup) -> None:
+def _break(backend: Any, group: dist.ProcessGroup) -> None:
+    # torch's types know nothing of what a backend can do.
     if backend.name() != "gloo":
         # NCCL's may wait for its device.
         threading.Thread(target=backend.abort, name="hf_zero abort", daemon=True).start()

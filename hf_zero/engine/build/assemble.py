@@ -113,6 +113,11 @@ def assemble(
     Raises:
         ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
     """
+    if config.is_open:
+        raise ConfigError(
+            "hf_zero config: `stage: auto` is chosen by accelerate's and Trainer's doors, before there is an engine. Give "
+            "ZeroEngine a stage (0, 1, 2, 3), such as `hf-zero plan` recommends."
+        )
     check_parameters(model, config)
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device)

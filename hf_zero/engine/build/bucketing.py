@@ -12,8 +12,9 @@ from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
 from ...config import ConfigError, ZeroConfig
 from ...kernels.checks import FLOAT_DTYPES
+from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
-from ...layout.slots import ParameterSpec, plan_buckets
+from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
 from ...offload.tier import Tier
@@ -243,12 +244,16 @@ def build_buckets(
         make_memory = memory_of(wire.peers, sharded=part.sharded)
     elif part.sharded:
         make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
-    layouts = plan_buckets(
-        _specs(part, owner, intact, gathered),
+    layouts = layouts_of(
+        part,
+        owner,
+        intact,
+        config,
+        groups,
+        gathered,
         bucket_numel=bucket_numel,
-        shards=groups.shard_size,
         first_index=first_index,
-        align=wire.align.and_also(IN_BLOCKS) if config.quantises_moments else wire.align,
+        align=wire.align,
     )
     for layout in layouts:
         parameters = [parameter_of[slot.name] for slot in layout.slots]
@@ -258,7 +263,13 @@ def build_buckets(
         numel = sum(p.numel() for p in parameters)
         tier = placement.next_tier(numel) if key.trained else placement.device_tier
         apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
-        precision = _precision(config, key, wire, sharded=part.sharded, apart=apart)
+        precision = precision_of(
+            config,
+            key,
+            weights=None if part.sharded else wire.weight_format,
+            adds_in_master=wire.reduction.adds_in_wider,
+            apart=apart,
+        )
         place = (layout, precision.param, device, layout.shard(groups.shard_rank))
         buckets.append(
             Bucket(
@@ -275,21 +286,45 @@ def build_buckets(
     return buckets
 
 
-def _precision(config: ZeroConfig, key: BucketKey, wire: Wire, *, sharded: bool, apart: bool) -> Precision:
+def layouts_of(
+    part: Part,
+    owner: dict[nn.Parameter, tuple[int, int]],
+    intact: Sequence[bool],
+    config: ZeroConfig,
+    groups: Groups,
+    gathered: GatheredDtypes,
+    *,
+    bucket_numel: int,
+    first_index: int,
+    align: Alignment,
+) -> tuple[BucketLayout, ...]:
+    """The layouts of a part's buckets, which move nothing: a model on the meta device has them too.
+
+    Arguments: see `build_buckets`.
+    """
+    return plan_buckets(
+        _specs(part, owner, intact, gathered),
+        bucket_numel=bucket_numel,
+        shards=groups.shard_size,
+        first_index=first_index,
+        align=align.and_also(IN_BLOCKS) if config.quantises_moments else align,
+    )
+
+
+def precision_of(
+    config: ZeroConfig, key: BucketKey, *, weights: BlockFormat | None, adds_in_master: bool, apart: bool
+) -> Precision:
     """The dtypes of a bucket.
 
     Args:
+        weights: the blocks in which parameters come to every rank; None where they come as they are.
+        adds_in_master: gradients are summed over the ranks in the master dtype.
         apart: masters live elsewhere than parameters.
     """
     if not key.trained:
         return untrained_precision(key.dtype, key.gathered_dtype)
     return resolve_precision(
-        config,
-        key.dtype,
-        gathered=key.gathered_dtype,
-        apart=apart,
-        weights=None if sharded else wire.weight_format,
-        adds_in_master=wire.reduction.adds_in_wider,
+        config, key.dtype, gathered=key.gathered_dtype, apart=apart, weights=weights, adds_in_master=adds_in_master
     )
 
 

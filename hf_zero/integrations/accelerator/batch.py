@@ -14,7 +14,7 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
     rows = getattr(sampler, "batch_size", None)
     if not isinstance(rows, int):
         return None
-    ranks, micro_batches = accelerator.num_processes, _micro_batches(accelerator)
+    ranks, micro_batches = accelerator.num_processes, micro_batches_of(accelerator)
     if getattr(sampler, "split_batches", False):
         rows //= ranks
     factors = [f"{rows} a rank"]
@@ -24,7 +24,8 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
     return f"{' x '.join([*factors, f'{ranks} ranks'])} = {rows * micro_batches * ranks}"
 
 
-def _micro_batches(accelerator: Accelerator) -> int:
+def micro_batches_of(accelerator: Accelerator) -> int:
+    """Micro-batches of an optimizer step, by accelerate's word or Trainer's."""
     if "transformers.trainer" in sys.modules:
         from transformers import Trainer
 

@@ -35,7 +35,7 @@ def init(plugin: Any = None) -> Iterator[None]:
             holds the whole model, nothing is changed.
     """
     config = ZeroConfig.of(getattr(plugin, "config", plugin))
-    if config.stage < 3:
+    if not config.may_shard_parameters:
         yield
         return
     stock = PreTrainedModel._load_pretrained_model

@@ -1,0 +1,333 @@
+"""`stage: auto`: the planner inside a run, with the memory that is free on all ranks.
+
+[Note: one choice on all ranks]
+Each rank tells what it has free, rank 0 plans with the least of it and sends what it has chosen, or why it could not. So all
+ranks build the same engine. These two exchanges are before training; a step has none more.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...config import AUTO, ConfigError, ZeroConfig
+from ...engine.buckets.precision import resolve_casts
+from ...offload.budget import ranks_on_this_host
+from ...offload.files import free_disk_bytes
+from ...plan.choose import Candidate, Choice, Room, choose, gb
+from ...plan.errors import PlanError
+from ...plan.forecast import Activations
+from ...plan.machine import Machine
+from ...plan.request import host_machine
+from ...plan.setups import SetUp, set_ups
+from .forecasts import Job
+from .free_memory import free_for_training, free_on_host
+from .inputs import batch_of, inner_model, longest
+from .models import optimizer_like_trainers
+from .planner import candidates_of
+from .trace import trace
+
+_LONGEST = 2048
+_ROWS = 8
+"""Of a micro-batch whose data loader is not known."""
+
+_MARGIN = 0.08
+_MARGIN_WITHOUT_ACTIVATIONS = 0.4
+_TRIED_BUCKETS: tuple[int | str, ...] = (AUTO, "8MiB", "64MiB")
+_TRIED_PREFETCH = (1, 2, 0)
+_PAYS = 0.97
+"""A setting that is not the default has to make a step so much shorter."""
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What is assumed of a micro-batch, and where that is from.
+
+    Attributes:
+        source: in words.
+        micro_batches: of a step.
+    """
+
+    rows: int
+    length: int
+    source: str
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What auto has come to.
+
+    Attributes:
+        settings: of the config, nested, without those that the user has set.
+        lines: what was chosen and why.
+        rejected: the settings of the set-up that does not fit and would have been taken before.
+    """
+
+    config: ZeroConfig
+    settings: Mapping[str, Any]
+    lines: tuple[str, ...] = ()
+    rejected: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Free:
+    """What a rank has."""
+
+    device: int
+    host: int
+    disk: int | None
+
+
+@dataclass(kw_only=True)
+class _Answer:
+    """What rank 0 sends."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    rejected: dict[str, Any] | None = None
+    lines: tuple[str, ...] = ()
+    fault: str | None = None
+
+
+def assume(model: nn.Module, rows: int | None, length: int | None, micro_batches: int = 1) -> MicroBatch:
+    """The micro-batch to plan with: what is known of it, and else the model's longest row and a usual number of rows."""
+    most = longest(inner_model(model))
+    from_model = min(_LONGEST, most or _LONGEST)
+    known = "the data loader" if rows is not None else "assumed, since no data loader was there"
+    how_long = "as told" if length is not None else "the model's longest" if most and most <= _LONGEST else "assumed"
+    return MicroBatch(
+        rows=rows or _ROWS,
+        length=min(length or from_model, most or sys.maxsize),
+        source=f"rows: {known}; length: {how_long}",
+        micro_batches=micro_batches,
+    )
+
+
+def choose_config(
+    config: ZeroConfig,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    device: torch.device,
+    mixed_precision: str,
+    batch: MicroBatch,
+) -> Chosen:
+    """The finished config for `stage: auto`, the same on all ranks; rank 0 says it on stderr. Collective.
+
+    Args:
+        optimizers: over the model's parameters; none: AdamW, as Trainer makes it, is planned with.
+
+    Raises:
+        PlanError: nothing fits, on every rank alike.
+    """
+    together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    kept, decides = _kept(config), not together or dist.get_rank() == 0
+    # First: what a trace loads stays in memory, and is not free then.
+    traced = _activations(model, batch, mixed_precision) if decides else (None, None)
+    mine = _Free(
+        device=free_for_training(device) + _held_bytes(model, device),
+        host=free_on_host(),
+        disk=None
+        if config.offload.nvme_path is None
+        else free_disk_bytes(config.offload.files_folder) // ranks_on_this_host(),
+    )
+    everyones: list[Any] = [mine]
+    if together:
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+    answers: list[_Answer | None] = [None]
+    if decides:
+        answers = [_answer(config, kept, model, optimizers, everyones, device, mixed_precision, batch, traced)]
+    if together:
+        dist.broadcast_object_list(answers, src=0, device=device if device.type == "cuda" else None)
+    answer = answers[0]
+    if answer is None:
+        raise AssertionError("hf_zero: rank 0 sent no choice; please report this")
+    if answer.fault is not None:
+        raise PlanError(answer.fault)
+    if decides:
+        print("".join(f"hf_zero: {line}\n" for line in answer.lines), file=sys.stderr, end="", flush=True)
+    return Chosen(
+        config=ZeroConfig.from_dict({**kept, **answer.settings}),
+        settings=answer.settings,
+        lines=answer.lines,
+        rejected=answer.rejected,
+    )
+
+
+def _answer(
+    config: ZeroConfig,
+    kept: dict[str, Any],
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    free: Sequence[_Free],
+    device: torch.device,
+    mixed_precision: str,
+    batch: MicroBatch,
+    traced: tuple[Activations | None, str | None],
+) -> _Answer:
+    """On rank 0. What fails here fails on all ranks."""
+    try:
+        activations, unknown = traced
+        job = Job(
+            model=model,
+            optimizers=list(optimizers) or [optimizer_like_trainers(model)],
+            device=device,
+            world_size=len(free),
+            ranks_a_node=ranks_on_this_host(),
+            activations=activations,
+            # What libraries take is taken already.
+            runtime_bytes=None if device.type == "cpu" else 0,
+        )
+        disks = [each.disk for each in free if each.disk is not None]
+        room = Room(
+            device=min(each.device for each in free),
+            host=min(each.host for each in free),
+            disk=min(disks, default=0),
+            margin=_MARGIN if activations is not None else _MARGIN_WITHOUT_ACTIVATIONS,
+        )
+        machine = _machine(device, len(free))
+        wanted = set_ups(
+            kept,
+            world_size=len(free),
+            on_host=job.on_host,
+            nvme_path=config.offload.nvme_path,
+        )
+        candidates, faults = candidates_of(job, wanted, machine, batch.micro_batches, mixed_precision)
+        if not candidates:
+            raise PlanError(f"hf_zero: stage: auto found no set-up: {'; '.join(faults)}")
+        choice = choose(candidates, room)
+        if choice.candidate is None:
+            raise PlanError("hf_zero: stage: auto. " + " ".join(choice.why))
+        tuned = _tune(job, choice.candidate, kept, room, machine, batch, mixed_precision)
+        return _said(choice, tuned, kept, room, batch, unknown)
+    except (ConfigError, ValueError) as error:
+        return _Answer(fault=str(error))
+
+
+def _kept(config: ZeroConfig) -> dict[str, Any]:
+    """The settings that are not the defaults, nested, without the stage."""
+
+    def differing(value: Any, default: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for each in dataclasses.fields(value):
+            mine, usual = getattr(value, each.name), getattr(default, each.name)
+            if dataclasses.is_dataclass(mine):
+                inner = differing(mine, usual)
+                if inner:
+                    found[each.name] = inner
+            elif mine != usual:
+                found[each.name] = list(mine) if isinstance(mine, tuple) else mine
+        return found
+
+    return {name: value for name, value in differing(config, ZeroConfig()).items() if name != "stage"}
+
+
+def _held_bytes(model: nn.Module, device: torch.device) -> int:
+    """Of the model's own tensors on the device, which are counted once more in every forecast."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
+
+
+def _activations(model: nn.Module, batch: MicroBatch, mixed_precision: str) -> tuple[Activations | None, str | None]:
+    try:
+        traced = trace(
+            model,
+            lambda: batch_of(model, batch.rows, batch.length),
+            shape=f"{batch.rows} x {batch.length}",
+            tokens=batch.rows * batch.length,
+            autocast=_AUTOCAST.get(mixed_precision),
+        )
+    except PlanError as error:
+        return None, str(error).removeprefix("hf_zero: ")
+    return traced, None
+
+
+def _machine(device: torch.device, ranks: int) -> Machine:
+    here = min(ranks, ranks_on_this_host())
+    nodes = max(1, ranks // max(1, here))
+    return (
+        host_machine(nodes=nodes, ranks_a_node=here)
+        if device.type == "cpu"
+        else Machine(nodes=nodes, ranks_a_node=here)
+    )
+
+
+def _tune(
+    job: Job,
+    chosen: Candidate,
+    kept: Mapping[str, Any],
+    room: Room,
+    machine: Machine,
+    batch: MicroBatch,
+    mixed_precision: str,
+) -> Candidate:
+    """The same set-up with the bucket size and the prefetch depth that are quickest, of those that the user has not set."""
+    best = chosen
+    choices: list[dict[str, Any]] = []
+    if "bucket_bytes" not in kept:
+        choices += [{"bucket_bytes": size} for size in _TRIED_BUCKETS if size != AUTO]
+    if chosen.forecast.settings.get("stage") == 3 and "prefetch_units" not in kept:
+        choices += [{"prefetch_units": depth} for depth in _TRIED_PREFETCH if depth != ZeroConfig.prefetch_units]
+    for more in choices if job.activations is not None else ():
+        settings = {**best.forecast.settings, **more}
+        tried, _ = candidates_of(
+            job, [SetUp(name=chosen.name, settings=settings)], machine, batch.micro_batches, mixed_precision
+        )
+        for each in tried:
+            quicker = each.step is not None and best.step is not None and each.step.step_s < _PAYS * best.step.step_s
+            if quicker and each.lacks(room) is None:
+                best = each
+    return best
+
+
+def _said(
+    choice: Choice, tuned: Candidate, kept: Mapping[str, Any], room: Room, batch: MicroBatch, unknown: str | None
+) -> _Answer:
+    settings = dict(tuned.forecast.settings)
+    config = resolve_casts(ZeroConfig.from_dict(settings), "no")
+    name = f"{tuned.name} (nothing sharded, as DDP)" if settings["stage"] == 0 else tuned.name
+    why = choice.why[0].split(": ")[0].removeprefix(tuned.name).strip()
+    needs, free = tuned.forecast.device_bytes, room.device
+    rejected = choice.rejected
+    buckets = "sized for the model" if config.bucket_bytes == AUTO else f"{gb(int(config.bucket_bytes))} GB each"
+    ahead = (
+        f", {config.prefetch_units} unit{'s' * (config.prefetch_units != 1)} gathered ahead"
+        if config.stage == 3
+        else ""
+    )
+    wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
+    lines = (
+        f"stage: auto is {name}, which {why}",
+        f"it needs {gb(needs)} GB a rank, of {gb(free)} GB on the rank that has least, model included; "
+        f"{room.margin:.0%} stay free",
+        f"for a micro-batch of {batch.rows} x {batch.length} ({batch.source})"
+        + (f"; activations are not counted: {unknown}" if unknown else ""),
+        f"{rejected.name} would not fit: {rejected.lacks(room)}"
+        if rejected
+        else "no simpler set-up had to be left out",
+        f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
+    )
+    return _Answer(
+        settings={key: value for key, value in settings.items() if key not in kept or value != kept[key]},
+        rejected=None if rejected is None else dict(rejected.forecast.settings),
+        lines=lines,
+    )
+
+
+def _as_flag(settings: Mapping[str, Any], prefix: str = "") -> str:
+    """Nested settings as text for --zero."""
+    parts = []
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            parts.append(_as_flag(value, f"{prefix}{name}."))
+        else:
+            parts.append(f"{prefix}{name}={str(value).lower() if isinstance(value, bool) else value}")
+    return ",".join(parts)

@@ -1,0 +1,176 @@
+"""What a micro-batch holds in memory: one forward and one backward on tensors without memory, each tensor counted as it lives.
+
+[Note: a trace]
+FakeTensorMode runs a model's own forward and autograd's own backward, and only the kernels do nothing. So the trace sees what
+the attention implementation in use saves, what is saved twice or as a view, what checkpointing drops and recomputes, casts of
+autocast and of the loss, and the moment at which each goes. Storages are counted, from their birth until the last reference to
+them goes. What a kernel takes for itself inside one call is not seen. Tensors pass for ones of the host, on which attention by
+`sdpa` saves what the fused kernels of an accelerator save, too.
+"""
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ...plan.errors import PlanError
+from ...plan.forecast import Activations
+
+_HOST = torch.device("cpu")
+_ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+Batch = Mapping[str, Any]
+
+
+def trace(
+    model: nn.Module,
+    batch: Batch | Callable[[], Batch],
+    *,
+    shape: str,
+    tokens: int,
+    autocast: torch.dtype | None = None,
+) -> Activations:
+    """Counts what a forward and a backward of `model` hold, without touching it or any memory.
+
+    Args:
+        batch: keyword arguments of the model's forward; tensors on the meta device will do. A function makes them inside.
+        shape: of the micro-batch, in words; `tokens`: its elements.
+        autocast: the dtype of mixed precision, if any.
+
+    Raises:
+        PlanError: the model cannot be copied, or its forward needs values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    living = _LivingBytes()
+    try:
+        fake = _without_memory(model, mode, living)
+        with mode:
+            made = batch() if callable(batch) else batch
+            inputs = tree_map(lambda value: _like(value) if isinstance(value, torch.Tensor) else value, dict(made))
+        for value in tree_leaves(inputs):
+            if isinstance(value, torch.Tensor):
+                living.leave_out(value)
+        casts: AbstractContextManager = torch.autocast("cpu", autocast) if autocast else nullcontext()
+        with torch.random.fork_rng(devices=[]), mode, living:
+            with torch.enable_grad(), casts:
+                loss = _loss_of(fake(**inputs))
+            saved, forward_flops = living.now, living.flops
+            loss.backward()
+            del loss
+    except PlanError:
+        raise
+    except Exception as error:
+        # Any code of the model's may run into what has no value here.
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise PlanError(
+            f"hf_zero: activations of {type(model).__name__} cannot be traced without values ({type(error).__name__}: "
+            f"{reason[0][:200]}). Plan without them, or measure a step."
+        ) from error
+    return Activations(
+        curve=tuple(living.curve),
+        saved_bytes=saved,
+        flops=living.flops,
+        forward_flops=forward_flops,
+        tokens=tokens,
+        shape=shape,
+    )
+
+
+def _loss_of(outputs: Any) -> torch.Tensor:
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, torch.Tensor):
+        return loss.mean()
+    found = [value for value in tree_leaves(dict(outputs) if isinstance(outputs, Mapping) else outputs)]
+    sums = [value.float().mean() for value in found if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not sums:
+        raise PlanError("hf_zero: the model returns nothing that a gradient could come from, so nothing can be traced.")
+    return sums[0]
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_HOST)
+
+
+def _without_memory(model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes") -> nn.Module:
+    """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come."""
+    copies: dict[int, Any] = {}
+    with mode:
+        for parameter in model.parameters():
+            copies[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            copies[id(buffer)] = _like(buffer)
+    for each in copies.values():
+        living.leave_out(each)
+    fake = copy.deepcopy(model, copies)
+    for parameter in fake.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(living.take_gradient)
+    return fake.train()
+
+
+class _LivingBytes(TorchDispatchMode):
+    """Counts the bytes of storages while they live, and floating-point operations.
+
+    Attributes:
+        now: bytes.
+        curve: see `Activations`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.flops = 0
+        self.curve = [(0, 0)]
+        self._known: set[int] = set()
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """What is there all the time."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def take_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            nbytes, parameter.grad = parameter.grad.nbytes, None
+            self.curve.append((self.curve[-1][0] + nbytes, self.now))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self._count_operations(func, args, kwargs or {}, result)
+        for tensor in tree_leaves(result):
+            # A real tensor is one that the module holds as an attribute.
+            if isinstance(tensor, FakeTensor):
+                self._count(tensor.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address in self._known:
+            return
+        self._known.add(address)
+        nbytes = storage.nbytes()
+        self.now += nbytes
+        come, most = self.curve[-1]
+        self.curve[-1] = (come, max(most, self.now))
+        weakref.finalize(storage, self._forget, address, nbytes)
+
+    def _forget(self, address: int, nbytes: int) -> None:
+        self._known.discard(address)
+        self.now -= nbytes
+
+    def _count_operations(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif packet in (_ATTENTION_ON_HOST, _ITS_BACKWARD):
+            # (rows, heads, length, width): two products forward; five backward, which computes the scores again.
+            backward = packet is _ITS_BACKWARD
+            query, key = args[1:3] if backward else args[:2]
+            rows, heads, length, width = query.shape
+            self.flops += 2 * rows * heads * length * key.shape[-2] * width * (5 if backward else 2)

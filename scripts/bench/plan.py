@@ -1,0 +1,272 @@
+"""The planner's forecast of a rank's peak memory beside the peak that is measured, with the error of each.
+
+    python scripts/bench/plan.py                                  # all models, stages and batches: about ten minutes
+    python scripts/bench/plan.py --models gpt2 --set-ups ddp 2    # some of them
+    python scripts/bench/plan.py --json results/plan.json         # where the figures go
+
+Measured as memory.py does: the highest resident set of three steps less the resident set before there was a model, each cell in
+fresh ranks whose malloc gives freed blocks back. State is measured beside it, from the engine's own tensors after the last step.
+
+Exits with status 1 if an error is larger than 5 % of the state, or 15 % of the peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory import MALLOC_MMAP_THRESHOLD_BYTES, STEPS, status_bytes
+from ranks import run_ranks
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_zero.config import ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.planning.forecasts import Job
+from hf_zero.integrations.planning.inputs import batch_of
+from hf_zero.integrations.planning.trace import trace
+
+_MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
+MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, 0.15
+
+
+def _gpt2(**more: Any) -> PreTrainedModel:
+    size = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0} | more
+    return GPT2LMHeadModel(GPT2Config(**size, use_cache=False))
+
+
+def _recomputing() -> PreTrainedModel:
+    model = _gpt2()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def _bert() -> PreTrainedModel:
+    size = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
+    return BertForMaskedLM(BertConfig(vocab_size=12000, **size))
+
+
+def _llama() -> PreTrainedModel:
+    size = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1408}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, num_key_value_heads=4, **size))
+
+
+def _t5() -> PreTrainedModel:
+    size = {"d_model": 384, "d_ff": 1024, "num_layers": 5, "num_heads": 6, "d_kv": 64}
+    return T5ForConditionalGeneration(T5Config(vocab_size=8192, decoder_start_token_id=0, **size))
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": _gpt2,
+    "gpt2, eager attention": lambda: _gpt2(attn_implementation="eager"),
+    "gpt2, checkpointing": _recomputing,
+    "bert": _bert,
+    "llama": _llama,
+    "t5": _t5,
+}
+SET_UPS: dict[str, dict[str, Any] | None] = {
+    "ddp": None,
+    **{str(stage): {"stage": stage} for stage in range(4)},
+    "2, cpu": {"stage": 2, "offload": {"optimizer": "cpu"}},
+    "2, nvme": {"stage": 2, "offload": {"optimizer": "nvme"}},
+    "3, bf16": {"stage": 3, "param_dtype": "bfloat16"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One model, set-up and batch: what the planner says and what was measured, in bytes of the rank that has more."""
+
+    model: str
+    set_up: str
+    rows: int
+    length: int
+    ranks: int
+    planned: dict[str, int]
+    planned_state: int
+    planned_peak: int
+    measured_state: int
+    measured_peak: int
+
+    @property
+    def peak_error(self) -> float:
+        return self.planned_peak / self.measured_peak - 1
+
+    @property
+    def state_error(self) -> float:
+        return self.planned_state / self.measured_state - 1 if self.measured_state else 0.0
+
+
+def settings_of(set_up: str, folder: str) -> dict[str, Any] | None:
+    settings = SET_UPS[set_up]
+    if settings is not None and "nvme" in settings.get("offload", {}).values():
+        return settings | {"offload": settings["offload"] | {"nvme_path": folder}}
+    return settings
+
+
+def job_of(model: str, rows: int, length: int, ranks: int) -> Job:
+    """What the planner is given: a model without memory."""
+    with torch.device("meta"):
+        shaped = MODELS[model]()
+    activations = trace(
+        shaped, lambda: batch_of(shaped, rows, length), shape=f"{rows} x {length}", tokens=rows * length
+    )
+    return Job(
+        model=shaped,
+        optimizers=[torch.optim.AdamW(shaped.parameters(), fused=True)],
+        device=torch.device("cpu"),
+        world_size=ranks,
+        ranks_a_node=ranks,
+        activations=activations,
+    )
+
+
+def planned(model: str, set_up: str, rows: int, length: int, ranks: int) -> Any:
+    job = job_of(model, rows, length, ranks)
+    settings = settings_of(set_up, "/tmp")
+    return job.forecast_ddp() if settings is None else job.forecast(set_up, settings, ZeroConfig.from_dict(settings))
+
+
+def peak_of_rank(
+    rank: int, world_size: int, *, model: str, set_up: str, rows: int, length: int, folder: str
+) -> dict[str, int]:
+    """Peak bytes and bytes of state of a rank that trains a few steps."""
+    before_bytes = status_bytes("VmRSS")
+    torch.manual_seed(0)
+    made, settings = MODELS[model]().train(), settings_of(set_up, folder)
+    optimizer = torch.optim.AdamW(made.parameters(), fused=True)
+    engine = None if settings is None else ZeroEngine(made, [optimizer], settings)
+    trained = torch.nn.parallel.DistributedDataParallel(made) if engine is None else made
+    for _ in range(STEPS):
+        batch = batch_of(made, rows, length)
+        trained(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = _ddp_state(made, optimizer)
+    if engine is not None:
+        engine.finish_parameters()
+        report = engine.memory_report()
+        lasts = [
+            row for row in report.rows if row.kind not in ("window, during the step", "gathered parameters, at most")
+        ]
+        state = sum(row.bytes for row in lasts)
+    peak = status_bytes("VmHWM") - before_bytes
+    if engine is not None:
+        engine.close()
+    return {"peak": peak, "state": state}
+
+
+def _ddp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Parameters, buffers, gradients and DDP's buckets of them, and the optimizer's state."""
+    parameters = sum(p.nbytes for p in model.parameters())
+    kept = sum(v.nbytes for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v) and v.dim())
+    return 3 * parameters + sum(b.nbytes for b in model.buffers()) + kept
+
+
+def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: float) -> list[Cell]:
+    found = []
+    for model, set_up, rows, length in cells:
+        with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+            arguments = {"model": model, "set_up": set_up, "rows": rows, "length": length, "folder": folder}
+            by_rank = run_ranks(peak_of_rank, world_size=ranks, time_limit_s=time_limit_s, keyword_arguments=arguments)
+        forecast = planned(model, set_up, rows, length, ranks)
+        found.append(
+            Cell(
+                model=model,
+                set_up=set_up,
+                rows=rows,
+                length=length,
+                ranks=ranks,
+                planned=dict(forecast.device),
+                planned_state=forecast.state_bytes,
+                planned_peak=forecast.device_bytes,
+                measured_state=max(each["state"] for each in by_rank),
+                measured_peak=max(each["peak"] for each in by_rank),
+            )
+        )
+        print(
+            f"{found[-1].peak_error:+.1%} {found[-1].state_error:+.1%} {model}, {set_up}", file=sys.stderr, flush=True
+        )
+    return found
+
+
+def table_of(cells: list[Cell]) -> Table:
+    table = Table(title="A rank's memory, in MB: planned and measured", title_justify="left")
+    for heading in ("model", "set-up", "batch"):
+        table.add_column(heading)
+    for heading in ("state", "measured", "error", "peak", "measured", "error"):
+        table.add_column(heading, justify="right")
+    for cell in cells:
+        table.add_row(
+            cell.model,
+            cell.set_up,
+            f"{cell.rows} x {cell.length}",
+            f"{cell.planned_state / 1e6:.0f}",
+            f"{cell.measured_state / 1e6:.0f}",
+            f"{cell.state_error:+.1%}",
+            f"{cell.planned_peak / 1e6:.0f}",
+            f"{cell.measured_peak / 1e6:.0f}",
+            f"{cell.peak_error:+.1%}",
+        )
+    return table
+
+
+def too_far(cells: list[Cell]) -> list[Cell]:
+    return [c for c in cells if abs(c.state_error) > MOST_STATE_ERROR or abs(c.peak_error) > MOST_PEAK_ERROR]
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--set-ups", nargs="+", choices=SET_UPS, default=list(SET_UPS))
+    parser.add_argument("--batches", nargs="+", default=["2x64", "8x128"], help="rows x length")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--time-limit-s", type=float, default=300)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "plan.json")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse_options()
+    if _MALLOC_VARIABLE not in os.environ:
+        # glibc reads it when a process starts.
+        settings = os.environ | {_MALLOC_VARIABLE: str(MALLOC_MMAP_THRESHOLD_BYTES)}
+        return subprocess.run([sys.executable, *sys.argv], env=settings).returncode
+    shapes = [tuple(map(int, each.split("x"))) for each in options.batches]
+    cells = measure(
+        [(m, s, *shape) for m in options.models for shape in shapes for s in options.set_ups],
+        options.ranks,
+        options.time_limit_s,
+    )
+    Console(width=140).print(table_of(cells))
+    options.json.parent.mkdir(exist_ok=True)
+    figures = [asdict(c) | {"state_error": c.state_error, "peak_error": c.peak_error} for c in cells]
+    options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    wrong = too_far(cells)
+    for cell in wrong:
+        print(f"too far: {cell.model}, {cell.set_up}, {cell.rows} x {cell.length}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
