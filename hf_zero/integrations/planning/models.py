@@ -106,7 +106,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
         raise PlanError("hf_zero: --lora needs the package peft: pip install peft.") from error
     try:
         with _META:
-            return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))  # type: ignore[arg-type]
+            return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
     except Exception as error:
         # PEFT refuses models that it finds no layers in, each in its own way.
         raise PlanError(f"hf_zero: no adapters for {type(model).__name__} ({_first_line(error)}).") from error
