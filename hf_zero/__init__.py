@@ -22,6 +22,7 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "migrate": "config.migration.migrate",
     "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
     "Rescue": "diagnose.rescue",
@@ -45,6 +46,7 @@ __all__ = [
     "gathered",
     "init",
     "make_plan",
+    "migrate",
     "parity",
     "unsharded",
     "with_zero",
@@ -52,6 +54,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .config.migration.migrate import migrate
     from .diagnose.doctor import doctor
     from .diagnose.parity import parity
     from .diagnose.rescue import Rescue

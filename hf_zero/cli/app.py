@@ -10,6 +10,7 @@ from .consolidate import consolidate
 from .convert import convert
 from .doctor import doctor
 from .inspect_folder import inspect
+from .migrate import migrate
 from .output import console
 from .parity import parity
 from .plan import plan
@@ -18,7 +19,7 @@ from .run import SCRIPT_WORDS, run
 from .verify import verify
 
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert, plan, doctor):
+for command in (verify, inspect, consolidate, push, card, convert, migrate, plan, doctor):
     app.command()(command)
 app.command(context_settings=SCRIPT_WORDS)(run)
 app.command(context_settings=SCRIPT_WORDS)(parity)

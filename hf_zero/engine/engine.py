@@ -79,6 +79,11 @@ class ZeroEngine:
         """Micro-batches that only accumulate. With `grad_accumulation: sharded` they are reduced all the same."""
         return self._step.no_sync()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the script is inside of `no_sync`."""
+        return self._step.is_accumulating
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:

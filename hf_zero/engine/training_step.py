@@ -111,6 +111,11 @@ class TrainingStep:
         """Forgets a pass that has not ended."""
         self._gradients.drop()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the script is inside of `no_sync`."""
+        return self._no_sync_depth > 0
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Passes that only accumulate; see `ZeroEngine.no_sync`."""

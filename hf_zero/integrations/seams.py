@@ -72,7 +72,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_current_graph_task_id",),
-        where=("engine",),
+        where=("engine", "integrations/accelerator/uneven_inputs"),
         why="Tells whether a forward is a recomputation inside backward, which steps and checks must leave alone.",
         test="test_late_gradients.py::test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients",
     ),
@@ -185,8 +185,8 @@ SEAMS = (
     Seam(
         owner="torch.nn.modules.batchnorm:",
         names=("_NormBase",),
-        where=("engine/buckets/gathered_dtypes",),
-        why="The base of all batch and instance norms, whose parameters stay float32 under mixed precision.",
+        where=("engine/buckets/gathered_dtypes", "integrations/accelerator/uneven_inputs"),
+        why="The base of all batch and instance norms: parameters stay float32 under mixed precision, statistics follow batches.",
         test="test_gather_dtype.py",
     ),
     Seam(
@@ -337,7 +337,7 @@ SEAMS = (
     ),
     Seam(
         owner="accelerate:Accelerator",
-        names=("_dataloaders", "_models", "_optimizers", "_save_model_state_pre_hook"),
+        names=("_dataloaders", "_models", "_optimizers", "_schedulers", "_save_model_state_pre_hook"),
         where=("integrations",),
         why="What has been prepared, for `save_state` and for the rows of a step.",
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",

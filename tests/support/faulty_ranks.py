@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import small_units  # noqa: F401
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator

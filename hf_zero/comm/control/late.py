@@ -12,6 +12,7 @@ waits as long in another collective; in a collective of training it is late wher
 wait in the same collective: a slow link is no late rank.
 """
 
+import sys
 import threading
 import time
 import weakref
@@ -96,6 +97,9 @@ class LateWatch:
         wait.end = CommunicationError(str(verdict), verdict.culprits)
         lookout.ended = str(verdict)
         self._broken = wait, time.monotonic()
+        if wait.is_of_script:
+            # Its error is torch's, of addresses.
+            print(verdict, file=sys.stderr, flush=True)
         break_all_groups()
 
     def _end_if_it_goes_on(self, wait: Wait) -> None:
@@ -108,22 +112,24 @@ class ScriptCall:
 
     def __init__(self):
         self._wait: Wait | None = None
-        self._line, self._cpu_s = "", 0.0
+        self._line = ""
+        self._since_cpu_s = self._last_cpu_s = 0.0
 
     def look(self) -> Wait | None:
         """That call as a wait: the same object for as long as the thread has stood still in it."""
-        frame, call = script_frame()
+        cpu_s = _main_cpu_s()
+        is_idle, self._last_cpu_s = cpu_s - self._last_cpu_s < _IDLE_S, cpu_s
+        # A thread that computes is in no such call, and its frames are not asked for.
+        frame, call = script_frame() if is_idle else (None, None)
         if frame is None or call is None:
             self._wait = None
             return None
-        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        what, cpu_s = ScriptCollective(call), _main_cpu_s()
-        wait = self._wait
-        # A thread that makes one such call after the other computes in between.
-        is_same = wait is not None and (wait.what, self._line) == (what, line)
-        if not is_same or wait is None or cpu_s - self._cpu_s > _IDLE_S + _IDLE_SHARE * wait.seconds:
-            wait = self._wait = Wait(what)
-            self._line, self._cpu_s = line, cpu_s
+        line, wait = f"{frame.f_code.co_filename}:{frame.f_lineno}", self._wait
+        is_same = wait is not None and (wait.name, self._line) == (call, line)
+        # One such call after the other takes little time of the processor in each look, and some in all.
+        if wait is None or not is_same or cpu_s - self._since_cpu_s > _IDLE_S + _IDLE_SHARE * wait.seconds:
+            wait = self._wait = Wait(ScriptCollective(call))
+            self._line, self._since_cpu_s = line, cpu_s
         return wait
 
 

@@ -61,7 +61,6 @@ class Lookout(Watch):
 
     Attributes:
         script_wait: the collective that the main thread is in by the script's own call.
-        ended: what was found of a rank that was late, once waits have been ended for it.
     """
 
     def __init__(self, rank: int, world_size: int, name: str, late_s: float = 0.0):
@@ -73,7 +72,6 @@ class Lookout(Watch):
         self._noticed: tuple[Wait | None, int] = (None, 0)
         self._processes: RankProcesses | None = None
         self.script_wait: Wait | None = None
-        self.ended: str | None = None
         reference = weakref.ref(self)
         self._thread = StoreThread(lambda store: _beat(reference, store), _BEAT_S)
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)

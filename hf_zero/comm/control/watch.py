@@ -79,12 +79,14 @@ class Watch:
         begun: how often each kind of collective has been started on this rank.
         given_up: the last wait that failed.
         log: the last collectives.
+        ended: what was found of a rank that was late, once waits have been ended for it.
     """
 
     def __init__(self):
         self.begun: Counter[str] = Counter()
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
+        self.ended: str | None = None
         # By thread.
         self._inside: dict[int, Wait] = {}
 

@@ -1,5 +1,6 @@
 """Where a rank is: in which collective, or in which line of the script."""
 
+import gc
 import linecache
 import sys
 import sysconfig
@@ -71,8 +72,7 @@ def script_line() -> tuple[str, str | None]:
 
 def script_frame() -> tuple[FrameType | None, str | None]:
     """The innermost frame of the main thread in the script, else of all, and torch's collective that it called by itself."""
-    main = threading.main_thread().ident
-    frame = innermost = None if main is None else sys._current_frames().get(main)
+    frame = innermost = _main_frame()
     torch_call = None
     while frame is not None:
         path = frame.f_code.co_filename
@@ -86,6 +86,23 @@ def script_frame() -> tuple[FrameType | None, str | None]:
     return innermost, torch_call
 
 
+def _main_frame() -> FrameType | None:
+    """The main thread's innermost frame.
+
+    Without Python's collector: one that runs inside `_current_frames`, as in Python before 3.11.8 and 3.12.2 it may, and comes to
+    a finalizer that waits for another thread, never ends, for that thread's end waits for `_current_frames` (gh-106883).
+    """
+    main, collects = threading.main_thread().ident, gc.isenabled()
+    if main is None:
+        return None
+    gc.disable()
+    try:
+        return sys._current_frames().get(main)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def in_brackets(*words: str) -> str:
     """Those that are not empty, as they stand behind what they explain."""
     found = "; ".join(filter(None, words))
@@ -94,8 +111,7 @@ def in_brackets(*words: str) -> str:
 
 def main_stack() -> str:
     """Where the main thread is, as in a traceback."""
-    main = threading.main_thread().ident
-    frame = None if main is None else sys._current_frames().get(main)
+    frame = _main_frame()
     return "" if frame is None else "".join(traceback.format_stack(frame)[-_INNERMOST:])
 
 

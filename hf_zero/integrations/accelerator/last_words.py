@@ -56,7 +56,7 @@ class LastWords:
             # What the backend said, of addresses, stands in the way of what is wrong.
             error.__cause__, error.__suppress_context__ = None, True
         self._former(kind, error, trace)
-        if losses is not None:
+        if losses is not None and losses not in [watch.ended for watch in self._watches()]:
             print(losses, file=sys.stderr, flush=True)
 
     def _losses(self, error: BaseException) -> str | None:

@@ -1,0 +1,228 @@
+"""Does what `stage: auto` chooses fit, and does what it leaves out fail? In a control group with little memory.
+
+    python scripts/bench/auto.py                       # twelve model x memory cases: some minutes
+    python scripts/bench/auto.py --cases gpt2:720:bf16:2 bert:340:nvme:2
+
+A case is a model and the memory that each rank gets: a control group of the ranks has a limit of that above what they
+hold before there is a model. The ranks ask the planner, train three steps with what it has chosen, and then, as fresh ranks in
+the same group, three steps with the set-up that it left out as too large: the kernel is to end those. Needs root and memory
+control groups of version 1 or 2; without them it says so, and ends with status 0.
+
+Exits with status 1 if more than one case does not come out so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from memory import MALLOC_MMAP_THRESHOLD_BYTES
+from ranks import RankFailedError, RanksTimedOutError, run_ranks
+from rich.console import Console
+from rich.table import Table
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from hf_zero.config import ZeroConfig
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.planning.auto import assume, choose_config
+from hf_zero.integrations.planning.inputs import batch_of
+
+STEPS, ROWS, LENGTH = 3, 2, 32
+MOST_WRONG = 1
+_MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
+_GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+
+
+def _gpt2() -> PreTrainedModel:
+    size = {"n_embd": 512, "n_layer": 12, "n_head": 8, "vocab_size": 4096, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
+def _bert() -> PreTrainedModel:
+    size = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
+    return BertForMaskedLM(BertConfig(vocab_size=4096, max_position_embeddings=LENGTH, **size))
+
+
+def _llama() -> PreTrainedModel:
+    size = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 1408}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, max_position_embeddings=LENGTH, **size))
+
+
+MODELS = {"gpt2": _gpt2, "bert": _bert, "llama": _llama}
+CASES = [
+    *("gpt2:715:memory:3", "gpt2:560:memory:3", "gpt2:705:bf16:2", "gpt2:342:nvme:2"),
+    *("bert:718:memory:3", "bert:562:memory:3", "bert:708:bf16:2", "bert:344:nvme:2"),
+    *("llama:738:memory:3", "llama:572:memory:3", "llama:728:bf16:2", "llama:375:nvme:2"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and the MB of a rank: what was chosen and left out, and how runs of both ended."""
+
+    model: str
+    mb: int
+    tier: str
+    ranks: int
+    chosen: str
+    rejected: str
+    chosen_fits: bool
+    rejected_fails: bool | None
+
+    @property
+    def is_right(self) -> bool:
+        return self.chosen_fits and self.rejected_fails is not False
+
+
+def hierarchy() -> Path | None:
+    """Where memory control groups can be made; None where they cannot."""
+    for root in _GROUPS:
+        path = root / f"hf-zero-auto-{os.getpid()}"
+        try:
+            path.mkdir()
+        except OSError:
+            continue
+        found = any((path / name).exists() for name in ("memory.limit_in_bytes", "memory.max"))
+        path.rmdir()
+        if found:
+            return root
+    return None
+
+
+@contextmanager
+def limited(root: Path, nbytes: int) -> Iterator[Path]:
+    """A control group of so many bytes."""
+    path = root / f"hf-zero-auto-{os.getpid()}"
+    path.mkdir()
+    try:
+        limit = next(each for each in (path / "memory.limit_in_bytes", path / "memory.max") if each.exists())
+        limit.write_text(str(nbytes))
+        yield path
+    finally:
+        path.rmdir()
+
+
+def train(
+    rank: int, world_size: int, *, model: str, tier: str, settings: Any, group: str, folder: str
+) -> dict[str, Any]:
+    """Joins the group, and trains with these settings, or with what auto chooses."""
+    Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    torch.manual_seed(0)
+    made = MODELS[model]().train()
+    optimizer = torch.optim.AdamW(made.parameters(), fused=True)
+    rejected, said = None, settings
+    if settings is None:
+        kept = {"nvme": {"offload": {"optimizer": "nvme", "nvme_path": folder}}, "bf16": {"param_dtype": "bfloat16"}}
+        open_config = ZeroConfig.from_dict({"stage": "auto", **kept.get(tier, {})})
+        chosen = choose_config(
+            open_config,
+            made,
+            [optimizer],
+            device=torch.device("cpu"),
+            mixed_precision="no",
+            batch=assume(made, ROWS, LENGTH),
+        )
+        settings, rejected = chosen.config.to_dict(), chosen.rejected
+        said = dict(chosen.settings)
+    engine = ZeroEngine(made, [optimizer], ZeroConfig.from_dict(settings))
+    for _ in range(STEPS):
+        made(**batch_of(made, ROWS, LENGTH)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.finish_parameters()
+    engine.close()
+    return {"settings": said, "rejected": rejected}
+
+
+def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_s: float) -> Case:
+    def run(settings: Any, folder: str) -> Any:
+        with limited(root, ranks * mb * 10**6) as group:
+            arguments = {"model": model, "tier": tier, "settings": settings, "group": str(group), "folder": folder}
+            try:
+                return run_ranks(train, world_size=ranks, time_limit_s=time_limit_s, keyword_arguments=arguments)[0]
+            except (RankFailedError, RanksTimedOutError) as error:
+                return str(error)
+
+    with tempfile.TemporaryDirectory(prefix="auto-") as folder:
+        chosen = run(None, folder)
+        fits = isinstance(chosen, dict)
+        rejected = chosen["rejected"] if fits else None
+        fails = None if rejected is None else isinstance(run(rejected, folder), str)
+    return Case(
+        model=model,
+        mb=mb,
+        tier=tier,
+        ranks=ranks,
+        chosen=_words(chosen["settings"]) if fits else chosen.strip().splitlines()[-1][:120],
+        rejected=_words(rejected),
+        chosen_fits=fits,
+        rejected_fails=fails,
+    )
+
+
+def _words(settings: Any) -> str:
+    return "" if settings is None else ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def table_of(cases: list[Case]) -> Table:
+    table = Table(title="stage: auto in a control group", title_justify="left")
+    for heading in ("model", "MB a rank", "chosen", "it fits", "left out as too large", "that fails"):
+        table.add_column(heading)
+    for case in cases:
+        fails = {True: "yes", False: "no", None: ""}[case.rejected_fails]
+        table.add_row(
+            case.model,
+            f"{case.mb}, {case.tier}, {case.ranks} ranks",
+            case.chosen,
+            "yes" if case.chosen_fits else "no",
+            case.rejected,
+            fails,
+        )
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL:MB:TIER:RANKS")
+    parser.add_argument("--time-limit-s", type=float, default=300)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "auto.json")
+    options = parser.parse_args()
+    root = hierarchy()
+    if root is None:
+        print("skipped: memory control groups cannot be made here; they need root")
+        return 0
+    if _MALLOC_VARIABLE not in os.environ:
+        settings = os.environ | {_MALLOC_VARIABLE: str(MALLOC_MMAP_THRESHOLD_BYTES)}
+        return subprocess.run([sys.executable, *sys.argv], env=settings).returncode
+    cases = []
+    for text in options.cases:
+        model, mb, tier, ranks = text.split(":")
+        cases.append(run_case(model, int(mb), tier, int(ranks), root, options.time_limit_s))
+        print(cases[-1], file=sys.stderr, flush=True)
+    Console(width=150).print(table_of(cases))
+    options.json.parent.mkdir(exist_ok=True)
+    options.json.write_text(json.dumps([asdict(case) | {"is_right": case.is_right} for case in cases], indent=2) + "\n")
+    return int(sum(not case.is_right for case in cases) > MOST_WRONG)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

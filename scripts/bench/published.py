@@ -1,0 +1,184 @@
+"""The cost model beside published throughputs of data-parallel training on hundreds of accelerators.
+
+    python scripts/bench/published.py
+
+Each group of points is of one paper's software and cluster. Two figures of a group are fitted to some of its points, which the
+table says: the operations a second that kernels reach, and the bytes a second that collectives reach between nodes. The other
+points are predicted. All are GPT models with activation checkpointing, whose four passes the papers count as operations.
+
+Sources:
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021
+    (arXiv:2104.04473), Table 2: ZeRO-3 by DeepSpeed without model parallelism, global batches of 1536 rows (2240 and 2560 for
+    530 B), rows of 2048, DGX A100 nodes of 8 with 8 x 200 Gbit/s.
+    Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", VLDB 2023 (arXiv:2304.11277), section 5.4:
+    GPT-175B, rows of 2048, nodes of 8 A100 with 2 Tbit/s.
+
+Exits with status 1 if a predicted point is further than 20 % from the published one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from hf_zero.config import ZeroConfig
+from hf_zero.plan.machine import Machine
+from hf_zero.plan.simulate import Piece, Work, simulate
+
+MOST_ERROR = 0.20
+LENGTH = 2048
+A100_FLOPS = 312e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GPT."""
+
+    layers: int
+    width: int
+    vocabulary: int = 51200
+
+    @property
+    def layer_numel(self) -> int:
+        return 12 * self.width**2
+
+    @property
+    def numel(self) -> int:
+        return self.layers * self.layer_numel + self.vocabulary * self.width
+
+    def forward_flops(self, rows: int) -> float:
+        """Matrix products of a forward, by the formula of the first paper: a quarter of what it counts for a step."""
+        tokens = rows * LENGTH
+        attention = 1 + LENGTH / (6 * self.width) + self.vocabulary / (16 * self.layers * self.width)
+        return 24 * tokens * self.layers * self.width**2 * attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A published run: `tflops` of an accelerator, recomputation included."""
+
+    name: str
+    group: str
+    shape: Shape
+    gpus: int
+    rows: int
+    tflops: float
+    fitted: bool = False
+
+
+GPT_175B, GPT_530B = Shape(layers=96, width=12288), Shape(layers=105, width=20480)
+POINTS = [
+    Point(name="175 B", group="DeepSpeed ZeRO-3", shape=GPT_175B, gpus=384, rows=4, tflops=144, fitted=True),
+    Point(name="175 B", group="DeepSpeed ZeRO-3", shape=GPT_175B, gpus=768, rows=2, tflops=88, fitted=True),
+    Point(name="175 B", group="DeepSpeed ZeRO-3", shape=GPT_175B, gpus=1536, rows=1, tflops=44),
+    Point(name="530 B", group="DeepSpeed ZeRO-3", shape=GPT_530B, gpus=640, rows=4, tflops=138),
+    Point(name="530 B", group="DeepSpeed ZeRO-3", shape=GPT_530B, gpus=1120, rows=2, tflops=98),
+    Point(name="530 B", group="DeepSpeed ZeRO-3", shape=GPT_530B, gpus=2240, rows=1, tflops=48),
+    Point(name="175 B", group="PyTorch FSDP", shape=GPT_175B, gpus=128, rows=2, tflops=186, fitted=True),
+    Point(name="175 B", group="PyTorch FSDP", shape=GPT_175B, gpus=128, rows=1, tflops=173),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What is fitted to a group."""
+
+    flops: float
+    link_bytes_a_second: float
+
+
+RATES = {
+    "DeepSpeed ZeRO-3": Rates(flops=151e12, link_bytes_a_second=2.0e9),
+    # The links' own rate: nothing in these points waits for them.
+    "PyTorch FSDP": Rates(flops=188e12, link_bytes_a_second=2e12 / 8 / 8),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    name: str
+    group: str
+    gpus: int
+    rows: int
+    fitted: bool
+    published_tflops: float
+    simulated_tflops: float
+    step_s: float
+    exposed_s: float
+    mfu: float
+
+    @property
+    def error(self) -> float:
+        return self.simulated_tflops / self.published_tflops - 1
+
+
+def predict(point: Point, rates: Rates | None = None) -> Prediction:
+    """A step of the point's run, simulated as stage 3 of this engine."""
+    rates, shape = rates or RATES[point.group], point.shape
+    machine = Machine(
+        nodes=point.gpus // 8,
+        ranks_a_node=8,
+        flops=rates.flops,
+        peak_flops=A100_FLOPS,
+        link_bytes_a_second=rates.link_bytes_a_second,
+    )
+    root = shape.vocabulary * shape.width
+    layer = Piece(numel=shape.layer_numel, reduce_bytes=2 * shape.layer_numel, gather_bytes=2 * shape.layer_numel)
+    pieces = [*([layer] * shape.layers), Piece(numel=root, reduce_bytes=2 * root, gather_bytes=2 * root)]
+    forward = shape.forward_flops(point.rows)
+    work = Work(
+        forward_flops=forward,
+        backward_flops=3 * forward,
+        model_flops=3 * forward,
+        step_bytes=shape.numel / point.gpus * 30,
+    )
+    step = simulate(pieces, ZeroConfig(stage=3), machine, work, ranks=point.gpus, nodes=machine.nodes)
+    return Prediction(
+        name=point.name,
+        group=point.group,
+        gpus=point.gpus,
+        rows=point.rows,
+        fitted=point.fitted,
+        published_tflops=point.tflops,
+        simulated_tflops=step.flops_a_second / 1e12,
+        step_s=step.step_s,
+        exposed_s=step.exposed_s,
+        mfu=step.mfu,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "published.json")
+    options = parser.parse_args()
+    found = [predict(point) for point in POINTS]
+    table = Table(title="TFLOP/s of an accelerator", title_justify="left")
+    for heading in ("software", "model", "GPUs", "rows", "", "published", "simulated", "error", "step", "waits"):
+        table.add_column(heading)
+    for each in found:
+        table.add_row(
+            each.group,
+            each.name,
+            str(each.gpus),
+            str(each.rows),
+            "fitted" if each.fitted else "predicted",
+            f"{each.published_tflops:g}",
+            f"{each.simulated_tflops:.0f}",
+            f"{each.error:+.0%}",
+            f"{each.step_s:.1f} s",
+            f"{each.exposed_s:.1f} s",
+        )
+    Console(width=120).print(table)
+    options.json.parent.mkdir(exist_ok=True)
+    options.json.write_text(json.dumps([asdict(each) | {"error": each.error} for each in found], indent=2) + "\n")
+    return int(any(abs(each.error) > MOST_ERROR for each in found if not each.fitted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
