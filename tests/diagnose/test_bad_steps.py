@@ -20,7 +20,7 @@ class Poisoned:
 
     def __init__(self, rank: int, world_size: int, settings: dict, optimizer=torch.optim.AdamW):
         torch.manual_seed(0)
-        self.model = gpt2(layers=2)
+        self.model = gpt2(layers=1)
         self.optimizer = optimizer(self.model.parameters(), lr=1e-3)
         self.engine = ZeroEngine(self.model, [self.optimizer], settings)
         self._rank, self._is_last = rank, rank == world_size - 1
@@ -76,7 +76,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    "world_size, clips, variants", [(1, False, VARIANTS[4:]), (2, True, VARIANTS), (2, False, VARIANTS[:4])]
+    "world_size, clips, variants", [(1, False, VARIANTS[4:]), (2, True, VARIANTS), (2, False, VARIANTS[1:4:2])]
 )
 def test_a_skipped_step_leaves_the_run_as_without_its_batch(world_size, clips, variants):
     arguments = {"variants": variants, "clips": clips}

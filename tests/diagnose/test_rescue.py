@@ -202,6 +202,11 @@ def test_what_can_be_cut():
         ZeroConfig.of("out_of_memory=halve,comm.gradients=int8")
 
 
+def with_and_without(rank: int, world_size: int, **arguments) -> tuple[dict, dict]:
+    plain = through_trainer(rank, world_size, most_rows=None, **arguments)
+    return plain, through_trainer(rank, world_size, most_rows=1, **arguments)
+
+
 def through_trainer(
     rank: int, world_size: int, output_dir: str, most_rows: int | None, model: str, **overrides
 ) -> dict:
@@ -225,11 +230,8 @@ def through_trainer(
     ],
 )
 def test_trainer_keeps_its_losses_and_its_batch(model, overrides, tmp_path):
-    both = []
-    for most_rows in (None, 1):
-        arguments = {"output_dir": str(tmp_path), "most_rows": most_rows, "model": model, **overrides}
-        both.append(run_ranks(through_trainer, world_size=2, time_limit_s=90, keyword_arguments=arguments))
-    for plain, saved in zip(*both):
+    arguments = {"output_dir": str(tmp_path), "model": model, **overrides}
+    for plain, saved in run_ranks(with_and_without, world_size=2, time_limit_s=90, keyword_arguments=arguments):
         assert (plain["parts"], saved["parts"]) == (1, 4) and plain["batch"] == saved["batch"] == 4
         assert saved["losses"] == pytest.approx(plain["losses"], rel=1e-4)
         assert saved["norms"] == pytest.approx(plain["norms"], rel=1e-3)

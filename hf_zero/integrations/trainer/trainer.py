@@ -110,8 +110,9 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         stock = super().training_step
-        engine = _only_engine(self)
-        if engine is None or engine.config.out_of_memory == "stop":
+        rescues = self.accelerator.zero_config.out_of_memory != "stop"
+        engine = _only_engine(self) if rescues else None
+        if engine is None:
             return stock(model, inputs, num_items_in_batch)
         if self._rescue is None or not self._rescue.serves(engine):
             self._rescue = Rescue(engine)

@@ -1,0 +1,48 @@
+"""`nonfinite: skip | rewind` on a stand-in for an accelerator: norms are read in time, snapshots are of one moment."""
+
+from pathlib import Path
+
+import pytest
+import standin_device
+import torch
+from ranks import run_ranks
+from standin_runs import HOST, own_device, prepared
+from training import gpt2_batch
+
+pytestmark = [pytest.mark.timeout(400), standin_device.needs_compiler]
+
+SETTINGS = [{"stage": 1}, {"stage": 2, "offload": HOST}, {"stage": 3}]
+
+
+def trained(settings: dict, rank: int, numbers: list[int], bad: int | None = None) -> list[torch.Tensor]:
+    """Parameters behind some steps, in host memory."""
+    model, optimizer, engine = prepared({"bucket_bytes": "20KiB", **settings})
+    for number in numbers:
+        batch = gpt2_batch(torch.Generator().manual_seed(100 * number + rank), 2)
+        loss = model(**{name: values.to(own_device()) for name, values in batch.items()}).loss
+        (loss * float("nan") if number == bad and rank == 0 else loss).backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.bad_steps.skipped == int(bad is not None)
+    with engine.gathered():
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def on_the_device(rank: int, world_size: int, library: Path, folder: str) -> None:
+    compiled = standin_device.register(library)
+    compiled.keep_to(rank + 1)
+    with standin_device.process_group(rank, world_size, folder):
+        for settings in SETTINGS:
+            skipped = trained({**settings, "nonfinite": "skip"}, rank, [0, 1, 2, 3], bad=2)
+            assert all(map(torch.equal, skipped, trained(settings, rank, [0, 1, 3]))), settings
+            rewinding = {**settings, "nonfinite": "rewind", "snapshot_every": 2}
+            rewound = trained(rewinding, rank, [0, 1, 2, 3, 4], bad=3)
+            assert all(map(torch.equal, rewound, trained(settings, rank, [0, 1, 4]))), settings
+    assert compiled.hazards() == compiled.crossings() == []
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_what_is_left_out_leaves_no_trace(world_size, library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path)}
+    run_ranks(on_the_device, world_size=world_size, time_limit_s=300, keyword_arguments=arguments)
