@@ -49,7 +49,7 @@ class Candidate:
         )
         for what, needed, there in needs:
             if there is not None and needed > there:
-                return f"{what}: {gb(needed)} of {gb(there)} GB"
+                return f"{what}: {size(needed)} of {size(there)}"
         return None
 
 
@@ -72,7 +72,13 @@ _SIMPLER = 0.03
 """A step that is so much shorter is no reason for a higher stage or another tier."""
 
 
+def size(nbytes: float) -> str:
+    """In words: 12.3 MB, 4.56 GB."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e9 else f"{gb(nbytes)} GB"
+
+
 def gb(nbytes: float) -> str:
+    """A number of GB."""
     return f"{nbytes / 1e9:.2f}" if nbytes < 10e9 else f"{nbytes / 1e9:.1f}"
 
 
@@ -105,7 +111,7 @@ def _reasons(
 ) -> tuple[str, ...]:
     free = room.device - chosen.forecast.device_bytes
     name = f"{chosen.name} fits and is fastest" if len(fitting) > 1 else f"{chosen.name} is all that fits"
-    lines = [f"{name}: {gb(chosen.forecast.device_bytes)} of {gb(room.device)} GB a rank, {gb(free)} GB to spare."]
+    lines = [f"{name}: {size(chosen.forecast.device_bytes)} of {size(room.device)} a rank, {size(free)} to spare."]
     if rejected is not None:
         lines.append(f"{rejected.name} does not fit {rejected.lacks(room)}.")
     slower = [each for each in fitting if each is not chosen and each.step is not None]
@@ -113,7 +119,7 @@ def _reasons(
         other = min(slower, key=lambda each: each.forecast.device_bytes)
         if other.forecast.device_bytes < chosen.forecast.device_bytes:
             lines.append(
-                f"Less memory: {other.name} needs {gb(other.forecast.device_bytes)} GB, with a step of "
+                f"Less memory: {other.name} needs {size(other.forecast.device_bytes)}, with a step of "
                 f"{_time(other.step)} in place of {_time(chosen.step)}."
             )
     if chosen.forecast.unknown:
@@ -135,5 +141,5 @@ def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:
     remedy = remedies.get(largest, "Use more ranks, more memory, or state in host memory or in files.")
     return (
         f"Nothing fits. The least is {least.name}, which lacks {least.lacks(room)}.",
-        f"Most of that are {largest}: {gb(device[largest])} GB. {remedy}",
+        f"Most of that are {largest}: {size(device[largest])}. {remedy}",
     )

@@ -1,9 +1,9 @@
 """Does what `stage: auto` chooses fit, and does what it leaves out fail? In a control group with little memory.
 
     python scripts/bench/auto.py                       # twelve model x memory cases: some minutes
-    python scripts/bench/auto.py --cases gpt2:560 bert:300:nvme
+    python scripts/bench/auto.py --cases gpt2:720:bf16:2 bert:340:nvme:2
 
-A case is a model and the memory that each of two ranks gets: a control group of the ranks has a limit of that above what they
+A case is a model and the memory that each rank gets: a control group of the ranks has a limit of that above what they
 hold before there is a model. The ranks ask the planner, train three steps with what it has chosen, and then, as fresh ranks in
 the same group, three steps with the set-up that it left out as too large: the kernel is to end those. Needs root and memory
 control groups of version 1 or 2; without them it says so, and ends with status 0.
@@ -45,7 +45,7 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.planning.auto import assume, choose_config
 from hf_zero.integrations.planning.inputs import batch_of
 
-RANKS, STEPS, ROWS, LENGTH = 2, 3, 2, 32
+STEPS, ROWS, LENGTH = 3, 2, 32
 MOST_WRONG = 1
 _MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 _GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
@@ -68,9 +68,9 @@ def _llama() -> PreTrainedModel:
 
 MODELS = {"gpt2": _gpt2, "bert": _bert, "llama": _llama}
 CASES = [
-    *("gpt2:680", "gpt2:560", "gpt2:450", "gpt2:300:nvme"),
-    *("bert:685", "bert:560", "bert:455", "bert:300:nvme"),
-    *("llama:705", "llama:580", "llama:475", "llama:330:nvme"),
+    *("gpt2:715:memory:3", "gpt2:560:memory:3", "gpt2:705:bf16:2", "gpt2:342:nvme:2"),
+    *("bert:718:memory:3", "bert:562:memory:3", "bert:708:bf16:2", "bert:344:nvme:2"),
+    *("llama:738:memory:3", "llama:572:memory:3", "llama:728:bf16:2", "llama:375:nvme:2"),
 ]
 
 
@@ -81,6 +81,7 @@ class Case:
     model: str
     mb: int
     tier: str
+    ranks: int
     chosen: str
     rejected: str
     chosen_fits: bool
@@ -130,8 +131,8 @@ def train(
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
     rejected, said = None, settings
     if settings is None:
-        files = {"offload": {"optimizer": tier, "nvme_path": folder}} if tier == "nvme" else {}
-        open_config = ZeroConfig.from_dict({"stage": "auto", **files})
+        kept = {"nvme": {"offload": {"optimizer": "nvme", "nvme_path": folder}}, "bf16": {"param_dtype": "bfloat16"}}
+        open_config = ZeroConfig.from_dict({"stage": "auto", **kept.get(tier, {})})
         chosen = choose_config(
             open_config,
             made,
@@ -152,12 +153,12 @@ def train(
     return {"settings": said, "rejected": rejected}
 
 
-def run_case(model: str, mb: int, tier: str, root: Path, time_limit_s: float) -> Case:
+def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_s: float) -> Case:
     def run(settings: Any, folder: str) -> Any:
-        with limited(root, RANKS * mb * 10**6) as group:
+        with limited(root, ranks * mb * 10**6) as group:
             arguments = {"model": model, "tier": tier, "settings": settings, "group": str(group), "folder": folder}
             try:
-                return run_ranks(train, world_size=RANKS, time_limit_s=time_limit_s, keyword_arguments=arguments)[0]
+                return run_ranks(train, world_size=ranks, time_limit_s=time_limit_s, keyword_arguments=arguments)[0]
             except (RankFailedError, RanksTimedOutError) as error:
                 return str(error)
 
@@ -170,6 +171,7 @@ def run_case(model: str, mb: int, tier: str, root: Path, time_limit_s: float) ->
         model=model,
         mb=mb,
         tier=tier,
+        ranks=ranks,
         chosen=_words(chosen["settings"]) if fits else chosen.strip().splitlines()[-1][:120],
         rejected=_words(rejected),
         chosen_fits=fits,
@@ -182,14 +184,14 @@ def _words(settings: Any) -> str:
 
 
 def table_of(cases: list[Case]) -> Table:
-    table = Table(title=f"stage: auto on {RANKS} ranks in a control group", title_justify="left")
+    table = Table(title="stage: auto in a control group", title_justify="left")
     for heading in ("model", "MB a rank", "chosen", "it fits", "left out as too large", "that fails"):
         table.add_column(heading)
     for case in cases:
         fails = {True: "yes", False: "no", None: ""}[case.rejected_fails]
         table.add_row(
             case.model,
-            f"{case.mb}, {case.tier}",
+            f"{case.mb}, {case.tier}, {case.ranks} ranks",
             case.chosen,
             "yes" if case.chosen_fits else "no",
             case.rejected,
@@ -200,7 +202,7 @@ def table_of(cases: list[Case]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL:MB[:nvme]")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL:MB:TIER:RANKS")
     parser.add_argument("--time-limit-s", type=float, default=300)
     parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "auto.json")
     options = parser.parse_args()
@@ -213,8 +215,8 @@ def main() -> int:
         return subprocess.run([sys.executable, *sys.argv], env=settings).returncode
     cases = []
     for text in options.cases:
-        model, mb, *tier = text.split(":")
-        cases.append(run_case(model, int(mb), *(tier or ["memory"]), root, options.time_limit_s))
+        model, mb, tier, ranks = text.split(":")
+        cases.append(run_case(model, int(mb), tier, int(ranks), root, options.time_limit_s))
         print(cases[-1], file=sys.stderr, flush=True)
     Console(width=150).print(table_of(cases))
     options.json.parent.mkdir(exist_ok=True)

@@ -216,10 +216,12 @@ class JoinedRanks:
         joined.outputs = []
 
     def _clip_norm(self, joined: _Joined, details: dict[str, Any]) -> None:
-        joined.engine.clip_grad_norm_(*details["values"], _chosen(joined.engine, details["parameters"]))
+        max_norm, norm_type = details["values"]
+        joined.engine.clip_grad_norm_(max_norm, norm_type, _chosen(joined.engine, details["parameters"]))
 
     def _clip_value(self, joined: _Joined, details: dict[str, Any]) -> None:
-        joined.engine.clip_grad_value_(*details["values"], _chosen(joined.engine, details["parameters"]))
+        [clip_value] = details["values"]
+        joined.engine.clip_grad_value_(clip_value, _chosen(joined.engine, details["parameters"]))
 
     def _step(self, joined: _Joined, details: dict[str, Any]) -> None:
         optimizer = joined.engine.optimizers[details["optimizer"]].optimizer
@@ -308,9 +310,9 @@ def _is_even(accelerator: Accelerator, even_batches: bool | None) -> bool:
 @contextmanager
 def _batches_made(accelerator: Accelerator, even_batches: bool | None) -> Iterator[None]:
     """Inside, loaders over datasets with a length make even batches or not."""
-    before = []
+    before: list[tuple[Any, bool]] = []
     for loader in accelerator._dataloaders if even_batches is not None else ():
-        sampler = getattr(loader, "batch_sampler", None)
+        sampler: Any = getattr(loader, "batch_sampler", None)
         if not hasattr(sampler, "even_batches"):
             warnings.warn(
                 "hf_zero: even_batches is for datasets with a length; an iterable one stays as it is.", stacklevel=4

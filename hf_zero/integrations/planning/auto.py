@@ -6,6 +6,7 @@ ranks build the same engine. These two exchanges are before training; a step has
 """
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ...config import AUTO, ConfigError, ZeroConfig
 from ...engine.buckets.precision import resolve_casts
 from ...offload.budget import ranks_on_this_host
 from ...offload.files import free_disk_bytes
-from ...plan.choose import Candidate, Choice, Room, choose, gb
+from ...plan.choose import Candidate, Choice, Room, choose, size
 from ...plan.errors import PlanError
 from ...plan.forecast import Activations
 from ...plan.machine import Machine
@@ -36,7 +37,12 @@ _LONGEST = 2048
 _ROWS = 8
 """Of a micro-batch whose data loader is not known."""
 
-_MARGIN = 0.08
+_MARGINS = {"accelerator": 0.08, "host": 0.15, "host's heap": 0.3}
+"""[Note: what stays free]
+Allocators keep more than what lives: a caching one rounds up and splits, and glibc keeps freed blocks of up to 32 MiB in its
+heap, unless MALLOC_MMAP_THRESHOLD_ says less. Page tables and sockets of the ranks are on the host's account, too.
+"""
+
 _MARGIN_WITHOUT_ACTIVATIONS = 0.4
 _TRIED_BUCKETS: tuple[int | str, ...] = (AUTO, "8MiB", "64MiB")
 _TRIED_PREFETCH = (1, 2, 0)
@@ -191,7 +197,7 @@ def _answer(
             device=min(each.device for each in free),
             host=min(each.host for each in free),
             disk=min(disks, default=0),
-            margin=_MARGIN if activations is not None else _MARGIN_WITHOUT_ACTIVATIONS,
+            margin=_margin(device) if activations is not None else _MARGIN_WITHOUT_ACTIVATIONS,
         )
         machine = _machine(device, len(free))
         wanted = set_ups(
@@ -250,6 +256,13 @@ def _activations(model: nn.Module, batch: MicroBatch, mixed_precision: str) -> t
     return traced, None
 
 
+def _margin(device: torch.device) -> float:
+    """The part of the memory that is left, see [Note: what stays free]."""
+    if device.type != "cpu":
+        return _MARGINS["accelerator"]
+    return _MARGINS["host" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "host's heap"]
+
+
 def _machine(device: torch.device, ranks: int) -> Machine:
     here = min(ranks, ranks_on_this_host())
     nodes = max(1, ranks // max(1, here))
@@ -297,7 +310,7 @@ def _said(
     why = choice.why[0].split(": ")[0].removeprefix(tuned.name).strip()
     needs, free = tuned.forecast.device_bytes, room.device
     rejected = choice.rejected
-    buckets = "sized for the model" if config.bucket_bytes == AUTO else f"{gb(int(config.bucket_bytes))} GB each"
+    buckets = "sized for the model" if config.bucket_bytes == AUTO else f"{size(int(config.bucket_bytes))} each"
     ahead = (
         f", {config.prefetch_units} unit{'s' * (config.prefetch_units != 1)} gathered ahead"
         if config.stage == 3
@@ -306,7 +319,7 @@ def _said(
     wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
     lines = (
         f"stage: auto is {name}, which {why}",
-        f"it needs {gb(needs)} GB a rank, of {gb(free)} GB on the rank that has least, model included; "
+        f"it needs {size(needs)} a rank, of {size(free)} on the rank that has least, model included; "
         f"{room.margin:.0%} stay free",
         f"for a micro-batch of {batch.rows} x {batch.length} ({batch.source})"
         + (f"; activations are not counted: {unknown}" if unknown else ""),

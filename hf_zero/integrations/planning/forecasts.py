@@ -11,7 +11,7 @@ from ...config import ZeroConfig
 from ...plan.forecast import Activations, Forecast, Passing, forecast, forecast_ddp
 from .layouts import Layout, ddp_state, lay_out, ranks_without_a_group
 
-RUNTIME_ON_HOST_BYTES = 16 * 2**20
+RUNTIME_ON_HOST_BYTES = 28 * 2**20
 """Thread pools, libraries that load at the first product, buffers of gloo: measured on ranks that train a model of no size."""
 
 RUNTIME_ON_ACCELERATOR_BYTES = 800 * 2**20

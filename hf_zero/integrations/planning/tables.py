@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ...plan.choose import gb
+from ...plan.choose import gb, size
 from ...plan.forecast import KINDS
 from .planner import Plan
 
@@ -25,12 +25,12 @@ def header(plan: Plan) -> Iterator[str]:
     where = f"{request.nodes} x {request.gpus}" if request.nodes > 1 else f"{request.gpus}"
     kind = "ranks on the CPU" if request.on_cpu else "accelerators"
     trained = "" if plan.trained == plan.parameters else f", {plan.trained:,} of them trained"
-    yield f"{plan.model}: {plan.parameters:,} parameters{trained}; {where} {kind} with {gb(plan.room.device)} GB each"
+    yield f"{plan.model}: {plan.parameters:,} parameters{trained}; {where} {kind} with {size(plan.room.device)} each"
     if plan.activations is not None:
         traced = plan.activations
         yield (
             f"a micro-batch of {traced.shape} a rank, {request.accumulation} a step: {traced.flops / 1e12:.3g} TFLOP, and "
-            f"{gb(traced.saved_bytes)} GB saved for backward"
+            f"{size(traced.saved_bytes)} saved for backward"
         )
     yield from plan.warnings
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(180)
 
 def launched(rank: int, world_size: int, **arguments) -> dict:
     as_launched(rank, world_size)
-    return run(rank, world_size, **arguments)
+    return run(rank, world_size, **{"steps": 4, **arguments})
 
 
 def run_on_ranks(target, world_size: int = 2, **arguments):

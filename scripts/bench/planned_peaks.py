@@ -1,8 +1,8 @@
 """The planner's forecast of a rank's peak memory beside the peak that is measured, with the error of each.
 
-    python scripts/bench/plan.py                                  # all models, stages and batches: about ten minutes
-    python scripts/bench/plan.py --models gpt2 --set-ups ddp 2    # some of them
-    python scripts/bench/plan.py --json results/plan.json         # where the figures go
+    python scripts/bench/planned_peaks.py                                  # all models, stages and batches: about ten minutes
+    python scripts/bench/planned_peaks.py --models gpt2 --set-ups ddp 2    # some of them
+    python scripts/bench/planned_peaks.py --json results/planned_peaks.json         # where the figures go
 
 Measured as memory.py does: the highest resident set of three steps less the resident set before there was a model, each cell in
 fresh ranks whose malloc gives freed blocks back. State is measured beside it, from the engine's own tensors after the last step.
@@ -242,7 +242,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", default=["2x64", "8x128"], help="rows x length")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--time-limit-s", type=float, default=300)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "plan.json")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "planned_peaks.json")
     return parser.parse_args(arguments)
 
 

@@ -1,0 +1,165 @@
+"""`stage: auto`: one choice on all ranks, what the user set is kept, and a run with it trains as with the stage chosen."""
+
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from accelerate_job import Texts
+from ranks import run_ranks
+from torch.utils.data import DataLoader
+from training import LENGTH, gpt2
+
+from hf_zero import ConfigError, ZeroConfig, ZeroEngine, ZeroPlugin
+from hf_zero.integrations.planning import auto
+from hf_zero.integrations.planning.auto import assume, choose_config
+
+pytestmark = pytest.mark.timeout(200)
+
+CPU = torch.device("cpu")
+
+
+def choices(rank: int, world_size: int, *, cases: list) -> list:
+    """What each rank chooses, rank 0 with less memory than the others."""
+    found = []
+    for setting, least in cases:
+        model = gpt2(layers=1)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        free = least if rank == world_size - 1 else 10**9
+        with (
+            patch.object(auto, "free_for_training", lambda device, free=free: free),
+            patch("hf_zero.integrations.planning.forecasts.RUNTIME_ON_HOST_BYTES", 0),
+        ):
+            try:
+                chosen = choose_config(
+                    ZeroConfig.of(setting),
+                    model,
+                    [optimizer],
+                    device=CPU,
+                    mixed_precision="no",
+                    batch=assume(model, 1, 2),
+                )
+            except ConfigError as error:
+                found.append(str(error))
+            else:
+                found.append((chosen.config, chosen.lines))
+    return found
+
+
+def test_all_ranks_choose_alike_by_the_one_that_has_least():
+    numel = sum(p.numel() for p in gpt2(layers=1).parameters())
+    cases = [
+        ("auto", 10**9),
+        ("auto", 13 * numel),
+        ("auto", 1000),
+        ("stage=auto,bucket_bytes=64KiB,grad_buffers=2", 10**9),
+        ("stage=auto,prefetch_units=3", 10**9),
+    ]
+    by_rank = run_ranks(choices, world_size=2, time_limit_s=120, keyword_arguments={"cases": cases})
+    assert by_rank[0] == by_rank[1]
+    roomy, tight, too_small, buckets, units = by_rank[0]
+    assert roomy[0].stage in (0, 1) and tight[0].stage >= 1 and roomy[1] != tight[1]
+    assert "fits" in roomy[1][0] and len(roomy[1]) == 5 and all(line.isprintable() for line in roomy[1])
+    assert any("would not fit" in line for line in tight[1])
+    assert "Nothing fits" in too_small
+    assert (buckets[0].bucket_bytes, buckets[0].grad_buffers) == (64 * 1024, 2)
+    # A setting of stage 3 leaves no other stage.
+    assert (units[0].stage, units[0].prefetch_units) == (3, 3)
+
+
+def trained(rank: int, world_size: int, *, flags: list[str]) -> list:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "true"}
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    found = []
+    for flag in flags:
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+        accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(flag or found[0][0]))
+        torch.manual_seed(3)
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Texts(16), batch_size=2))
+        losses = []
+        for batch in loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append((accelerator.zero_config.to_dict(), losses))
+        accelerator.free_memory()
+    return found
+
+
+def test_a_loop_trains_with_auto_as_with_the_stage_that_it_chose():
+    [(config, losses), (again, same)], _ = run_ranks(
+        trained, world_size=2, time_limit_s=150, keyword_arguments={"flags": ["auto", ""]}
+    )
+    assert config == again and config["stage"] in (0, 1, 2, 3)
+    assert losses == same and losses[-1] < losses[0]
+
+
+def test_an_engine_wants_a_stage():
+    model = gpt2()
+    with pytest.raises(ConfigError, match="Give ZeroEngine a stage"):
+        ZeroEngine(model, [torch.optim.AdamW(model.parameters())], "auto")
+
+
+@pytest.mark.parametrize("text", ["auto", "stage=auto", "stage=auto,bucket_bytes=16MiB"])
+def test_auto_is_a_stage_in_flags(text):
+    config = ZeroConfig.of(text)
+    assert config.is_open and config.may_shard_parameters
+    assert ZeroConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("text", ["stage=auto,bucket_bytes=0", "stage=automatic", "stage=auto,offload.optimizer=nvme"])
+def test_what_no_stage_takes_is_refused_at_once(text):
+    with pytest.raises(ConfigError):
+        ZeroConfig.of(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "expected"), [(4, 8, (4, 8)), (None, None, (8, LENGTH)), (2, 10**9, (2, LENGTH))]
+)
+def test_a_batch_that_is_not_known_is_assumed_and_said(rows, length, expected):
+    batch = assume(gpt2(), rows, length)
+    assert (batch.rows, batch.length) == expected
+    assert ("assumed" in batch.source) is (rows is None)
+
+
+def test_limits_of_the_process_are_memory_that_is_not_free():
+    import resource
+
+    from hf_zero.integrations.planning.free_memory import free_for_training
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    try:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 10**8, hard))
+        assert 0 < free_for_training(CPU) <= 10**8 + 2**25
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_chosen_set_up_fits_a_control_group_and_the_one_left_out_does_not(tmp_path):
+    import json
+    import subprocess
+    import sys
+
+    from launching import ROOT
+
+    path = tmp_path / "auto.json"
+    command = [sys.executable, str(ROOT / "scripts/bench/auto.py"), "--cases", "gpt2:705:bf16:2", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "skipped" in done.stdout:
+        pytest.skip(done.stdout.strip())
+    [case] = json.loads(path.read_text())
+    assert case["is_right"] and case["rejected"].endswith("stage 0")
