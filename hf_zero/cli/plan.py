@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ..integrations.planning.chart import draw
 from ..integrations.planning.planner import make_plan
 from ..integrations.planning.tables import header, table_of
-from .output import Dtype, Json, console, said_plainly, say, say_json
+from .output import Dtype, Json, said_plainly, say, say_json
 
-_LEAST_COLUMNS = 150
+_WIDE = 250
+"""Columns: where the table is wider than the terminal, rich would cut what stands last."""
 
 
 class MixedPrecision(str, Enum):
@@ -70,18 +72,16 @@ def plan(
         found = make_plan(model, batch=batch, **options)
         if png is not None:
             draw(found, png)
+        if write is not None and found.settings is not None:
+            write.write_text(found.yaml(), encoding="utf-8")
         if as_json:
             say_json(found.to_dict())
         else:
             for line in header(found):
                 say(line)
-            # A terminal that is not as wide would break the columns.
-            console.width = max(console.width, _LEAST_COLUMNS)
-            console.print(table_of(found))
+            Console(width=_WIDE).print(table_of(found))
             for line in found.choice.why:
                 say(line)
-        if write is not None:
-            write.write_text(found.yaml(), encoding="utf-8")
     if found.settings is None:
         raise typer.Exit(1)
     if not as_json:

@@ -44,7 +44,6 @@ from .accelerator.states import folder_to_fill, numbered_states
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
-from .planning.at_prepare import config_for
 from .seams import mix_in
 from .trainer.resumed import say_resumed
 
@@ -181,7 +180,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
 
     def prepare(self, *args, device_placement=None):
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
-        self.zero_config = config_for(self.zero_config, self, args)
+        self._choose_stage(args)
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
         try:
             result = super().prepare(*args, device_placement=device_placement)
@@ -190,8 +189,16 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         self._build_engines()
         return result
 
+    def _choose_stage(self, args: Iterable[Any]) -> None:
+        """Resolves `stage: auto` when a model is among what is prepared. Collective then."""
+        if self.zero_config.is_open:
+            # Here, not above: planning needs transformers, which takes seconds to import.
+            from .planning.at_prepare import config_for
+
+            self.zero_config = config_for(self.zero_config, self, list(args))
+
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
-        self.zero_config = config_for(self.zero_config, self, [model])
+        self._choose_stage([model])
         if self.zero_config.stage == 3:
             _refuse_compiled(self, model)
             if engine_attached_to(model) is not None or self._is_sharded_next(model):

@@ -47,6 +47,9 @@ from hf_zero.integrations.planning.inputs import batch_of
 
 STEPS, ROWS, LENGTH = 3, 2, 32
 MOST_WRONG = 1
+_KILLED = "exit code -9"
+"""How a rank ends that the kernel has killed."""
+
 _MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 _GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
@@ -166,7 +169,9 @@ def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_
         chosen = run(None, folder)
         fits = isinstance(chosen, dict)
         rejected = chosen["rejected"] if fits else None
-        fails = None if rejected is None else isinstance(run(rejected, folder), str)
+        ended = "" if rejected is None else run(rejected, folder)
+        # Out of time is no proof of too little memory.
+        fails = None if rejected is None else isinstance(ended, str) and _KILLED in ended
     return Case(
         model=model,
         mb=mb,
@@ -218,9 +223,11 @@ def main() -> int:
         model, mb, tier, ranks = text.split(":")
         cases.append(run_case(model, int(mb), tier, int(ranks), root, options.time_limit_s))
         print(cases[-1], file=sys.stderr, flush=True)
+        options.json.parent.mkdir(exist_ok=True)
+        options.json.write_text(
+            json.dumps([asdict(case) | {"is_right": case.is_right} for case in cases], indent=2) + "\n"
+        )
     Console(width=150).print(table_of(cases))
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps([asdict(case) | {"is_right": case.is_right} for case in cases], indent=2) + "\n")
     return int(sum(not case.is_right for case in cases) > MOST_WRONG)
 
 

@@ -227,9 +227,9 @@ def differs(rank: int, world_size: int, how: str) -> str:
     [
         (
             "shape",
-            "parameter transformer.wte.weight: shape (211, 40), torch.float32, trained on rank 0, shape (300, 40)",
+            "parameter transformer.wte.weight: shape (211, 24), torch.float32, trained on rank 0, shape (300, 24)",
         ),
-        ("frozen", "parameter transformer.wpe.weight: shape (16, 40), torch.float32, trained on rank 0"),
+        ("frozen", "parameter transformer.wpe.weight: shape (16, 24), torch.float32, trained on rank 0"),
         ("config", "config: "),
         ("optimizer", "optimizer 0: AdamW over groups"),
     ],

@@ -111,9 +111,9 @@ def sent_by_steps(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = gpt2()
     # Large enough that signals and agreements vanish beside the gradients.
-    model.resize_token_embeddings(5_000, mean_resizing=False)
+    model.resize_token_embeddings(10_000, mean_resizing=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = ZeroEngine(model, [optimizer], {"stage": 3, "bucket_bytes": "64KiB", "comm": {"peer_memory": "always"}})
+    engine = ZeroEngine(model, [optimizer], {"stage": 3, "bucket_bytes": "20KiB", "comm": {"peer_memory": "always"}})
     assert named_shared_memory() <= before
     # However many buckets there are: a connection to each peer, and no descriptor of what is mapped.
     assert len(engine.buckets) > 3 * world_size

@@ -259,7 +259,7 @@ def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
         assert go_on(model, optimizer, range(3, 5)) == expected, stage
         # Others read it too, at another stage and without blocks.
         model, optimizer, engine = resume(setting(3 if stage == 1 else 1, {}), folder)
-        assert go_on(model, optimizer, range(3, 5)) == pytest.approx(expected, rel=1e-3)
+        assert go_on(model, optimizer, range(3, 5)) == pytest.approx(expected, rel=3e-3)
         assert engine.memory_report().total_bytes > 0 and not list(engine.state.residual_rows())
 
 

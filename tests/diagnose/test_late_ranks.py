@@ -1,8 +1,11 @@
 """A rank that is late ends the run on all ranks in time, with an error that says where each rank is."""
 
+import gc
 import os
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +19,10 @@ from training import gpt2, gpt2_batch
 
 from hf_zero import ZeroEngine
 from hf_zero.comm.control.collective_log import CollectiveLog
-from hf_zero.comm.control.late import is_to_end
+from hf_zero.comm.control.late import DeviceQueue, is_to_end, others_are_behind
 from hf_zero.comm.control.verdict import Absence, Verdict
 from hf_zero.comm.control.watch import ScriptCollective, Wait
-from hf_zero.comm.control.whereabouts import Whereabouts
+from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
 from hf_zero.comm.label import Label
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.transport import Handle
@@ -180,6 +183,43 @@ def test_one_line_says_which_ranks_wait_where():
         "ranks 0-2 wait in reduce-scatter gradients of bucket 4 (bert.encoder.layer.9; training step, step 812), "
         "rank 3 waits in all-gather parameters of bucket 7 (bert.encoder.layer.7; evaluate, step 812)"
     ) in told
+
+
+# ---- collectives in the queue of an accelerator ----
+
+
+def test_the_last_collective_of_a_queue_is_a_wait_once_it_was_started_long_ago():
+    log, queue = CollectiveLog(), DeviceQueue(limit_s=100.0)
+    assert queue.look(log) is None
+    log.entries.append([GATHER, "evaluate", 812, 0, time.monotonic() - 10, None])
+    assert queue.look(log) is None
+    log.entries.append([GATHER, "evaluate", 812, 0, time.monotonic() - 120, None])
+    wait = queue.look(log)
+    assert wait is not None and (wait.name, wait.kind, round(wait.seconds)) == (str(GATHER), GATHER.kind, 120)
+    assert queue.look(log) is wait
+    log.entries.append([REDUCE, "backward", 812, 0, time.monotonic() - 110, None])
+    assert queue.look(log) is not wait
+
+
+@pytest.mark.parametrize(("theirs", "is_behind"), [(40, True), (41, False), (42, False)])
+def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behind):
+    other = replace(where(), begun={GATHER.kind: theirs})
+    assert others_are_behind(verdict(GATHER, {1: other}), {GATHER.kind: 41}) == is_behind
+    # One that says nothing may have come to its end.
+    assert not others_are_behind(verdict(GATHER, {1: None}), {GATHER.kind: 41})
+
+
+def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch):
+    seen, real = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or real())
+    frame, call = script_frame()
+    assert frame is not None and call is None and seen == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        script_frame()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 # ---- the log ----

@@ -10,15 +10,22 @@ Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet i
 that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not answer, or
 waits as long in another collective; in a collective of training it is late wherever it is. Nothing is ended where all ranks
 wait in the same collective: a slow link is no late rank.
+
+An accelerator's host does not wait for a collective: its queue does, and the host stands in the next call that asks for a
+result. There the last collective that was started so long ago is taken for a wait, and a rank is late that has not started as
+many.
 """
 
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
+from collections.abc import Mapping
 from typing import Protocol
 
 from ..groups.broken import break_all_groups
+from .collective_log import LABEL, STARTED, CollectiveLog
 from .end_of_process import end_process
 from .failures import CommunicationError
 from .verdict import Verdict
@@ -40,6 +47,8 @@ class Waiting(Protocol):
 
     script_wait: Wait | None
     ended: str | None
+    log: CollectiveLog
+    begun: Counter[str]
 
     @property
     def longest(self) -> Wait | None: ...
@@ -54,13 +63,15 @@ class LateWatch:
 
     Args:
         limit_s: `comm.late_s`.
+        has_queue: collectives run in the queue of an accelerator.
     """
 
-    def __init__(self, lookout: Waiting, limit_s: float):
+    def __init__(self, lookout: Waiting, limit_s: float, *, has_queue: bool = False):
         self._limit_s = limit_s
         self._ask_again_s = 0.0
         self._broken: tuple[Wait, float] | None = None
         self._call = ScriptCall()
+        self._queue = DeviceQueue(limit_s) if has_queue else None
         self._is_over = threading.Event()
         reference = weakref.ref(lookout)
         threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True).start()
@@ -81,7 +92,8 @@ class LateWatch:
     def _look(self, lookout: Waiting) -> None:
         own = lookout.longest
         lookout.script_wait = self._call.look() if own is None else None
-        wait = own or lookout.script_wait
+        queued = None if self._queue is None else self._queue.look(lookout.log)
+        wait = own or lookout.script_wait or queued
         if wait is None or wait.failure is not None or wait.seconds < self._limit_s:
             return
         if wait.end is not None:
@@ -91,7 +103,7 @@ class LateWatch:
             return
         self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
         verdict = lookout.judge_late(wait)
-        if not is_to_end(verdict):
+        if not is_to_end(verdict) or (wait is queued and not others_are_behind(verdict, lookout.begun)):
             return
         lookout.sentence(verdict)
         wait.end = CommunicationError(str(verdict), verdict.culprits)
@@ -131,6 +143,42 @@ class ScriptCall:
             wait = self._wait = Wait(ScriptCollective(call))
             self._line, self._since_cpu_s = line, cpu_s
         return wait
+
+
+class DeviceQueue:
+    """The last collective that an accelerator's queue was given, as a wait, once it was given long ago.
+
+    Args:
+        limit_s: how long ago.
+    """
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._entry: list | None = None
+        self._wait: Wait | None = None
+
+    def look(self, log: CollectiveLog) -> Wait | None:
+        """That wait: the same object until another collective is started."""
+        entry = log.entries[-1] if log.entries else None
+        if entry is None or time.monotonic() - entry[STARTED] < self._limit_s:
+            return None
+        if entry is not self._entry or self._wait is None:
+            self._entry, self._wait = entry, Wait(entry[LABEL])
+            self._wait.since_s = entry[STARTED]
+        return self._wait
+
+
+def others_are_behind(verdict: Verdict, begun: Mapping[str, int]) -> bool:
+    """Whether a rank is stopped, or has started fewer collectives of the kind that is waited for.
+
+    Of one that has come to its end, or is silent, nothing follows: this one may be busy by itself, with no collective under way.
+    """
+    kind = verdict.wait.kind or ""
+    alive = [each for each in verdict.absences.values() if not each.is_over]
+    return any(
+        each.is_stopped or (each.where is not None and each.where.begun.get(kind, 0) < begun.get(kind, 0))
+        for each in alive
+    )
 
 
 def _main_cpu_s() -> float:

@@ -58,12 +58,13 @@ class Lookout(Watch):
         rank, world_size: of the default group.
         name: the same on all ranks, and of this object alone.
         late_s: after which a wait for a rank ends; 0 for never.
+        has_queue: collectives run in the queue of an accelerator.
 
     Attributes:
         script_wait: the collective that the main thread is in by the script's own call.
     """
 
-    def __init__(self, rank: int, world_size: int, name: str, late_s: float = 0.0):
+    def __init__(self, rank: int, world_size: int, name: str, late_s: float = 0.0, *, has_queue: bool = False):
         super().__init__()
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
@@ -78,7 +79,7 @@ class Lookout(Watch):
         # Before Python ends, too: a thread that comes back from a call to torch behind that takes the process down.
         weakref.finalize(self, self._thread.close, _STORE_S)
         if late_s:
-            weakref.finalize(self, LateWatch(self, late_s).close)
+            weakref.finalize(self, LateWatch(self, late_s, has_queue=has_queue).close)
 
     # ---- what fails ----
 
@@ -366,4 +367,4 @@ def watch_over(groups: Groups) -> Watch:
     if groups.backend == "fake":
         return Watch()
     name = control_of(groups, Watch()).exchange(uuid.uuid4().hex, "exchange of a name")[0]
-    return Lookout(dist.get_rank(), dist.get_world_size(), name, groups.late_s)
+    return Lookout(dist.get_rank(), dist.get_world_size(), name, groups.late_s, has_queue=groups.backend != "gloo")

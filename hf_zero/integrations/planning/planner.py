@@ -117,12 +117,11 @@ def make_plan(
     Raises:
         PlanError, ConfigError: what cannot be planned, or contradicts itself.
     """
-    given: dict[str, Any] = {} if isinstance(batch, Mapping) else {"batch": batch}
     unknown = set(options) - set(PlanRequest.__dataclass_fields__)
     if unknown:
         known = ", ".join(PlanRequest.__dataclass_fields__)
         raise PlanError(f"hf_zero: make_plan has no option {sorted(unknown)[0]!r}; it has: {known}.")
-    request = PlanRequest(**options, **given)
+    request = PlanRequest(**options) if isinstance(batch, Mapping) else PlanRequest(batch=batch, **options)
     made = model if isinstance(model, nn.Module) else _model_of(model, request)
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")

@@ -1,0 +1,100 @@
+"""`hf-zero plan`: the table, JSON, YAML and picture of a plan, and what it refuses."""
+
+import json
+import sys
+
+import pytest
+import torch
+from command_runs import hf_zero, refusals
+from training import bert, gpt2
+from transformers import GPT2Config
+
+from hf_zero import ConfigError, ZeroConfig, make_plan
+
+pytestmark = pytest.mark.timeout(100)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    size = {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0}
+    GPT2Config(**size, architectures=["GPT2LMHeadModel"]).save_pretrained(folder)
+    return folder
+
+
+def test_a_plan_is_a_table_a_file_and_a_picture(config, tmp_path):
+    written, picture = tmp_path / "zero.yaml", tmp_path / "plan.png"
+    result = hf_zero(
+        *("plan", config / "config.json", "--gpus", 4, "--seq", 64, "--host-memory", "64GB", "--disk", "1TB"),
+        *("--write", written, "--png", picture),
+    )
+    assert result.exit_code == 0, result.output
+    for words in ("DDP", "stage 3, all nvme", "take this", "fits and is fastest", "activations"):
+        assert words in result.output
+    assert ZeroConfig.from_yaml(written).stage in (0, 1, 2, 3) and "fastest" in written.read_text()
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_one_document_with_every_set_up(config):
+    result = hf_zero("plan", config, "--gpus", 8, "--nodes", 2, "--json", "--seq", 32)
+    found = json.loads(result.stdout)
+    names = [each["name"] for each in found["set_ups"]]
+    assert names[:2] == ["DDP", "stage 0"] and found["recommended"] in names
+    assert all(each["device_bytes"] == sum(each["device"].values()) and each["step"]["step_s"] > 0 for each in found["set_ups"])
+
+
+def test_a_plan_where_nothing_fits_says_what_is_short_and_exits_with_1(config):
+    result = hf_zero("plan", config, "--gpu-memory", "100MB", "--seq", 32)
+    assert result.exit_code == 1 and "Nothing fits" in result.output
+
+
+def test_adapters_leave_little_to_train(config):
+    pytest.importorskip("peft")
+    both = [json.loads(hf_zero("plan", config, "--json", "--seq", 32, *more).stdout) for more in ((), ("--lora", 4))]
+    assert both[1]["trained"] < both[0]["trained"] / 4
+    state = [next(each for each in plan["set_ups"] if each["name"] == "DDP")["device"] for plan in both]
+    assert state[1]["optimizer state"] < state[0]["optimizer state"] / 4 and state[1]["frozen"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("no-such/model",), "HF_HUB_OFFLINE is set"),
+        (("a/b/c",), "no folder or config.json here"),
+        (("missing.json",), "no folder or config.json here"),
+        (("CONFIG", "--gpu-memory", "lots"), "gpu_memory"),
+        (("CONFIG", "--gpus", "0"), "gpus"),
+        (("CONFIG", "--seq", "100000"), "reads 1024 at most"),
+        (("CONFIG", "--seq", "32", "--write", "/proc/no/such"), "No such file"),
+    ],
+)
+def test_a_request_that_cannot_be_planned_is_refused_in_one_line(config, arguments, said):
+    [line] = refusals("plan", *(str(config) if each == "CONFIG" else each for each in arguments))
+    assert said in line
+
+
+def test_a_folder_without_an_architecture_or_of_a_stranger_is_refused(tmp_path):
+    GPT2Config(architectures=["EvilModel"]).save_pretrained(tmp_path)
+    assert "no model of transformers" in refusals("plan", tmp_path)[-1]
+    assert "has no config.json" in refusals("plan", tmp_path.parent)[0]
+
+
+def test_a_picture_without_matplotlib_is_refused(config, monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_zero.integrations.planning.chart.find_spec", lambda name: None)
+    assert "hf-zero[card]" in refusals("plan", config, "--seq", "32", "--png", tmp_path / "plan.png")[0]
+
+
+def test_a_model_in_hand_is_planned_with_its_own_optimizer():
+    model = bert()
+    plans = [
+        make_plan(model, gpus=2, on_cpu=True, gpu_memory="1GB", optimizer=optimizer(model.parameters()))
+        for optimizer in (torch.optim.AdamW, torch.optim.SGD)
+    ]
+    held = [plan.candidates[0].forecast.device.get("optimizer state", 0) for plan in plans]
+    assert held[0] > 0 == held[1]
+    with pytest.raises(ConfigError, match="no option 'gpu'"):
+        make_plan(gpt2(), gpu=3)
+
+
+def test_importing_the_package_loads_no_planner():
+    assert "make_plan" in dir(sys.modules["hf_zero"])
