@@ -293,8 +293,8 @@ def _make(accelerator: Accelerator, models: Sequence[object]) -> JoinedRanks:
             )
         if engine.config.out_of_memory == "halve":
             raise ConfigError(
-                "hf_zero: join_uneven_inputs does not go with `out_of_memory: halve`: ranks without batches would not know that a "
-                "micro-batch is taken in parts. Make the batches even (even_batches=True), or leave the setting out."
+                "hf_zero: join_uneven_inputs does not go with `out_of_memory: halve`: ranks without batches would not know that "
+                "a micro-batch is taken in parts. Make the batches even (even_batches=True), or leave the setting out."
             )
         engines.append(engine)
     if not engines:
