@@ -53,6 +53,7 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_command_ends_with_a_status_for_ci(tmp_path):
     def command(*options: str) -> subprocess.CompletedProcess:
         words = [

@@ -122,7 +122,8 @@ class Normed(nn.Module):
 
 def refused(rank: int, world_size: int, what: str) -> str:
     as_launched(rank, world_size)
-    accelerator = Accelerator(parallelism_config=ZeroPlugin(1))
+    plugin = ZeroPlugin(stage=1, out_of_memory="halve" if what == "parts" else "stop")
+    accelerator = Accelerator(parallelism_config=plugin)
     model = Normed() if what == "norm" else nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     joined = [object()] if what == "stranger" else [] if what == "nothing" else [model]
@@ -144,6 +145,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     ("what", "said"),
     [
         ("norm", "batch norms"),
+        ("parts", "does not go with `out_of_memory: halve`"),
         ("stranger", "not object"),
         ("nothing", "no model"),
         ("empty", "had no batch at all"),

@@ -291,6 +291,11 @@ def _make(accelerator: Accelerator, models: Sequence[object]) -> JoinedRanks:
                 f"hf_zero: join_uneven_inputs does not join {type(engine.model).__name__}: it has batch norms, whose statistics "
                 "a rank without batches would change by its last one. Make the batches even (even_batches=True)."
             )
+        if engine.config.out_of_memory == "halve":
+            raise ConfigError(
+                "hf_zero: join_uneven_inputs does not go with `out_of_memory: halve`: ranks without batches would not know that "
+                "a micro-batch is taken in parts. Make the batches even (even_batches=True), or leave the setting out."
+            )
         engines.append(engine)
     if not engines:
         raise TypeError("hf_zero: join_uneven_inputs was given no model; give it the prepared ones in a list.")
