@@ -14,6 +14,7 @@ _HOME_OF = {
     "GradScaler": "engine.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
+    "doctor": "diagnose.doctor",
     "engine_of": "integrations.engine_of",
     "ZeroAccelerator": "integrations.accelerate",
     "ZeroPlugin": "integrations.accelerate",
@@ -21,8 +22,10 @@ _HOME_OF = {
     "ZeroTrainingArguments": "integrations.arguments",
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
+    "migrate": "config.migration.migrate",
     "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
+    "Rescue": "diagnose.rescue",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -30,6 +33,7 @@ _HOME_OF = {
 __all__ = [
     "ConfigError",
     "GradScaler",
+    "Rescue",
     "ZeroAccelerator",
     "ZeroCallback",
     "ZeroConfig",
@@ -37,10 +41,12 @@ __all__ = [
     "ZeroPlugin",
     "ZeroTrainingArguments",
     "__version__",
+    "doctor",
     "engine_of",
     "gathered",
     "init",
     "make_plan",
+    "migrate",
     "parity",
     "unsharded",
     "with_zero",
@@ -48,7 +54,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .config import ConfigError, ZeroConfig
+    from .config.migration.migrate import migrate
+    from .diagnose.doctor import doctor
     from .diagnose.parity import parity
+    from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
     from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin

@@ -8,17 +8,21 @@ import typer
 from .card import card
 from .consolidate import consolidate
 from .convert import convert
+from .doctor import doctor
 from .inspect_folder import inspect
+from .migrate import migrate
 from .output import console
+from .parity import parity
 from .plan import plan
 from .push import push
 from .run import SCRIPT_WORDS, run
 from .verify import verify
 
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert, plan):
+for command in (verify, inspect, consolidate, push, card, convert, migrate, plan, doctor):
     app.command()(command)
 app.command(context_settings=SCRIPT_WORDS)(run)
+app.command(context_settings=SCRIPT_WORDS)(parity)
 
 
 def _tell_version(wanted: bool) -> None:

@@ -1,11 +1,13 @@
 """torch.distributed's own flat collectives, asynchronous: what NCCL and other device backends are best at."""
 
+import time
 import uuid
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
+from .control.collective_log import ENDED
 from .control.control import control_of
 from .control.gather_order import GatherOrder
 from .control.lookout import Lookout, watch_over
@@ -76,13 +78,14 @@ class CollectiveTransport(Transport):
 
     def broadcast(self, tensor: torch.Tensor, label: Label) -> None:
         sent = tensor.nbytes if self._groups.rank == 0 else 0
-        self.ledger.count(label.kind, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
+        entry = self.ledger.count(label, sent, sent if len(set(self._groups.nodes)) > 1 else 0)
         with self.ledger.waiting(label.kind), self.watch.inside(label):
             # Backends have few dtypes: NCCL no int16, gloo no bool.
             values = tensor.detach().contiguous()
             dist.broadcast(
                 values.view(-1).view(torch.uint8), src=self._groups.world.ranks[0], group=self._groups.world.handle
             )
+        entry[ENDED] = time.monotonic()
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)
 
@@ -108,12 +111,12 @@ class CollectiveTransport(Transport):
     def _everyones(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Each rank's small host tensor, in rank order."""
         self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
-        self.ledger.began(label.kind)
+        entry = self.ledger.began(label)
         try:
             with self.ledger.waiting(label.kind):
                 return self._control.swap(values, label)
         finally:
-            self.ledger.ended(label.kind)
+            self.ledger.ended(label.kind, entry)
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
         """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.
@@ -125,4 +128,4 @@ class CollectiveTransport(Transport):
             elsewhere = self._elsewhere[group.ranks] = self._groups.peers_elsewhere(group)
         sent = nbytes * (size - 1) // size
         between = sent * elsewhere // max(size - 1, 1)
-        self.ledger.count(label.kind, sent, between)
+        self.ledger.count(label, sent, between)

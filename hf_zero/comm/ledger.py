@@ -12,12 +12,15 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
 
 from ..device import Moment, clock
+from .control.collective_log import ENDED, LABEL
 from .control.watch import Watch
+from .label import Label
 
 
 @dataclass(kw_only=True)
@@ -99,6 +102,8 @@ class Ledger:
 
     def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None):
         self.watch = watch or Watch()
+        self._log = self.watch.log
+        self._record = self._log.entries.append
         self.now = now or clock(torch.device("cpu"))
         self.is_waiting = False
         self._rows = _Rows()
@@ -106,21 +111,33 @@ class Ledger:
         self._since: dict[str, Moment] = {}
         self._unread: deque[_Span] = deque()
 
-    def count(self, kind: str, bytes_sent: int, bytes_between: int) -> None:
+    def count(self, label: Label, bytes_sent: int, bytes_between: int) -> list[Any]:
+        """A collective is about to be started; returns its entry in the log."""
+        kind, log = label.kind, self._log
+        entry = [label, log.site, log.step, bytes_sent, monotonic(), None]
+        self._record(entry)
         row = self._rows[kind]
         row.calls += 1
         self.watch.begun[kind] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
+        return entry
 
-    def began(self, kind: str) -> None:
-        """A collective of this kind has been started."""
+    def began(self, label: Label) -> list[Any] | None:
+        """A collective has been started; returns its entry in the log, for `ended`."""
+        kind, entries = label.kind, self._log.entries
         if not self._under_way.get(kind):
             self._since[kind] = self.now()
         self._under_way[kind] = self._under_way.get(kind, 0) + 1
+        if not entries:
+            return None
+        # Nearly always the last one.
+        return entries[-1] if entries[-1][LABEL] is label else self._log.latest(label)
 
-    def ended(self, kind: str) -> None:
+    def ended(self, kind: str, entry: list[Any] | None) -> None:
         """One of this kind has been finished."""
+        if entry is not None:
+            entry[ENDED] = monotonic()
         self._under_way[kind] -= 1
         if not self._under_way[kind]:
             self.add(kind, "under_way_seconds", self._since[kind])

@@ -2,8 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
@@ -11,28 +9,9 @@ import torch
 from .control.failures import CommunicationError as CommunicationError
 from .control.watch import Watch
 from .groups.groups import RankGroup
+from .label import Label as Label
 from .ledger import Ledger
 from .profiling import shown
-
-
-@dataclass(frozen=True, kw_only=True)
-class Label:
-    """What a collective is for, as it stands in the ledger and in errors: its kind and the bucket it serves.
-
-    `channel` keeps messages of different buckets apart where the transport can: ranks that gather different buckets then
-    wait for each other, and are named at the time limit, instead of taking one bucket for another.
-    """
-
-    kind: str
-    subject: str
-    channel: int = 0
-
-    @cached_property
-    def _words(self) -> str:
-        return f"{self.kind} of {self.subject}"
-
-    def __str__(self) -> str:
-        return self._words
 
 
 class Handle:
@@ -45,7 +24,7 @@ class Handle:
         self._label = label
         self._ledger = ledger
         self._complete: Callable[[], None] | None = complete
-        ledger.began(label.kind)
+        self._entry = ledger.began(label)
 
     def finish(self) -> None:
         """Raises `CommunicationError` when a peer failed or did not come within the group's time limit."""
@@ -57,7 +36,7 @@ class Handle:
             with ledger.waiting(label.kind), ledger.watch.inside(label), shown("wait for", label):
                 complete()
         finally:
-            ledger.ended(label.kind)
+            ledger.ended(label.kind, self._entry)
 
 
 Value = TypeVar("Value")

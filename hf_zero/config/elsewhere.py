@@ -75,7 +75,7 @@ def refuse_files_of_others(settings: Mapping[Any, Any], where: str) -> None:
         raise ConfigError(
             f"hf_zero config: {cut(where)} is a config of `accelerate launch`, not of hf_zero. Give it to `accelerate launch "
             "--config_file`, with a distributed_type of MULTI_GPU and without fsdp_config and deepspeed_config, and give hf_zero "
-            "a stage, settings such as stage=2,offload.optimizer=cpu, or a YAML file of them."
+            "a stage, settings such as stage=2,offload.optimizer=cpu, or a YAML file (`hf-zero migrate` makes one of it)."
         )
 
 
@@ -92,7 +92,8 @@ def _instead_of_deepspeed(settings: Mapping[Any, Any], where: str) -> str:
             f"Training arguments, or the script, say the rest: {', '.join(said_by_the_run)} (and no --deepspeed)."
         )
     sentences.append(
-        "Bucket sizes and overlap need no settings; `bucket_bytes` and `prefetch_units` are the names here."
+        "Bucket sizes and overlap need no settings; `bucket_bytes` and `prefetch_units` are the names here. `hf-zero migrate` "
+        "makes a config here of it, and has a word on each key."
     )
     return " ".join(sentences)
 

@@ -194,6 +194,9 @@ class CommConfig:
     """`sync_every`: learning rate and momentum of the outer steps."""
     timeout_s: float = 1800.0
     """Seconds after which a collective that a peer never joined is an error that names it."""
+    late_s: float = 120.0
+    """Seconds that a rank may be late at a collective of training. Then all ranks are asked where they are, and end with an error
+    that says so. 0: only `timeout_s` ends a wait."""
     gather_timeout_s: float = 120.0
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
@@ -216,6 +219,8 @@ class CommConfig:
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):
             seconds(f"comm.{name}", getattr(self, name))
+        if self.late_s != 0:
+            seconds("comm.late_s", self.late_s)
 
     def _check_outer(self) -> None:
         whole_number("comm.sync_every", self.sync_every, 1, what=" of steps,")

@@ -63,10 +63,15 @@ class ZeroConfig:
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
             them.
+        check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
+            where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
             on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
         nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
         snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
+        out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
+            step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
+            `hf_zero.Rescue`; at stage 3 on one rank only.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
             runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
@@ -92,9 +97,11 @@ class ZeroConfig:
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
     check_nonfinite: bool = True
+    check_replicas_every: int = 0
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
     snapshot_every: int = 100
+    out_of_memory: str = "stop"
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
@@ -129,6 +136,7 @@ class ZeroConfig:
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))
         self._check_gather_dtype()
+        whole_number("check_replicas_every", self.check_replicas_every, 0, what=" of steps, 0 for never,")
         whole_number("prefetch_units", self.prefetch_units, 0)
         whole_number("persist_below_numel", self.persist_below_numel, 0, most=2**63 - 1)
         one_of("rounding", self.rounding, ("nearest", "stochastic"))
@@ -154,9 +162,32 @@ class ZeroConfig:
                 raise refuse(name, getattr(self, name), "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
         self._check_nonfinite()
+        self._check_out_of_memory()
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
+
+    def _check_out_of_memory(self) -> None:
+        one_of("out_of_memory", self.out_of_memory, ("stop", "halve"))
+        hindrances = {
+            "comm.gradients": (
+                self.comm.gradients,
+                "none",
+                "what quantising has kept of earlier gradients would be lost",
+            ),
+            "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
+            "offload.delay": (
+                self.offload.delay,
+                0,
+                "the step before ends while gradients come that are to be dropped",
+            ),
+        }
+        for name, (value, without, reason) in hindrances.items():
+            if self.out_of_memory == "halve" and value != without:
+                raise ConfigError(
+                    f"hf_zero config: `out_of_memory: halve` does not go with `{name}: {value}`: {reason}. Leave one of the two "
+                    "out."
+                )
 
     def _check_nonfinite(self) -> None:
         one_of("nonfinite", self.nonfinite, ("stop", "skip", "rewind"))

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from .expectations import reasons_of
+from .expectations import INEXACT, reasons_of
 from .recording import Recording, Tensors
 
 _FLOOR = 1e-3
-"""Gradients are judged relative to the parameter's largest, but not below this part of the model's largest: what should be
-zero is rounding alone (the bias of attention's keys, say)."""
+"""Gradients are judged relative to the parameter's largest, but not below this part of the model's largest, or the tolerance's:
+what should be zero is rounding alone (the bias of attention's keys, say)."""
 
 
 class ParityError(RuntimeError):
@@ -58,6 +58,7 @@ class ParityReport:
         first: the first difference beyond the tolerance, or else the first of all; None where all bits are equal.
         loss, norm: the largest differences of a loss and of a gradient norm.
         gradients, parameters: by name, the largest differences of an element in any step.
+        repeats: whether the run without the engine has the same bits when it is run again; None where that was not tried.
     """
 
     world_size: int
@@ -71,6 +72,7 @@ class ParityReport:
     norm: float
     gradients: dict[str, float] = field(repr=False)
     parameters: dict[str, float] = field(repr=False)
+    repeats: bool | None = None
 
     @property
     def bitwise_expected(self) -> bool:
@@ -101,6 +103,11 @@ class ParityReport:
             lines.append(
                 f"Largest differences: loss {self.loss:.3g}, gradient norm {self.norm:.3g}, gradient "
                 f"{_worst(self.gradients)}, parameter {_worst(self.parameters)}."
+            )
+        if self.repeats is False:
+            lines.append(
+                "The run without the engine is not equal to itself when it is run again: random numbers that are not seeded, or "
+                "operations that add in another order each time."
             )
         if self.reasons:
             lines.append(f"Equal bits are not to be expected: {'; '.join(self.reasons)}.")
@@ -142,6 +149,12 @@ def compare(stock: Recording, engine: Recording, tolerance: float | None = None)
     )
 
 
+def repeats(stock: Recording, again: Recording) -> bool:
+    """Whether a run without the engine had the same bits twice."""
+    alike = stock.facts is not None and stock.facts == again.facts and stock.steps == again.steps
+    return alike and not any(_differences(stock, again, 0.0))
+
+
 def _refuse_unlike(stock: Recording, engine: Recording) -> None:
     if stock.facts is None or engine.facts is None or not stock.steps or not engine.steps:
         which = "run without the engine" if stock.facts is None or not stock.steps else "run with the engine"
@@ -169,19 +182,20 @@ def _differences(stock: Recording, engine: Recording, allowed: float) -> Iterato
     """All differences, in the order in which they came about. Gradients are in the order of backward."""
     order = list(stock.facts.order) if stock.facts is not None else []
     before = stock.start()
-    yield from _of_tensors(0, "start", before, engine.start(), order, None)
+    floor = min(max(_FLOOR, allowed), 1.0)
+    yield from _of_tensors(0, "start", before, engine.start(), order, floor)
     for step in range(stock.steps):
         for rank, (mine, theirs) in enumerate(zip(stock.losses, engine.losses)):
             for micro, (a, b) in enumerate(zip(mine[step], theirs[step])):
                 where = f"rank {rank}" + (f", micro-batch {micro}" if len(mine[step]) > 1 else "")
                 yield from _of_numbers(step, "loss", where, a, b)
         gradients = stock.gradients(step)
-        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], None)
+        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], floor)
         yield from _of_numbers(step, "norm", "all gradients", stock.norms[step], engine.norms[step])
         after = stock.parameters(step)
-        noise = _noise(gradients) if allowed else set()
-        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, before):
-            yield dataclasses.replace(difference, relative=0.0) if difference.where in noise else difference
+        unjudged = _unjudged(gradients, allowed)
+        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, floor, before):
+            yield dataclasses.replace(difference, relative=0.0) if difference.where in unjudged else difference
         before = after
 
 
@@ -196,22 +210,21 @@ def _of_numbers(step: int, kind: str, where: str, a: float | None, b: float | No
 
 
 def _of_tensors(
-    step: int, kind: str, mine: Tensors, theirs: Tensors, order: list[str], before: Tensors | None
+    step: int, kind: str, mine: Tensors, theirs: Tensors, order: list[str], floor: float, before: Tensors | None = None
 ) -> Iterator[Difference]:
     """
     Args:
+        floor: part of the largest element of all, below which none is judged by its own.
         before: the parameters before the step, to judge by how far the step went; None judges by the largest element.
     """
-    least = _FLOOR * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
+    least = floor * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
     for name in order:
-        present = [tensor for tensor in (mine[name], theirs[name]) if tensor is not None]
-        if not present:
+        a, b = mine[name], theirs[name]
+        if a is None or b is None:
+            # One has no gradient. With one of zeros, momentum and weight decay would still move the parameter.
+            for there in (tensor for tensor in (a, b) if tensor is not None):
+                yield Difference(step=step, kind=kind, where=name, largest=_largest(there), relative=math.inf)
             continue
-        if len(present) == 1:
-            # No gradient, and one of zeros, are the same to all but an optimizer with weight decay or momentum.
-            yield Difference(step=step, kind=kind, where=name, largest=_largest(present[0]), relative=math.inf)
-            continue
-        a, b = present
         if same_bits(a, b):
             continue
         apart = a.double() - b.double()
@@ -230,8 +243,12 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _noise(gradients: Tensors) -> set[str]:
-    """Parameters whose gradient is rounding alone: an adaptive optimizer makes full steps of it, in any direction."""
+def _unjudged(gradients: Tensors, allowed: float) -> set[str]:
+    """Parameters that may go anywhere: an adaptive optimizer makes full steps of a gradient that is rounding alone."""
+    if not allowed:
+        return set()
+    if allowed >= INEXACT:
+        return set(gradients)
     largest = {name: _largest(g) for name, g in gradients.items() if g is not None}
     most = max(largest.values(), default=0.0)
     return {name for name, value in largest.items() if value < 1e-5 * most}

@@ -1,5 +1,6 @@
 """Records what a training run computes: the loss of each backward, the gradients of each optimizer step, parameters after it."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +41,6 @@ class Recorder:
         self._steps = steps
         self._models = models
         self._on_done = on_done
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._names: dict[nn.Parameter, str] = {}
         self._hooked: set[torch.optim.Optimizer] = set()
         self._step = 0
@@ -77,8 +77,8 @@ class Recorder:
         self._losses.append(value.detach().double().item())
 
     def norm(self, value: Any) -> None:
-        """Records the gradient norm that clipping returned."""
-        self._norm = float(value)
+        """Records the gradient norm that clipping returned, if it did."""
+        self._norm = None if value is None else float(value)
 
     def close(self) -> None:
         """Writes this rank's losses."""
@@ -142,6 +142,11 @@ class Recorder:
                     order=list(named),
                 ),
             )
+
+    @property
+    def _rank(self) -> int:
+        """The launcher's before and after there is a process group."""
+        return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     def read(self) -> Recording:
         """What rank 0 has written."""

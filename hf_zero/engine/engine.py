@@ -79,6 +79,11 @@ class ZeroEngine:
         """Micro-batches that only accumulate. With `grad_accumulation: sharded` they are reduced all the same."""
         return self._step.no_sync()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the script is inside of `no_sync`."""
+        return self._step.is_accumulating
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:
@@ -89,6 +94,22 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
+
+    @property
+    def ended_backwards(self) -> int:
+        """How many backwards have come to their end on this rank."""
+        return self._step.ended_backwards
+
+    def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
+        """Called behind a forward and backward that may have failed on some rank; returns whether it did on any.
+
+        Then the gradients of all micro-batches since the last step are dropped on all ranks. Collective.
+
+        Args:
+            ended_before: `ended_backwards` as it was before them.
+            failed: they raised an error on this rank.
+        """
+        return self._step.drop_failed(ended_before, failed=failed)
 
     @property
     def bad_steps(self) -> BadSteps:
@@ -172,7 +193,11 @@ class ZeroEngine:
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:
         """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
         self.synchronise()
-        with self._parts.exact.at_hand(purpose), self.sharded.lent(purpose, wanted=wanted) as state:
+        with (
+            self.transport.watch.log.at("save"),
+            self._parts.exact.at_hand(purpose),
+            self.sharded.lent(purpose, wanted=wanted) as state,
+        ):
             yield state
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:

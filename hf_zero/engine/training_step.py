@@ -7,6 +7,8 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ..comm.transport import Label
+from ..config import ConfigError
 from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
 from .buckets.memory import UnshardedMemory
@@ -23,6 +25,8 @@ from .state.optimizer import ShardedOptimizer, identity_of
 from .state.row_writes import RowWrites
 from .travel.in_flight import caches_parameters, is_compiled
 
+_FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
+
 
 class TrainingStep:
     """Hooks on a model and its optimizers, in the order of a step: forward, backward, clip, step, parameters back.
@@ -35,6 +39,7 @@ class TrainingStep:
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
         bad_steps: what is done about NaN and infinite gradients.
+        has_rescue: whether somebody looks after passes that run out of memory.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -43,7 +48,9 @@ class TrainingStep:
         self._parts = parts
         self._config = parts.meeting.config
         self._no_sync_depth = 0
+        self.has_rescue = False
         step_transport = parts.meeting.step_transport
+        self._log = step_transport.watch.log
         self.store = self._make_store()
         self._gradients = Gradients(
             parts.buckets,
@@ -104,6 +111,11 @@ class TrainingStep:
         """Forgets a pass that has not ended."""
         self._gradients.drop()
 
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether the script is inside of `no_sync`."""
+        return self._no_sync_depth > 0
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Passes that only accumulate; see `ZeroEngine.no_sync`."""
@@ -120,6 +132,7 @@ class TrainingStep:
     ) -> torch.Tensor:
         """See `ZeroEngine.clip_grad_norm_`."""
         slot_of, nonfinite = self._parts.slot_of, self._parts.nonfinite
+        self._log.site = "clip"
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
@@ -137,6 +150,26 @@ class TrainingStep:
             parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
             parts.parameter_gather.guard()
 
+    # ---- a pass that fails ----
+
+    @property
+    def ended_backwards(self) -> int:
+        """See `ZeroEngine.ended_backwards`."""
+        return self._gradients.ended
+
+    def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
+        """See `ZeroEngine.drop_failed`."""
+        self.has_rescue = True
+        if failed and self._gradients.ended == ended_before:
+            self._gradients.take_part_in_the_rest()
+        mine = torch.tensor([failed], dtype=torch.uint8)
+        if not self._parts.meeting.step_transport.agree_max(mine, _FAILED).item():
+            return False
+        self._gradients.recover()
+        self._gradients.drop()
+        self._batches.forget()
+        return True
+
     # ---- forward ----
 
     def _before_forward(self, _module: nn.Module, _args: tuple) -> None:
@@ -144,6 +177,7 @@ class TrainingStep:
         if torch._C._current_graph_task_id() != -1 or parts.sharded.gathered.is_lent:
             # Activation checkpointing runs the forward again inside backward; a saver calls it on one rank.
             return
+        self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
         self.row_writes.refuse_unsent("a forward begins")
         self._gradients.recover()
         parts.tier.cores.give_back()
@@ -161,6 +195,7 @@ class TrainingStep:
         self._parts.activations.end()
         self._parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
+            self._log.site = "backward"
             self._gradients.end.watch(outputs)
             self._batches.forward(outputs)
             self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
@@ -185,11 +220,13 @@ class TrainingStep:
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> bool:
         """Returns whether the step is to be taken."""
         nonfinite = self._parts.nonfinite
+        self._log.site = "optimizer step"
         self._end_reads()
         self._gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
         if self.bad_steps.has_skipped:
             return False
+        self._refuse_without_rescue()
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
@@ -202,6 +239,13 @@ class TrainingStep:
             return False
         self._parts.tier.cores.take()
         return True
+
+    def _refuse_without_rescue(self) -> None:
+        if self._config.out_of_memory == "halve" and not self.has_rescue:
+            raise ConfigError(
+                "hf_zero config: `out_of_memory: halve` repeats forwards and backwards, which this training loop does by itself. "
+                "Train with Trainer, take each micro-batch by way of `hf_zero.Rescue`, or leave the setting out."
+            )
 
     def _end_reads(self) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.
@@ -220,9 +264,15 @@ class TrainingStep:
         if is_taken and is_first:
             self.bad_steps.taken()
         self._parts.model_buffers.after_step()
+        self._log.step += is_first
+        self._log.site = "between steps"
+        if is_first and self._parts.replicas.is_due(self._log.step):
+            self._parts.parameter_gather.finish_all()
+            self._parts.replicas.compare(self._log.step)
 
     def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
+        self._log.site = "optimizer step"
         parts.holder.after_step(buckets)
         parts.tier.cores.give_back()
         parts.outer.after_step(buckets)

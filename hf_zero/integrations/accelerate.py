@@ -42,6 +42,7 @@ from .accelerator.scaler import seat_scaler, unscale
 from .accelerator.skipped_steps import tell_of_skipped_steps
 from .accelerator.states import folder_to_fill, numbered_states
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
+from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .seams import mix_in
 from .trainer.resumed import say_resumed
@@ -169,6 +170,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
     zero_run: RunRecord | None = None
+    _zero_joined: JoinedRanks | None = None
     _models: list[nn.Module]
     _optimizers: list[Any]
     _zero_with_optimizer: bool = False
@@ -302,6 +304,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         unscale(self, engine)
+        if self._zero_joined is not None:
+            self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
         return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
@@ -311,6 +315,8 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             super().clip_grad_value_(parameters, clip_value)
         else:
             unscale(self, engine)
+            if self._zero_joined is not None:
+                self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
             engine.clip_grad_value_(clip_value, parameters)
 
     def unscale_gradients(self, optimizer=None):
@@ -324,11 +330,14 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
         if others:
             super().unscale_gradients(others)
 
+    @contextmanager
     def join_uneven_inputs(self, joinables, even_batches=None):
-        raise NotImplementedError(
-            "hf_zero: join_uneven_inputs needs DistributedDataParallel's shadow collectives. Let accelerate make the batches "
-            "even (DataLoaderConfiguration(even_batches=True), its default) or drop the last uneven one."
-        )
+        with joined_ranks(self, joinables, even_batches) as joined:
+            self._zero_joined = joined
+            try:
+                yield
+            finally:
+                self._zero_joined = None
 
     # ---- state ----
 

@@ -72,7 +72,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_current_graph_task_id",),
-        where=("engine",),
+        where=("engine", "integrations/accelerator/uneven_inputs"),
         why="Tells whether a forward is a recomputation inside backward, which steps and checks must leave alone.",
         test="test_late_gradients.py::test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gradients",
     ),
@@ -185,8 +185,8 @@ SEAMS = (
     Seam(
         owner="torch.nn.modules.batchnorm:",
         names=("_NormBase",),
-        where=("engine/buckets/gathered_dtypes",),
-        why="The base of all batch and instance norms, whose parameters stay float32 under mixed precision.",
+        where=("engine/buckets/gathered_dtypes", "integrations/accelerator/uneven_inputs"),
+        why="The base of all batch and instance norms: parameters stay float32 under mixed precision, statistics follow batches.",
         test="test_gather_dtype.py",
     ),
     Seam(
@@ -246,11 +246,60 @@ SEAMS = (
         test="test_async_save.py",
     ),
     Seam(
+        owner="torch.distributed.distributed_c10d:",
+        names=("_world",),
+        where=("comm/groups/broken",),
+        why="A rank that ends for a late one ends all of its waits, in groups that the script has made, too.",
+        test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
+    ),
+    Seam(
+        owner="torch.distributed:ProcessGroup",
+        names=("_device_types", "_get_backend"),
+        where=("comm/groups/broken",),
+        why="The backends of those groups.",
+        test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
+    ),
+    Seam(
         owner="torch.distributed:ProcessGroupNCCL.Options",
         names=("_timeout",),
         where=("comm/groups/own_groups",),
         why="`new_group` warns of a time limit that its options do not have, too.",
         test="test_comm.py::test_nccl_is_asked_for_a_stream_of_high_priority",
+    ),
+    Seam(
+        owner="torch._subclasses.fake_tensor:",
+        names=("FakeTensor", "FakeTensorMode"),
+        where=("integrations/planning/trace",),
+        why="A forward and a backward of a model without memory.",
+        test="test_forecast.py::test_a_trace_leaves_the_model_and_chance_alone",
+    ),
+    Seam(
+        owner="torch.utils._python_dispatch:",
+        names=("TorchDispatchMode",),
+        where=("integrations/planning/trace",),
+        why="Sees each operation of them.",
+        test="test_forecast.py::test_a_trace_counts_what_autograd_saves",
+    ),
+    Seam(
+        owner="torch.utils._pytree:",
+        names=("tree_leaves", "tree_map"),
+        where=("integrations/planning/trace",),
+        why="Tensors inside of what a model takes and returns.",
+        test="test_forecast.py::test_a_trace_leaves_the_model_and_chance_alone",
+    ),
+    Seam(
+        owner="torch:UntypedStorage",
+        names=("_cdata",),
+        where=("integrations/planning/trace",),
+        why="Tells storages apart that have no memory, and so no address.",
+        test="test_forecast.py::test_a_trace_counts_what_autograd_saves",
+    ),
+    Seam(
+        owner="torch:ops.aten",
+        names=("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        where=("integrations/planning/trace",),
+        why="torch counts the operations of other kinds of attention, and not of this one.",
+        test="test_forecast.py::test_checkpointing_saves_less_and_computes_more",
     ),
     Seam(
         owner="lion_pytorch:Lion",
@@ -337,17 +386,10 @@ SEAMS = (
     ),
     Seam(
         owner="accelerate:Accelerator",
-        names=("_dataloaders", "_models", "_optimizers", "_save_model_state_pre_hook"),
+        names=("_dataloaders", "_models", "_optimizers", "_schedulers", "_save_model_state_pre_hook"),
         where=("integrations",),
         why="What has been prepared, for `save_state` and for the rows of a step.",
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
-    ),
-    Seam(
-        owner="accelerate:Accelerator",
-        names=("__init__",),
-        where=("integrations/unmodified/door",),
-        why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
-        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
     ),
     Seam(
         owner="accelerate.optimizer:AcceleratedOptimizer",
@@ -355,6 +397,13 @@ SEAMS = (
         where=("integrations/accelerator/skipped_steps",),
         why="Schedulers and Trainer ask accelerate whether a step was skipped, which knows of loss scalers alone.",
         test="test_bad_steps_doors.py::test_accelerate_tells_of_a_skipped_step_and_its_scheduler_waits",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
+        names=("__init__",),
+        where=("integrations/unmodified/door",),
+        why="A script that is run as it is gives its Accelerators no plugin. Replaced while the script runs.",
+        test="test_unmodified_scripts.py::test_every_accelerator_of_a_process_has_the_engine",
     ),
     Seam(
         owner="accelerate.state:AcceleratorState",

@@ -311,7 +311,7 @@ def raising(error: OSError) -> Callable:
 def limited_file_size(output_dir: Path) -> Iterator[None]:
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, former[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, former[1]))
     try:
         yield
     finally:

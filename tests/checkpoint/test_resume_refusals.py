@@ -36,7 +36,7 @@ def refuses(rank: int, world_size: int, stage: int, folder: str, resume: str | N
     as_launched(rank, world_size)
 
     def adapt(made):
-        return made if model != "bert" or hidden == 48 else type(made)(_with_hidden_size(made.config, hidden))
+        return made if model != "bert" or hidden == 24 else type(made)(_with_hidden_size(made.config, hidden))
 
     trainer = make_trainer(f"flag {stage}", model, folder, adapt=adapt, **{**SAVING, "max_steps": 4})
     try:
@@ -54,7 +54,7 @@ def _with_hidden_size(config, hidden: int):
 
 def refusal(tmp_path: Path, **case: object) -> str:
     """All ranks' one message."""
-    arguments = {"stage": 2, "folder": str(tmp_path), "resume": None, "model": "bert", "hidden": 48, **case}
+    arguments = {"stage": 2, "folder": str(tmp_path), "resume": None, "model": "bert", "hidden": 24, **case}
     said = set(run_ranks(refuses, world_size=2, time_limit_s=100, keyword_arguments=arguments))
     assert len(said) == 1, said
     return said.pop()
@@ -83,7 +83,7 @@ def on_a_read_only_disk(rank: int, world_size: int, folder: str) -> str:
         touch(path, *args, **kwargs)
 
     with mock.patch.object(Path, "touch", refused):
-        return refuses(rank, world_size, 2, folder, None, "bert", 48)
+        return refuses(rank, world_size, 2, folder, None, "bert", 24)
 
 
 def test_an_output_dir_that_cannot_be_written_to_is_said_before_the_first_step(tmp_path):

@@ -56,7 +56,7 @@ def row_of(ledger: Ledger, label: Label) -> CommRow:
 def test_a_wait_is_what_the_devices_queue_stood_still_and_is_known_once_it_has_passed_it():
     queue = Queue()
     ledger = Ledger(queue.now)
-    ledger.count(GATHER.kind, 6_000_000_000, 0)
+    ledger.count(GATHER, 6_000_000_000, 0)
     handle = Handle(GATHER, ledger, lambda: queue.ask(2.0))
     queue.ask(1.0)
     handle.finish()
@@ -76,7 +76,7 @@ def test_waits_add_up_by_kind_whenever_the_device_gets_there(collectives):
     ledger = Ledger(queue.now)
     waited = {GATHER.kind: 0.0, REDUCE.kind: 0.0}
     for label, works, waits, catches_up in collectives:
-        ledger.count(label.kind, 1, 0)
+        ledger.count(label, 1, 0)
         handle = Handle(label, ledger, lambda waits=waits: queue.ask(waits))
         queue.ask(works)
         handle.finish()
@@ -93,8 +93,8 @@ def test_waits_add_up_by_kind_whenever_the_device_gets_there(collectives):
 def test_a_collective_made_of_others_waits_once_and_is_under_way_in_both():
     queue = Queue()
     ledger = Ledger(queue.now)
-    ledger.count(GATHER.kind, 1, 0)
-    ledger.count(REDUCE.kind, 1, 0)
+    ledger.count(GATHER, 1, 0)
+    ledger.count(REDUCE, 1, 0)
     inner = Handle(GATHER, ledger, lambda: queue.ask(2.0))
     Handle(REDUCE, ledger, inner.finish).finish()
     queue.catch_up()
@@ -104,7 +104,7 @@ def test_a_collective_made_of_others_waits_once_and_is_under_way_in_both():
 
 def test_on_the_host_a_wait_is_wall_time_and_known_at_once():
     ledger = Ledger(clock(torch.device("cpu")))
-    ledger.count(GATHER.kind, 1, 0)
+    ledger.count(GATHER, 1, 0)
     began_s = time.perf_counter()
     Handle(GATHER, ledger, lambda: time.sleep(0.05)).finish()
     assert 0.05 <= row_of(ledger, GATHER).wait_seconds <= time.perf_counter() - began_s

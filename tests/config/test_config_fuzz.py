@@ -2,8 +2,10 @@
 
 import json
 import math
+import os
 import resource
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -16,12 +18,15 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_zero import ZeroPlugin, ZeroTrainingArguments
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
+from hf_zero.integrations.unmodified.command_line import CONFIG_VARIABLE, script_call
 
 LONGEST_MESSAGE = 1500
 MOST_SECONDS = 10.0
 MOST_GROWN_KIB = 150 * 2**10
-FEW, MANY = 125, 2500
+# Of each kind; the slow run comes to more than 10,000.
+FEW, MANY = 30, 2000
 
 KEYS = {
     "": list(ZeroConfig.__dataclass_fields__),
@@ -52,6 +57,7 @@ LIKELY = [
     "local",
     "sharded",
 ]
+LIKELY += ["skip", "rewind", "halve", "stop"]
 LIKELY += ["16MiB", "bfloat16", "/tmp/x", "8bit", "sharded", "GPT2Block", ["A", "B"], "stochastic", "always"]
 ODD_TEXTS = [
     "²",
@@ -190,6 +196,91 @@ yaml_texts = st.one_of(
     ),
 )
 
+# One value as people and programs write it: any of YAML's ways to spell a text, a number or nothing at all.
+scalars = st.one_of(
+    st.sampled_from([str(value) for value in LIKELY] + ODD_TEXTS),
+    st.sampled_from(
+        [
+            ".nan",
+            "-.inf",
+            ".NaN",
+            "1e400",
+            "1" * 400,
+            "0x" + "f" * 300,
+            "0o17",
+            "1_000",
+            "+2",
+            "2.",
+            "~",
+            "null",
+            "yes",
+            "Off",
+        ]
+    ),
+    st.sampled_from(
+        ["!!str 2", "!!int '2'", "!!float 2", "!!null x", "! 2", "!local 2", "&a 2", "*a", "<<", "? 2", "|", ">-"]
+    ),
+    st.text(alphabet="автоσ式🚀\u200f\u0301\x85\xa0 a2", max_size=8),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.text(max_size=6).map(lambda text: json.dumps(text)),
+)
+spelt_keys = st.one_of(
+    st.sampled_from([name.rpartition(".")[2] for name in NAMES] + ["offload", "comm", "checkpoint", "outer"]),
+    st.sampled_from(
+        ["<<", "? stage", "'stage'", '"stage"', "stage ", "Stage", "*a", "&a stage", "-", "", "2", "null", "\u017ftage"]
+    ),
+)
+flow_values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
+        st.lists(st.tuples(spelt_keys, inner), max_size=3).map(
+            lambda pairs: f"{{{', '.join(f'{key}: {value}' for key, value in pairs)}}}"
+        ),
+    ),
+    max_leaves=5,
+)
+lines = st.tuples(st.sampled_from(["", "  ", "    ", "\t", "- "]), spelt_keys, st.just("") | flow_values)
+documents = st.lists(lines, max_size=6).map(
+    lambda found: "\n".join(f"{indent}{key}: {value}" for indent, key, value in found).encode("utf-8", "surrogatepass")
+)
+# Anchors, aliases and merges in places where they would be followed.
+linked = st.tuples(
+    st.sampled_from(["[a, *a]", "{x: 1}", "2", "[[]]", "{<<: *a}"]), spelt_keys, st.sampled_from(NAMES)
+).map(
+    lambda found: f"x: &a {found[0]}\n{found[1]}: *a\n{found[2].rpartition('.')[2]}: {{<<: *a, y: *a}}".encode(
+        "utf-8", "surrogatepass"
+    )
+)
+
+
+def of_the_variable(text: str) -> ZeroConfig:
+    """As `hf_zero.run` reads HF_ZERO_CONFIG."""
+    before = os.environ.get(CONFIG_VARIABLE)
+    try:
+        os.environ[CONFIG_VARIABLE] = text
+    except (UnicodeEncodeError, ValueError):
+        # No environment can hold it.
+        return ZeroConfig()
+    try:
+        return script_call([__file__]).config
+    finally:
+        if before is None:
+            del os.environ[CONFIG_VARIABLE]
+        else:
+            os.environ[CONFIG_VARIABLE] = before
+
+
+def of_an_argument(text: str) -> ZeroConfig:
+    """As Trainer's arguments read `--zero`."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ZeroTrainingArguments(output_dir=folder, zero=text, use_cpu=True, report_to=[])
+    plugin = arguments.parallelism_config
+    assert isinstance(plugin, ZeroPlugin)
+    plugin.stand_aside()
+    return plugin.config
+
 
 def as_yaml(value: object) -> bytes:
     try:
@@ -206,7 +297,7 @@ def assert_valid_or_refused(make: Callable[[], ZeroConfig]) -> None:
         config = make()
     except ConfigError as error:
         message = str(error)
-        assert message.startswith("hf_zero config: ") and len(message) < LONGEST_MESSAGE, message[:3000]
+        assert message.startswith(("hf_zero config: ", "hf_zero: ")) and len(message) < LONGEST_MESSAGE, message[:3000]
         message.encode("utf-8")
     else:
         assert type(config) is ZeroConfig
@@ -232,6 +323,13 @@ JUDGED = {
     "mappings": (mappings, lambda mapping, _: ZeroConfig.of(mapping)),
     "keyword arguments": (named, lambda pairs, _: keyword_arguments(pairs)),
     "yaml": (yaml_texts, lambda text, path: ZeroConfig.of(written(path, text))),
+    "spelt yaml": (documents | linked, lambda text, path: ZeroConfig.of(written(path, text))),
+    "words": (flags, lambda text, _: script_call([f"--zero={text}", __file__, "--its-own"]).config),
+    "variable": (
+        flags | documents.map(lambda text: text.decode("utf-8", "replace")),
+        lambda text, _: of_the_variable(text),
+    ),
+    "argument": (flags, lambda text, _: of_an_argument(text)),
     "anything": (values, lambda value, _: ZeroConfig.of(value)),
 }
 

@@ -14,6 +14,7 @@ from training import (
     VOCABULARY,
     Answer,
     Job,
+    Outcome,
     Unruly,
     adamw_in_two_groups,
     bert,
@@ -32,8 +33,11 @@ SMALL_BUCKETS = "20KiB"
 STAGES = [{"stage": stage, "bucket_bytes": SMALL_BUCKETS} for stage in (0, 1, 2, 3)]
 LOCAL = {"stage": 2, "bucket_bytes": SMALL_BUCKETS, "grad_accumulation": "local"}
 LOCAL_3 = {**LOCAL, "stage": 3}
-KEPT_UNTIL_THE_STEP = {"stage": 3, "bucket_bytes": SMALL_BUCKETS, "reshard_after_forward": False, "prefetch_units": 2}
-IN_ONE_BUCKET = {"stage": 2, "bucket_bytes": "1GiB", "overlap_param_gather": False}
+# In one bucket, and with parameters that stay whole until the step.
+OTHERWISE = [
+    {"stage": 2, "bucket_bytes": "1GiB", "overlap_param_gather": False},
+    {"stage": 3, "bucket_bytes": SMALL_BUCKETS, "reshard_after_forward": False, "prefetch_units": 2},
+]
 BERT = Job(make_model=bert, make_batch=bert_batch)
 GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch)
 
@@ -47,16 +51,17 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(
-    ("job", "change"),
+    ("job", "change", "variants"),
     [
-        pytest.param(BERT, {}, id="plain-bert"),
-        pytest.param(GPT2, {}, id="plain-gpt2"),
-        *(pytest.param(GPT2, change, id=f"{name}-gpt2") for name, change in CHANGES.items()),
-        *(slow(BERT, change, id=f"{name}-bert") for name, change in CHANGES.items()),
+        pytest.param(BERT, {}, [*STAGES, *OTHERWISE], id="plain-bert"),
+        pytest.param(GPT2, {}, [*STAGES, *OTHERWISE], id="plain-gpt2"),
+        *(pytest.param(GPT2, change, STAGES, id=f"{name}-gpt2") for name, change in CHANGES.items()),
+        *(slow(GPT2, change, OTHERWISE, id=f"{name}-gpt2-otherwise") for name, change in CHANGES.items()),
+        *(slow(BERT, change, [*STAGES, *OTHERWISE], id=f"{name}-bert") for name, change in CHANGES.items()),
     ],
 )
-def test_bitwise_at_two_ranks(job, change):
-    assert_bitwise(replace(job, **change), [*STAGES, IN_ONE_BUCKET, KEPT_UNTIL_THE_STEP])
+def test_bitwise_at_two_ranks(job, change, variants):
+    assert_bitwise(replace(job, **change), variants)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +74,28 @@ def test_bitwise_at_two_ranks(job, change):
     ],
 )
 def test_local_accumulation_is_bitwise(accumulation, job):
-    assert_bitwise(replace(job, accumulation=accumulation, steps=4), [*STAGES[:2], LOCAL, LOCAL_3])
+    assert_bitwise(replace(job, accumulation=accumulation), [*STAGES[:2], LOCAL, LOCAL_3])
 
 
 @pytest.mark.parametrize("accumulation", [2, slow(4)])
 def test_sharded_accumulation_is_close(accumulation):
-    assert_close(replace(GPT2, accumulation=accumulation, steps=5, max_norm=0.5), STAGES[2:])
+    assert_close(replace(GPT2, accumulation=accumulation, max_norm=0.5), STAGES[2:])
 
 
 @pytest.mark.parametrize("job", [slow(BERT), GPT2], ids=["bert", "gpt2"])
 def test_biting_clip_is_close(job):
-    assert_close(replace(job, max_norm=0.3, steps=5), STAGES)
+    assert_close(replace(job, max_norm=0.3), STAGES)
 
 
 @pytest.mark.parametrize("world_size", [3, slow(4)])
 @pytest.mark.parametrize("job", [BERT, slow(GPT2)], ids=["bert", "gpt2"])
 def test_more_ranks_are_close(job, world_size):
-    assert_close(replace(job, max_norm=0.5, accumulation=2, steps=4), [*STAGES, LOCAL], world_size)
+    assert_close(replace(job, max_norm=0.5, accumulation=2), [*STAGES, LOCAL], world_size)
 
 
 @pytest.mark.parametrize("job", [slow(BERT), replace(GPT2, max_norm=100.0)], ids=["bert", "gpt2"])
 def test_autocast_is_close(job):
-    assert_close(replace(job, autocast=True, steps=5), STAGES)
+    assert_close(replace(job, autocast=True), STAGES)
 
 
 OPTIMIZERS = {
@@ -112,19 +117,17 @@ def of_all_parameters(make, model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_elementwise_optimizers_are_bitwise(name):
     make = partial(of_all_parameters, OPTIMIZERS[name])
-    assert_bitwise(replace(GPT2, make_optimizer=make, steps=4), STAGES[1:])
+    assert_bitwise(replace(GPT2, make_optimizer=make), STAGES[1:])
 
 
 @pytest.mark.parametrize("sleeping", ["none", "odd ranks", "even steps"])
 def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
-    job = Job(make_model=Unruly, model_arguments={"sleeping": sleeping}, find_unused=True, batch_size=4, steps=6)
+    job = Job(make_model=Unruly, model_arguments={"sleeping": sleeping}, find_unused=True, batch_size=4, steps=4)
     # A gather is collective, so a layer that only some ranks visit must be kept whole.
     kept = {"persist_below_numel": 600} if sleeping == "odd ranks" else {}
     stages = [*STAGES[:3], {**STAGES[3], **kept}]
     assert_bitwise(job, stages)
-    assert_bitwise(
-        replace(job, accumulation=2, steps=4), [*STAGES[:2], LOCAL, {**stages[3], "grad_accumulation": "local"}]
-    )
+    assert_bitwise(replace(job, accumulation=2), [*STAGES[:2], LOCAL, {**stages[3], "grad_accumulation": "local"}])
 
 
 @pytest.mark.parametrize(
@@ -137,7 +140,7 @@ def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
     ],
 )
 def test_activation_checkpointing_is_bitwise(job, reentrant):
-    assert_bitwise(replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant), steps=4), STAGES)
+    assert_bitwise(replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant)), STAGES)
 
 
 class InSegments(nn.Module):
@@ -165,7 +168,7 @@ class InSegments(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_several_layers_in_one_checkpoint_are_bitwise(reentrant):
-    job = replace(GPT2, make_model=InSegments, model_arguments={"reentrant": reentrant}, steps=4)
+    job = replace(GPT2, make_model=InSegments, model_arguments={"reentrant": reentrant})
     assert_bitwise(job, [{"stage": 3, "bucket_bytes": SMALL_BUCKETS, "prefetch_units": n} for n in (0, 1, 2)])
 
 
@@ -189,21 +192,31 @@ class TwiceCheckpointed(nn.Module):
         return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten() % 97))
 
 
-def checkpointed_and_plain(rank: int, world_size: int, settings: dict):
+CHECKPOINTED = [(bucket_bytes, stage) for bucket_bytes in (1000, "1GiB") for stage in range(4)]
+
+
+def checkpointed_and_plain(rank: int, world_size: int) -> list[list[Outcome]]:
+    """(without checkpoints, with them) of each of CHECKPOINTED."""
     from training import train
 
-    job = Job(make_model=TwiceCheckpointed, settings=settings, steps=6)
-    return [train(rank, world_size, replace(job, model_arguments={"checkpointing": on})) for on in (False, True)]
+    found = []
+    for bucket_bytes, stage in CHECKPOINTED:
+        job = Job(make_model=TwiceCheckpointed, settings={"stage": stage, "bucket_bytes": bucket_bytes}, steps=4)
+        arguments = ({"checkpointing": on} for on in (False, True))
+        found.append([train(rank, world_size, replace(job, model_arguments=each)) for each in arguments])
+    return found
+
+
+@pytest.fixture(scope="module")
+def twice_checkpointed() -> list[list[list[Outcome]]]:
+    return run_ranks(checkpointed_and_plain, world_size=2, time_limit_s=150)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1000, "1GiB"])
-def test_parameter_in_several_reentrant_checkpoints_loses_no_gradient(stage, bucket_bytes):
-    settings = {"stage": stage, "bucket_bytes": bucket_bytes}
-    results = run_ranks(
-        checkpointed_and_plain, world_size=2, time_limit_s=100, keyword_arguments={"settings": settings}
-    )
-    for plain, checkpointed in results:
+def test_parameter_in_several_reentrant_checkpoints_loses_no_gradient(stage, bucket_bytes, twice_checkpointed):
+    for cells in twice_checkpointed:
+        plain, checkpointed = cells[CHECKPOINTED.index((bucket_bytes, stage))]
         assert checkpointed.loss_error(plain) <= 1e-5
         for name, value in plain.tensors.items():
             assert np.allclose(value, checkpointed.tensors[name], rtol=1e-4, atol=1e-6), name
@@ -245,22 +258,28 @@ def bf16_reference(rank: int, world_size: int, steps: int) -> list[float]:
     return losses
 
 
-def bf16_engine_and_reference(rank: int, world_size: int, settings: dict) -> tuple[list[float], list[float]]:
+def bf16_engines_and_reference(rank: int, world_size: int) -> tuple[list[list[float]], list[float]]:
+    """Losses at each stage, and those of one process."""
     from training import train
 
-    job = replace(GPT2, prepare=to_bf16, settings=settings, steps=10)
-    return train(rank, world_size, job).losses, bf16_reference(rank, world_size, 10)
+    found = []
+    for stage in range(4):
+        # Stages 1 to 3 add what arrives in bf16 in the master's fp32. Stage 0's all-reduce adds in the dtype that travels.
+        travels = {"reduce_dtype": "float32"} if stage == 0 else {}
+        settings = {"stage": stage, "bucket_bytes": SMALL_BUCKETS, **travels}
+        found.append(train(rank, world_size, replace(GPT2, prepare=to_bf16, settings=settings, steps=6)).losses)
+    return found, bf16_reference(rank, world_size, 6)
+
+
+@pytest.fixture(scope="module")
+def in_bf16() -> list[tuple[list[list[float]], list[float]]]:
+    return run_ranks(bf16_engines_and_reference, world_size=2, time_limit_s=150)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_bf16_parameters_with_fp32_master_follow_a_single_process(stage):
-    # Stages 1 to 3 add what arrives in bf16 in the master's fp32. Stage 0's all-reduce adds in the dtype that travels.
-    travels = {"reduce_dtype": "float32"} if stage == 0 else {}
-    arguments = {"settings": {"stage": stage, "bucket_bytes": SMALL_BUCKETS, **travels}}
-    for engine, reference in run_ranks(
-        bf16_engine_and_reference, world_size=2, time_limit_s=100, keyword_arguments=arguments
-    ):
-        assert np.allclose(engine, reference, rtol=1e-5, atol=0)
+def test_bf16_parameters_with_fp32_master_follow_a_single_process(stage, in_bf16):
+    for engines, reference in in_bf16:
+        assert np.allclose(engines[stage], reference, rtol=1e-5, atol=0)
 
 
 def answering(dropout: float = 0.0) -> nn.Module:

@@ -1,31 +1,16 @@
 """A rank that stops, ends, or calls something alone: the others end in time, and name it."""
 
-import json
 import os
-import shutil
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
-from launching import ROOT, SUPPORT, launch
+from fault_runs import outcomes, why_no_namespaces
+from launching import launch
 
 SECONDS = 20.0
 """In which every survivor has ended, where ranks are waited for 8 s, on a machine that has nothing else to do."""
 
 LONE = ("lone full_grad", "lone save_pretrained", "lone save_state", "lone clip", "lone barrier", "lone all_reduce")
 FAULTS = ("stopped", "sleeping", "killed", "exception", "sys.exit", *LONE)
-
-
-def outcomes(runs: list[dict], folder: Path) -> list[list[dict]]:
-    """How the ranks of each run ended, the runs side by side; see faulty_ranks.py."""
-    paths = [ROOT, SUPPORT, ROOT / "scripts" / "bench", *os.environ.get("PYTHONPATH", "").split(":")]
-    environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SUPPORT / "faulty_ranks.py"), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
 
 
 def slack() -> float:
@@ -151,18 +136,6 @@ def test_every_fault_is_survived_in_time(stage, tmp_path):
         for fault, ranks in zip(part, outcomes(runs, tmp_path / part[0]), strict=True):
             print_seconds(f"stage {stage}, {fault}", ranks)
             check(fault, ranks)
-
-
-@cache
-def why_no_namespaces() -> str | None:
-    """Why no network namespace can be made here."""
-    if shutil.which("ip") is None:
-        return "there is no `ip` (iproute2)"
-    made = subprocess.run(["ip", "netns", "add", f"try{os.getpid()}"], capture_output=True, text=True)
-    if made.returncode:
-        return f"network namespaces cannot be made: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", f"try{os.getpid()}"], check=False)
-    return None
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ CASES: dict[str, tuple[Make, Callable, dict]] = {
 
 
 def losses(make: Make, make_batch: Callable, settings: dict | None, device: torch.device) -> list[float]:
-    """Of three steps on `device`; with settings of an engine that is given the model as it is, else of a plain loop."""
+    """Of two steps on `device`; with settings of an engine that is given the model as it is, else of a plain loop."""
     torch.manual_seed(0)
     model = make() if settings is not None else make().to(device)
     model.train()
@@ -69,7 +69,7 @@ def losses(make: Make, make_batch: Callable, settings: dict | None, device: torc
         placed = {value.device for value in [*model.parameters(), *model.buffers()]}
         assert placed == {device}, "a part of the model is elsewhere"
     found = []
-    for seed in range(3):
+    for seed in range(2):
         batch = make_batch(torch.Generator().manual_seed(10 * seed + dist.get_rank()), 2)
         loss = model(**{name: values.to(device) for name, values in batch.items()}).loss
         loss.backward()

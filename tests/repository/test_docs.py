@@ -75,7 +75,7 @@ def walk_of(tmp_path_factory) -> Iterator[Callable[[str], Walk]]:
 # Examples and commands
 
 
-def test_the_three_ways_in_are_there():
+def test_the_ways_in_are_there():
     text = "".join(block.text for block in EXAMPLES["README.md"])
     for name in ("ZeroTrainingArguments", "ZeroCallback(2)", "parallelism_config=ZeroPlugin(stage=2)"):
         assert name in text

@@ -42,7 +42,7 @@ OVERRIDING = ("ZeroTrainerMixin", "ZeroAcceleratorMixin", "ZeroPlugin", "_OverSh
 
 
 # What a name is used for that makes it another package's, however it is spelt.
-OF_OTHERS = ("an import", "a replacement")
+OF_OTHERS = ("import", "replaced()")
 
 
 def is_private(name: str) -> bool:
@@ -95,7 +95,7 @@ def used_in(tree: ast.Module) -> set[tuple[str, str]]:
             found.add((node.attr, ast.unparse(node.value)))
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
             is_inside = any(is_private(part) for part in (node.module or "").split("."))
-            found |= {(alias.name, "an import") for alias in node.names if is_inside or is_private(alias.name)}
+            found |= {(alias.name, "import") for alias in node.names if is_inside or is_private(alias.name)}
         elif isinstance(node, ast.ClassDef) and node.name in OVERRIDING:
             found |= {(each.name, "override") for each in node.body if isinstance(each, ast.FunctionDef)}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
@@ -107,7 +107,7 @@ def used_in(tree: ast.Module) -> set[tuple[str, str]]:
         ):
             names = {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
             is_replaced = ast.unparse(node.func) == "replaced"
-            found |= {(name, "a replacement" if is_replaced and name.startswith("__") else "") for name in names}
+            found |= {(name, "replaced()" if is_replaced and name.startswith("__") else "") for name in names}
     return {(name, owner) for name, owner in found if is_private(name) or owner in OF_OTHERS}
 
 

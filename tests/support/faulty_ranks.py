@@ -7,6 +7,7 @@ Python's own end, with its hooks. Prints a list of `Outcome`s as JSON.
 """
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -16,15 +17,17 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import small_units  # noqa: F401
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from launching import port_to_meet_on
 from torch import nn
 from training import gpt2, gpt2_batch
+from transformers import Trainer, TrainerCallback
 
 import hf_zero.integrations.callback  # noqa: F401
-from hf_zero import ZeroPlugin, engine_of
+from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 
 FAULTY = 1
 """The rank that does it."""
@@ -37,14 +40,17 @@ class Run:
     """One run.
 
     Attributes:
-        limit_s: `comm.timeout_s`.
+        way: "accelerate" or "engine": an accelerate loop, or the engine alone; "trainer".
+        limit_s, late_s: `comm.timeout_s`, `comm.late_s`.
         patience_s: how long its ranks may take.
     """
 
     stage: int
     fault: str
     world_size: int = 2
+    way: str = "accelerate"
     limit_s: float = 8.0
+    late_s: float = 120.0
     patience_s: float = 60.0
 
 
@@ -66,23 +72,145 @@ class Outcome:
 
 
 def train(rank: int, run: Run, folder: Path) -> None:
-    plugin = ZeroPlugin(stage=run.stage, comm={"timeout_s": run.limit_s})
-    accelerator = Accelerator(cpu=True, parallelism_config=plugin)
-    torch.manual_seed(0)
+    WAYS[run.way](rank, run, folder)
+    # Nobody comes here but where a fault has been survived.
+    print("trained to the end", file=sys.stderr)
+
+
+def settings_of(run: Run) -> dict:
+    comm = {"timeout_s": run.limit_s, "late_s": run.late_s}
+    every = {"check_replicas_every": 2} if run.fault == "diverged replica" else {}
+    return {"stage": run.stage, "comm": comm, **every}
+
+
+def seed_of(rank: int, run: Run) -> int:
+    return rank if run.fault == "different seeds" else 0
+
+
+def model_of(run: Run) -> nn.Module:
     model = gpt2()
+    if run.fault == "diverged replica":
+        model.transformer.wpe.requires_grad_(False)
+    return model
+
+
+def begin_fault(rank: int, run: Run, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> bool:
+    """Commits the fault; returns whether this rank is to leave its loop."""
+    if rank == FAULTY:
+        (folder / "fault").write_text(str(time.time()))
+    return bool(FAULTS[run.fault](rank, accelerator, model, folder))
+
+
+def with_accelerate(rank: int, run: Run, folder: Path) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)))
+    torch.manual_seed(seed_of(rank, run))
+    model = model_of(run)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     generator = torch.Generator().manual_seed(rank)
     for step in range(20):
-        if step == AT_STEP:
-            if rank == FAULTY:
-                (folder / "fault").write_text(str(time.time()))
-            FAULTS[run.fault](rank, accelerator, model, folder)
+        if step == AT_STEP and begin_fault(rank, run, accelerator, model, folder):
+            break
         accelerator.backward(model(**gpt2_batch(generator, 2)).loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    # Nobody comes here but where a fault has been survived.
-    print("trained to the end", file=sys.stderr)
+
+
+def with_engine(rank: int, run: Run, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(seed_of(rank, run))
+    model = model_of(run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine = ZeroEngine(model, [optimizer], settings_of(run))
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(20):
+        if step == AT_STEP and begin_fault(rank, run, None, model, folder):
+            break
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.finish_parameters()
+
+
+class FaultAtStep(TrainerCallback):
+    """Commits the fault before a step of Trainer's."""
+
+    def __init__(self, rank: int, run: Run, folder: Path):
+        self._rank, self._run, self._folder = rank, run, folder
+        self.trainer: Trainer | None = None
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == AT_STEP:
+            trainer = self.trainer
+            if begin_fault(self._rank, self._run, trainer.accelerator, trainer.model, self._folder):
+                control.should_training_stop = True
+
+
+def with_trainer(rank: int, run: Run, folder: Path) -> None:
+    torch.manual_seed(seed_of(rank, run))
+    fault = FaultAtStep(rank, run, folder)
+    arguments = ZeroTrainingArguments(
+        zero=settings_of(run),
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=2,
+        max_steps=20,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        use_cpu=True,
+    )
+    generator = torch.Generator().manual_seed(0)
+    data = [{key: value[0] for key, value in gpt2_batch(generator, 1).items()} for _ in range(100)]
+    fault.trainer = Trainer(model=model_of(run), args=arguments, train_dataset=data, callbacks=[fault])
+    fault.trainer.train()
+
+
+WAYS = {"accelerate": with_accelerate, "engine": with_engine, "trainer": with_trainer}
+
+
+def hangs_in_evaluate(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
+    """As an evaluation that gathers each batch's loss."""
+    model.eval()
+    generator = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        for number in range(3):
+            if rank == FAULTY and number == 1:
+                time.sleep(1000)
+            loss = model(**gpt2_batch(generator, 2)).loss.detach()
+            if accelerator is not None:
+                accelerator.gather(loss)
+            else:
+                dist.all_reduce(loss)
+    model.train()
+
+
+def forwards_once_more(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
+    if rank == FAULTY:
+        model(**gpt2_batch(torch.Generator().manual_seed(0), 2))
+
+
+def saves_on_rank_0(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
+    if rank == 0 and accelerator is not None:
+        accelerator.save_state(str(folder / "state"))
+    elif rank == 0:
+        with engine_of(model).lent("a state dict", wanted=True):
+            pass
+
+
+def ends_its_loop(rank: int, *_: object) -> bool:
+    return rank == FAULTY
+
+
+def is_no_fault(*_: object) -> None:
+    """What was to go wrong has gone wrong before."""
+
+
+def diverges(rank: int, accelerator: Accelerator | None, model: nn.Module, folder: Path) -> None:
+    """As a bit that has flipped in memory."""
+    if rank == FAULTY:
+        frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+        frozen.data.view(torch.int32).view(-1)[5] ^= 1 << 20
 
 
 def stops(rank: int, *_: object) -> None:
@@ -162,15 +290,25 @@ FAULTS = {
     "lone barrier": waits_alone,
     "lone all_reduce": gathers_alone,
     "link cut": is_cut_off,
+    "hang in evaluate": hangs_in_evaluate,
+    "extra forward": forwards_once_more,
+    "save on rank 0 alone": saves_on_rank_0,
+    "different batch counts": ends_its_loop,
+    "different seeds": is_no_fault,
+    "diverged replica": diverges,
 }
+
+
+_numbers = itertools.count()
 
 
 class Namespaces:
     """A network namespace a rank, and a link between the two."""
 
     def __init__(self):
-        self.names = [f"hfz{os.getpid()}{end}" for end in "ab"]
-        self._links = [f"v{os.getpid()}{end}" for end in "ab"]
+        number = f"{os.getpid()}n{next(_numbers)}"
+        self.names = [f"hfz{number}{end}" for end in "ab"]
+        self._links = [f"v{number}{end}" for end in "ab"]
         for name in self.names:
             _ip("netns", "add", name)
         _ip("link", "add", self._links[0], "type", "veth", "peer", "name", self._links[1])
@@ -246,7 +384,8 @@ class Started:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 self.codes[rank] = (os.waitstatus_to_exitcode(status), time.time())
-        held = {FAULTY} if self.run.fault in ("stopped", "sleeping") else set()
+        held = {FAULTY} if self.run.fault in ("stopped", "sleeping") and self.run.late_s > self.run.limit_s else set()
+        held |= {FAULTY} if self.run.fault == "stopped" else set()
         awaited = set(self.pids) - set(self.codes) - held
         return bool(awaited) and time.time() < self.began + self.run.patience_s
 

@@ -32,7 +32,7 @@ OPTIMIZERS = {
     "nadam": partial(of_trained, partial(torch.optim.NAdam, lr=1e-3)),
     "adam amsgrad": partial(of_trained, partial(torch.optim.Adam, lr=1e-3, amsgrad=True, foreach=True)),
 }
-GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch, steps=4)
+GPT2 = Job(make_model=gpt2, make_batch=gpt2_batch)
 JOBS = {
     "plain": replace(GPT2, model_arguments={"dropout": 0.1}),
     "clip and accumulation": replace(GPT2, max_norm=0.3, accumulation=2),
@@ -41,6 +41,7 @@ JOBS = {
     **{name: replace(GPT2, make_optimizer=make) for name, make in OPTIMIZERS.items()},
 }
 EACH_STAGE = ("clip and accumulation", "odd model", "adamw")
+JOBS_IN_TURN = ("clip and accumulation", *(name for name in JOBS if name != "clip and accumulation"))
 
 
 def some_cells() -> list[tuple[str, int]]:
@@ -49,6 +50,12 @@ def some_cells() -> list[tuple[str, int]]:
     return [(name, stage) for name in EACH_STAGE for stage in range(4)] + [
         (name, number % 4) for number, name in enumerate(others)
     ]
+
+
+def some_cells_of_one_rank() -> list[tuple[str, int]]:
+    """(job, stage): all stages of one job, and of the others one each."""
+    first, *others = JOBS_IN_TURN
+    return [(first, stage) for stage in range(4)] + [(name, number % 4) for number, name in enumerate(others)]
 
 
 def every_cell() -> list[tuple[str, int]]:
@@ -61,7 +68,7 @@ def few_cells() -> list[tuple[str, int]]:
 
 # World size and cells of the matrix that the short run and the long one go through.
 MATRIX = [
-    pytest.param(1, some_cells, id="1"),
+    pytest.param(1, some_cells_of_one_rank, id="1"),
     pytest.param(2, some_cells, id="2"),
     pytest.param(1, every_cell, id="1-every", marks=pytest.mark.slow),
     pytest.param(2, every_cell, id="2-every", marks=pytest.mark.slow),

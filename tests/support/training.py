@@ -28,10 +28,10 @@ def bert(dropout: float = 0.0) -> nn.Module:
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=VOCABULARY,
-            hidden_size=48,
+            hidden_size=24,
             num_hidden_layers=3,
             num_attention_heads=4,
-            intermediate_size=100,
+            intermediate_size=52,
             max_position_embeddings=LENGTH,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
@@ -44,7 +44,7 @@ def gpt2(dropout: float = 0.0, layers: int = 3) -> nn.Module:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
-            n_embd=40,
+            n_embd=24,
             n_layer=layers,
             n_head=4,
             n_positions=LENGTH,
@@ -61,8 +61,8 @@ def llama(dropout: float = 0.0) -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
-            hidden_size=40,
-            intermediate_size=96,
+            hidden_size=24,
+            intermediate_size=56,
             num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
@@ -128,7 +128,7 @@ class Job:
     make_batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]] = gpt2_batch
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer | list[torch.optim.Optimizer]] | None = None
     settings: dict | None = None
-    steps: int = 5
+    steps: int = 3
     accumulation: int = 1
     max_norm: float | None = None
     batch_size: int = 2

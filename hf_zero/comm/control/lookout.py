@@ -14,18 +14,20 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..groups.groups import Groups
 from .control import control_of
+from .end_of_process import end_process
 from .failures import CommunicationError, PeerFailure
+from .late import LateWatch
 from .processes import RankProcesses
 from .store_thread import StoreSilentError, StoreThread
 from .verdict import Absence, Verdict
 from .watch import Wait, Watch
-from .whereabouts import Whereabouts, script_line
+from .whereabouts import Whereabouts, main_stack, script_line
 
 _BEAT_S = 0.5
 _ANSWER_S = 2.5
@@ -39,6 +41,10 @@ _WORDS_S = 60.0
 """So long, what a rank has left is taken for where it is."""
 _GIVEN_UP_S = 15.0
 """So long after a wait has failed, a rank is still said to have given up there."""
+_HEARD_S = 2.0
+"""How long it is waited for that a rank has heard of its end, before this one ends and the store perhaps with it."""
+_CLOSELY = "closely"
+"""A question that is answered with stack and last collectives, too."""
 _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
 """After so long a wait, it is said who is waited for."""
 
@@ -51,9 +57,13 @@ class Lookout(Watch):
     Args:
         rank, world_size: of the default group.
         name: the same on all ranks, and of this object alone.
+        late_s: after which a wait for a rank ends; 0 for never.
+
+    Attributes:
+        script_wait: the collective that the main thread is in by the script's own call.
     """
 
-    def __init__(self, rank: int, world_size: int, name: str):
+    def __init__(self, rank: int, world_size: int, name: str, late_s: float = 0.0):
         super().__init__()
         self._rank = rank
         self._others = [other for other in range(world_size) if other != rank]
@@ -61,29 +71,74 @@ class Lookout(Watch):
         self._answered = 0
         self._noticed: tuple[Wait | None, int] = (None, 0)
         self._processes: RankProcesses | None = None
+        self.script_wait: Wait | None = None
         reference = weakref.ref(self)
         self._thread = StoreThread(lambda store: _beat(reference, store), _BEAT_S)
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
         # Before Python ends, too: a thread that comes back from a call to torch behind that takes the process down.
         weakref.finalize(self, self._thread.close, _STORE_S)
+        if late_s:
+            weakref.finalize(self, LateWatch(self, late_s).close)
 
     # ---- what fails ----
 
     def explain(self, wait: Wait, error: RuntimeError) -> CommunicationError:
+        if wait.end is not None:
+            return wait.end
         late = error.rank if isinstance(error, PeerFailure) else None
-        try:
-            verdict = self._thread.ask(lambda store: self._judge(store, wait, late), 2 * _ANSWER_S + _STORE_S)
-        except (StoreSilentError, RuntimeError) as silence:
-            verdict = Verdict(rank=self._rank, wait=wait, late=late, line=wait.line, silence=str(silence))
+        verdict = self._judge(wait, late, wait.line)
         return CommunicationError(str(verdict), verdict.culprits)
 
-    def _judge(self, store: dist.Store, wait: Wait, late: int | None) -> Verdict:
-        absences = self._survey(store, enough=late)
-        verdict = Verdict(rank=self._rank, wait=wait, late=late, line=wait.line, absences=absences)
-        self.keep_words(store, verdict.finding, verdict.culprits)
-        return verdict
+    def judge_late(self, wait: Wait) -> Verdict:
+        """What is known of the others while this rank waits."""
+        return self._judge(wait, None, script_line()[0])
+
+    def _judge(self, wait: Wait, late: int | None, line: str) -> Verdict:
+        known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
+
+        def judge(store: dist.Store) -> Verdict:
+            absences = self._survey(store, enough=late, question=_CLOSELY)
+            verdict = Verdict(**known, absences=absences, recent=self.log.last_lines())
+            if wait.failure is not None:
+                self.keep_words(store, verdict.finding, verdict.culprits)
+            return verdict
+
+        try:
+            return self._thread.ask(judge, 2 * _ANSWER_S + _STORE_S)
+        except (StoreSilentError, RuntimeError) as silence:
+            return Verdict(**known, silence=str(silence))
+
+    def sentence(self, verdict: Verdict) -> None:
+        """Leaves the verdict for the others, and ends the processes of those that are late, alive and in no collective."""
+        elsewhere = [
+            rank
+            for rank in verdict.culprits
+            if (each := verdict.absences.get(rank))
+            and not each.is_over
+            and not each.is_waiting
+            and each.where is not None
+        ]
+
+        def tell(store: dist.Store) -> None:
+            self.keep_words(store, verdict.finding, verdict.culprits)
+            mine = self._in(store)
+            number = mine.add("questions", 1)
+            mine.set(f"question {number}", json.dumps({"ends": elsewhere, "by": self._rank, "said": verdict.finding}))
+            deadline_s = time.monotonic() + _HEARD_S
+            while time.monotonic() < deadline_s and not all(mine.check([f"heard {rank}"]) for rank in elsewhere):
+                self.answer(store)
+                time.sleep(_GLANCE_S)
+
+        try:
+            self._thread.ask(tell, _HEARD_S + _STORE_S)
+        except (StoreSilentError, RuntimeError):
+            # Nobody is there to read it.
+            return
 
     def losses(self) -> str | None:
+        if self.ended is not None:
+            return self.ended
+
         def look(store: dist.Store) -> str | None:
             found = self._survey(store, enough=self._others[0] if len(self._others) == 1 else None)
             over = [str(absence) for absence in found.values() if absence.is_over or absence.words is not None]
@@ -179,11 +234,26 @@ class Lookout(Watch):
     def answer(self, store: dist.Store) -> None:
         """Says where this rank is if that has been asked since the last time."""
         mine, asked = self._in(store), self._answered
+        closely = False
         while mine.check([f"question {asked + 1}"]):
             asked += 1
+            question = mine.get(f"question {asked}").decode()
+            closely |= question == _CLOSELY
+            if question.startswith("{"):
+                self._hear(mine, json.loads(question))
         if asked > self._answered:
             self._answered = asked
-            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._whereabouts())]))
+            mine.set(f"answer {self._rank}", json.dumps([asked, asdict(self._whereabouts(closely=closely))]))
+
+    def _hear(self, store: dist.Store, sentence: dict) -> None:
+        if self._rank not in sentence["ends"] or self.longest is not None:
+            return
+        store.set(f"heard {self._rank}", "")
+        where = self._whereabouts()
+        end_process(
+            f"hf_zero: rank {self._rank} was late, and is ended: {where}.\n  rank {sentence['by']}: {sentence['said']}\n"
+            f"{main_stack()}Where it only takes its time, set a larger `comm.late_s` (0: never late)."
+        )
 
     def notice(self, store: dist.Store) -> None:
         """Says who is waited for, on the first of the ranks that wait, once a wait has taken long."""
@@ -197,10 +267,11 @@ class Lookout(Watch):
         absences = self._survey(store)
         if any(rank < self._rank and absence.is_waiting for rank, absence in absences.items()):
             return
-        verdict = Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=absences)
+        place = self.log.place
+        verdict = Verdict(rank=self._rank, wait=wait, line=script_line()[0], absences=absences, place=place)
         print(f"hf_zero: waiting.\n{verdict.in_lines}", file=sys.stderr, flush=True)
 
-    def _survey(self, store: dist.Store, enough: int | None = None) -> dict[int, Absence]:
+    def _survey(self, store: dist.Store, enough: int | None = None, question: str = "") -> dict[int, Absence]:
         """What is known of the others.
 
         Args:
@@ -208,7 +279,7 @@ class Lookout(Watch):
         """
         mine = self._in(store)
         number = mine.add("questions", 1)
-        mine.set(f"question {number}", "")
+        mine.set(f"question {number}", question)
         found: dict[int, Absence] = {}
         deadline_s = time.monotonic() + _ANSWER_S
         while True:
@@ -249,7 +320,7 @@ class Lookout(Watch):
             where=where,
         )
 
-    def _whereabouts(self) -> Whereabouts:
+    def _whereabouts(self, *, closely: bool = False) -> Whereabouts:
         wait, (line, torch_call) = self.longest, script_line()
         if wait is None and torch_call is None and self.given_up is not None:
             # Its error may be on its way through the script, or be shown just now.
@@ -257,14 +328,19 @@ class Lookout(Watch):
             wait = self.given_up if is_recent else None
         if wait is not None and wait.failure is not None:
             line = wait.line
+        timed = wait or self.script_wait
         return Whereabouts(
             waits_in=None if wait is None else str(wait.what),
-            kind=None if wait is None else getattr(wait.what, "kind", None),
-            seconds=0.0 if wait is None else wait.seconds,
+            kind=None if wait is None else wait.kind,
+            seconds=0.0 if timed is None else timed.seconds,
             failure=None if wait is None else wait.failure,
             torch_call=torch_call,
             line=line,
             begun=dict(self.begun),
+            holds="" if wait is None else wait.holds,
+            place=self.log.place,
+            stack=main_stack() if closely and wait is None else "",
+            recent=tuple(self.log.last_lines()) if closely else (),
         )
 
     def _in(self, store: dist.Store) -> dist.Store:
@@ -290,4 +366,4 @@ def watch_over(groups: Groups) -> Watch:
     if groups.backend == "fake":
         return Watch()
     name = control_of(groups, Watch()).exchange(uuid.uuid4().hex, "exchange of a name")[0]
-    return Lookout(dist.get_rank(), dist.get_world_size(), name)
+    return Lookout(dist.get_rank(), dist.get_world_size(), name, groups.late_s)

@@ -60,6 +60,9 @@ class Meetings:
                 self._give_up(purpose, missing)
                 what = f"ranks {lost} have ended" if lost else f"waited {timeout_s:.0f} s for ranks {missing}"
                 raise _came_alone(purpose, what, self._lookout.lines(wait, enough=lost[0] if lost else None))
+            if wait.end is not None:
+                self._give_up(purpose, missing)
+                raise wait.end
             if wait.seconds >= look_s:
                 look_s += _LOOK_S
                 self._refuse_to_wait_in_vain(purpose, missing, wait)

@@ -1,13 +1,15 @@
 """Says which rank a collective waits for, and why."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .processes import RankProcess
 from .watch import Wait
-from .whereabouts import Whereabouts
+from .whereabouts import Whereabouts, in_brackets
 
 _LISTED = 8
+_DETAILED = 2
+"""Ranks whose stacks are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class Verdict:
         wait: that has failed, or that takes long.
         late: the rank that the connection was to, where that is known.
         silence: why nothing is known of the others.
+        place: where training is on this rank, in words.
+        recent: its last collectives; empty where they are not to be told.
     """
 
     rank: int
@@ -80,6 +84,31 @@ class Verdict:
     late: int | None = None
     absences: Mapping[int, Absence] = field(default_factory=dict)
     silence: str | None = None
+    place: str = ""
+    recent: Sequence[str] = ()
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a rank is the reason that stands still, or is held up elsewhere; False where all wait for one transfer."""
+        held_up = (
+            rank in self.absences and not (self.absences[rank].is_waiting or self._is_here(self.absences[rank]))
+            for rank in self.culprits
+        )
+        return self.silence is not None or bool(self.others_apart) or any(held_up)
+
+    @property
+    def others_apart(self) -> list[int]:
+        """The ranks that wait in other collectives than this one."""
+        return [
+            rank
+            for rank, each in self.absences.items()
+            if each.where is not None and each.where.collective and not (each.is_over or self._is_here(each))
+        ]
+
+    def _is_here(self, other: Absence) -> bool:
+        """Whether it waits in the collective that this rank waits in."""
+        here = (None, self.wait.name) if self.wait.is_of_script else (self.wait.name, None)
+        return other.where is not None and (other.where.waits_in, other.where.torch_call) == here
 
     @property
     def culprits(self) -> list[int]:
@@ -89,7 +118,7 @@ class Verdict:
         for is_reason in (
             lambda each: each.is_over,
             lambda each: each.where is None,
-            lambda each: each.where is not None and each.where.waits_in is None,
+            lambda each: each.where is not None and each.where.waits_in is None and not self._is_here(each),
         ):
             ranks = [rank for rank, each in found.items() if rank not in innocent and is_reason(each)]
             if ranks:
@@ -101,13 +130,13 @@ class Verdict:
     def finding(self) -> str:
         """One line: what failed, and for want of whom."""
         missed = f" for want of {_ranks(self.culprits)}" if self.culprits else ""
-        at = f" ({self.line})" if self.line else ""
+        at = in_brackets(self.wait.holds, self.place, self.line)
         return f"the {self.wait.what} failed{missed}: rank {self.rank} was in it for {self.wait.seconds:.0f} s{at}"
 
     @property
     def in_lines(self) -> str:
         """A line for each rank: where it is."""
-        at = f" ({self.line})" if self.line else ""
+        at = in_brackets(self.wait.holds, self.place, self.line)
         return "\n".join(
             [f"  rank {self.rank} has waited {self.wait.seconds:.0f} s in the {self.wait.what}{at}", *self._others]
         )
@@ -122,9 +151,36 @@ class Verdict:
         return lines
 
     def __str__(self) -> str:
-        reason = [] if self.culprits and self.absences else [f"  {self.wait.failure}"]
+        is_told = (self.culprits and self.absences) or self.wait.failure is None
+        reason = [] if is_told else [f"  {self.wait.failure}"]
         silence = [] if self.silence is None else [f"  nothing is known of the other ranks: {self.silence}"]
-        return "\n".join([f"hf_zero: {self.finding}.", *reason, *self._others, *silence, self._advice()])
+        lines = [*reason, *self._apart(), *self._others, *silence]
+        return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
+
+    def _apart(self) -> list[str]:
+        """Who waits in what, where ranks wait in different collectives."""
+        if not self.others_apart:
+            return []
+        ranks_in: dict[str, list[int]] = {}
+        ranks_in[f"{self.wait.what}{in_brackets(self.wait.holds, self.place)}"] = [self.rank]
+        for rank, each in self.absences.items():
+            if each.where is not None and each.where.collective is not None:
+                ranks_in.setdefault(each.where.collective, []).append(rank)
+        found = (f"{_ranks(sorted(ranks))} {_wait(ranks)} in {what}" for what, ranks in ranks_in.items())
+        return [f"  the ranks are in different collectives: {', '.join(found)}"]
+
+    def _details(self) -> list[str]:
+        """Stacks and last collectives of the ranks that are the reason and alive, and this rank's last collectives."""
+        found = []
+        for rank in self.culprits[:_DETAILED]:
+            where = self.absences[rank].where if rank in self.absences else None
+            if where is not None and where.stack and not self.absences[rank].is_over:
+                found += [f"rank {rank} is at:", where.stack.rstrip()]
+            if where is not None and where.recent:
+                found += [f"the last collectives of rank {rank}:", *(f"  {line}" for line in where.recent)]
+        if found and self.recent:
+            found += [f"the last collectives of rank {self.rank}:", *(f"  {line}" for line in self.recent)]
+        return found
 
     def _advice(self) -> str:
         for rank in self.culprits:
@@ -135,22 +191,34 @@ class Verdict:
                     "steps, or a `break` or `sys.exit` that not all of them come to. Give every rank as many batches "
                     "(accelerate's even_batches=True, its default; drop_last=True) and end the loop on all ranks at one step."
                 )
+        if self.others_apart:
+            return (
+                "Some ranks have made a call that the others have not made: a forward, a save, a look at parameters, a step. "
+                "What is collective has to be called on every rank in the same order, outside of `if is_main_process`."
+            )
         for rank in self.culprits:
             each = self.absences.get(rank)
             if each is not None and not each.is_over and each.where is not None:
                 return (
-                    f"Rank {rank} is elsewhere. Where it only takes its time, set a larger `comm.timeout_s`. Otherwise one of "
-                    "the two makes a call that the other does not make: what is collective has to be called on every rank, "
-                    "outside of `if is_main_process`, and every rank has to take as many steps."
+                    f"Rank {rank} is elsewhere. Where it only takes its time, set a larger `comm.late_s` (0: never late; "
+                    "`comm.timeout_s` is the last limit). Otherwise one of the two makes a call that the other does not make: "
+                    "what is collective has to be called on every rank, outside of `if is_main_process`, and every rank has to "
+                    "take as many steps."
                 )
         first = _ranks(self.culprits) if self.culprits else "the first rank that stopped"
         if any(rank in self.absences and self.absences[rank].is_over for rank in self.culprits):
             return f"Look at {first}: its own error is the reason."
-        return f"Look at {first}. A rank that is only slow needs a larger `comm.timeout_s`."
+        return f"Look at {first}. A rank that is only slow needs a larger `comm.late_s` and `comm.timeout_s`."
+
+
+def _wait(ranks: list[int]) -> str:
+    return "waits" if len(ranks) == 1 else "wait"
 
 
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
     more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"ranks {', '.join(map(str, ranks[:_LISTED]))}{more}"

@@ -5,8 +5,18 @@ import time
 from collections import Counter
 from contextlib import AbstractContextManager
 
+from .collective_log import CollectiveLog
 from .failures import CommunicationError
 from .whereabouts import script_line
+
+
+class ScriptCollective(str):
+    """The name of a function of torch.distributed that the script called by itself."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"script's own torch.distributed.{self[:]}"
 
 
 class Wait:
@@ -16,9 +26,10 @@ class Wait:
         what: names it in words.
         since_s: on the monotonic clock.
         failure, line: why it failed, once it has, and the line of the script that it failed in.
+        end: the error that it is to fail with; set before it has failed where a rank is late.
     """
 
-    __slots__ = ("failure", "line", "seconds_at_failure", "since_s", "what")
+    __slots__ = ("end", "failure", "line", "seconds_at_failure", "since_s", "what")
 
     def __init__(self, what: object):
         self.what = what
@@ -26,6 +37,27 @@ class Wait:
         self.failure: str | None = None
         self.line = ""
         self.seconds_at_failure: float | None = None
+        self.end: CommunicationError | None = None
+
+    @property
+    def holds(self) -> str:
+        """The module or the parameters of its bucket, in words; empty where it is of no bucket."""
+        return getattr(self.what, "holds", "")
+
+    @property
+    def name(self) -> str:
+        """Of the collective; of one that the script called by itself, torch's function."""
+        return self.what[:] if isinstance(self.what, ScriptCollective) else str(self.what)
+
+    @property
+    def is_of_script(self) -> bool:
+        """Whether it is a collective of torch.distributed that the script called by itself."""
+        return isinstance(self.what, ScriptCollective)
+
+    @property
+    def kind(self) -> str | None:
+        """Of a collective of training; None of others."""
+        return getattr(self.what, "kind", None)
 
     @property
     def seconds(self) -> float:
@@ -46,11 +78,15 @@ class Watch:
     Attributes:
         begun: how often each kind of collective has been started on this rank.
         given_up: the last wait that failed.
+        log: the last collectives.
+        ended: what was found of a rank that was late, once waits have been ended for it.
     """
 
     def __init__(self):
         self.begun: Counter[str] = Counter()
         self.given_up: Wait | None = None
+        self.log = CollectiveLog()
+        self.ended: str | None = None
         # By thread.
         self._inside: dict[int, Wait] = {}
 

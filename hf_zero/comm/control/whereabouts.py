@@ -1,9 +1,11 @@
 """Where a rank is: in which collective, or in which line of the script."""
 
+import gc
 import linecache
 import sys
 import sysconfig
 import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -11,6 +13,8 @@ from types import FrameType
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
+_INNERMOST = 20
+"""Frames of a stack that are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,9 @@ class Whereabouts:
         torch_call: the function of torch.distributed that it is in by itself, outside of hf_zero.
         line: of the script that it is in.
         begun: how often each kind of collective has been started.
+        holds: the module or the parameters that the bucket of `waits_in` holds.
+        place: where training is: backward, evaluate, ..., and the step.
+        stack, recent: of the main thread, and its last collectives; empty unless they were asked for.
     """
 
     waits_in: str | None
@@ -34,9 +41,20 @@ class Whereabouts:
     torch_call: str | None
     line: str
     begun: dict[str, int]
+    holds: str = ""
+    place: str = ""
+    stack: str = ""
+    recent: tuple[str, ...] = ()
+
+    @property
+    def collective(self) -> str | None:
+        """What it waits in and where, in words; None where it waits in nothing."""
+        if self.waits_in is not None:
+            return f"{self.waits_in}{in_brackets(self.holds, self.place)}"
+        return None if self.torch_call is None else f"torch.distributed.{self.torch_call}{in_brackets(self.place)}"
 
     def __str__(self) -> str:
-        at = f" ({self.line})" if self.line else ""
+        at = in_brackets(self.holds, self.place, self.line)
         if self.failure is not None:
             return f"gave up in the {self.waits_in} after {self.seconds:.0f} s: {self.failure}{at}"
         if self.waits_in is not None:
@@ -48,23 +66,58 @@ class Whereabouts:
 
 def script_line() -> tuple[str, str | None]:
     """The line of the script that the main thread is in, and torch's collective that it called there by itself."""
-    main = threading.main_thread().ident
-    frame = None if main is None else sys._current_frames().get(main)
-    innermost, torch_call = "", None
+    frame, torch_call = script_frame()
+    return "" if frame is None else _in_words(frame), torch_call
+
+
+def script_frame() -> tuple[FrameType | None, str | None]:
+    """The innermost frame of the main thread in the script, else of all, and torch's collective that it called by itself."""
+    frame = innermost = _main_frame()
+    torch_call = None
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_PACKAGE):
             torch_call = None
         elif path.endswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
             torch_call = frame.f_code.co_name
-        innermost = innermost or _in_words(frame)
         if not path.startswith((_PACKAGE, *_LIBRARIES, "<")):
-            return _in_words(frame), torch_call
+            return frame, torch_call
         frame = frame.f_back
     return innermost, torch_call
 
 
+def _main_frame() -> FrameType | None:
+    """The main thread's innermost frame.
+
+    Without Python's collector: one that runs inside `_current_frames`, as in Python before 3.11.8 and 3.12.2 it may, and comes to
+    a finalizer that waits for another thread, never ends, for that thread's end waits for `_current_frames` (gh-106883).
+    """
+    main, collects = threading.main_thread().ident, gc.isenabled()
+    if main is None:
+        return None
+    gc.disable()
+    try:
+        return sys._current_frames().get(main)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def in_brackets(*words: str) -> str:
+    """Those that are not empty, as they stand behind what they explain."""
+    found = "; ".join(filter(None, words))
+    return f" ({found})" if found else ""
+
+
+def main_stack() -> str:
+    """Where the main thread is, as in a traceback."""
+    frame = _main_frame()
+    return "" if frame is None else "".join(traceback.format_stack(frame)[-_INNERMOST:])
+
+
 def _in_words(frame: FrameType) -> str:
     path, number = frame.f_code.co_filename, frame.f_lineno
-    source = linecache.getline(path, number).strip()
+    # None of a file that another thread looks up just now.
+    lines = linecache.getlines(path) or []
+    source = lines[number - 1].strip() if 0 < number <= len(lines) else ""
     return f"{Path(path).name}:{number}{f': {source[:100]}' if source else ''}"

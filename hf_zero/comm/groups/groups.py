@@ -71,6 +71,7 @@ class Groups:
     Attributes:
         world_size, rank: of all ranks that train the model.
         timeout_s: how long a rank is waited for.
+        late_s: after which a rank is late, and all end for it; 0 is never.
         backend: name of the data backend; "local" for one rank without a process group.
         world: all ranks, in order.
         shard, replicate: this rank's groups.
@@ -97,6 +98,7 @@ class Groups:
     outer: RankGroup | None = None
     shard_control: dist.ProcessGroup | None = None
     timeout_s: float = 1800.0
+    late_s: float = 0.0
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -157,6 +159,7 @@ class Groups:
             outer=outer,
             shard_control=shard_control,
             timeout_s=comm.timeout_s,
+            late_s=comm.late_s,
         )
 
     def of_a_step(self) -> "Groups":

@@ -63,7 +63,7 @@ class PeerMemory(ABC):
         """
         sent = flat.nbytes * (self.group.size - 1) // self.group.size
         between = sent * self._groups.peers_elsewhere(self.group) // (self.group.size - 1)
-        self._ledger.count(label.kind, sent, between)
+        self._ledger.count(label, sent, between)
         return self._start(flat, shared, label)
 
     @abstractmethod

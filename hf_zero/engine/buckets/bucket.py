@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import NamedTuple, cast
 
 import torch
@@ -238,10 +239,20 @@ class Bucket:
         copy between steps, or `write_back` alone knows how."""
         return self.memory.writable_own if self.keeps_master else None
 
+    @cached_property
+    def contents(self) -> str:
+        """The innermost module that all of its parameters are in, or the first and the last of them."""
+        names = [slot.name for slot in self.slots]
+        if len(names) == 1:
+            return names[0]
+        parts = [name.split(".") for name in names]
+        shared = list(takewhile(lambda at: len(set(at)) == 1, zip(*parts)))
+        return ".".join(at[0] for at in shared) or f"{names[0]} to {names[-1]}"
+
     def label(self, kind: str) -> Label:
         """What a collective that moves this bucket is called."""
         if kind not in self._labels:
-            self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index)
+            self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
         return self._labels[kind]
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:

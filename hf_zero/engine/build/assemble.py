@@ -23,6 +23,7 @@ from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, choose_norm
 from ..state.full_tensors import FullTensors
 from ..state.holder import StateHolder
+from ..state.replicas import ReplicaCheck
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
@@ -95,6 +96,7 @@ class Parts:
     parameter_places: ParameterPlaces
     activations: Activations
     norm: GradientNorm
+    replicas: ReplicaCheck
 
 
 def assemble(
@@ -164,8 +166,21 @@ def assemble(
         full_tensors=FullTensors(row_of, meeting.step_transport, holder, config.comm, replicated=meeting.is_replicated),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
+        replicas=ReplicaCheck(
+            config.check_replicas_every,
+            all_buckets,
+            _frozen_whole(model, all_buckets),
+            meeting.step_transport,
+            meeting.peers.shard_rank,
+        ),
         norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
     )
+
+
+def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are in no bucket: every rank has them whole."""
+    held = {slot.parameter for bucket in all_buckets for slot in bucket.slots}
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter not in held]
 
 
 def _choose_tiers(config: OffloadConfig, device: torch.device, transport: Transport) -> tuple[Tier, ParameterTier]:

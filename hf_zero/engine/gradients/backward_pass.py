@@ -49,6 +49,7 @@ class Gradients:
 
     Attributes:
         reducing: False while micro-batches only accumulate.
+        ended: backward passes that have come to their end.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Gradients:
         self._may_pass_over = True
         store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
         self.reducing = True
+        self.ended = 0
         self._after_pass = after_pass
         self.end = BackwardEnd(self._end_pass)
         self._begin_pass()
@@ -114,6 +116,15 @@ class Gradients:
         self._store.discard_open()
         self.drop()
         self._begin_pass()
+
+    def take_part_in_the_rest(self) -> None:
+        """Called on a rank whose forward or backward has failed: the others go on with the pass and wait for its gradients.
+
+        They get zeros in place of those that have not come. Collective with their backward.
+        """
+        self.end.abandon()
+        if self.reducing and self._world_size > 1:
+            self._finish_pass()
 
     def drop(self) -> None:
         """Forgets all gradients, reduced or not."""
@@ -219,6 +230,7 @@ class Gradients:
         self._store.start(bucket)
 
     def _end_pass(self) -> None:
+        self.ended += 1
         if self._touched:
             self._finish_pass()
         self._after_pass()

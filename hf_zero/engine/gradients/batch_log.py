@@ -33,6 +33,10 @@ class BatchLog:
     def end_step(self) -> None:
         """Called behind each step, and each that was skipped."""
         self.step += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """The micro-batches until now are none of this step's."""
         self._losses.clear()
 
     def where_from(self, rows: Sequence[Row]) -> str:

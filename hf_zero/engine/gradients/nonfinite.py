@@ -83,11 +83,9 @@ class NonFiniteCheck:
         if not self._wanted or self._unscaled:
             return None
         self.found_inf = measured.found_inf
-        value, last = HostValue(measured.norm.detach()), self._last
-        if self._reads_at_once or measured.norm.device.type == "cpu":
-            last, self._last = value, None
-        else:
-            self._last = value
+        value = HostValue(measured.norm.detach())
+        at_once = self._reads_at_once or measured.norm.device.type == "cpu"
+        last, self._last = (value, None) if at_once else (self._last, value)
         return None if last is None or math.isfinite(last.value()) else last.value()
 
     def refuse_unscaled(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:

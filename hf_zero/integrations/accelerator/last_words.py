@@ -1,9 +1,7 @@
 """An error that ends a rank: told to the ranks that miss it, to the launcher, and once to who reads the screen."""
 
-import json
 import os
 import sys
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,12 +11,10 @@ from types import TracebackType
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from ...comm.control.end_of_process import write_error_file
 from ...comm.control.failures import CommunicationError
 from ...comm.control.watch import Watch
 from ...config import ConfigError
-
-ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Where torchrun, and so `accelerate launch`, looks for what it shows under "Root Cause"."""
 
 
 class LastWords:
@@ -52,7 +48,7 @@ class LastWords:
                 watch.say_last(summary.partition("\n")[0])
         losses = self._losses(error)
         said = losses or reason or "".join(traceback.format_exception(kind, error, trace))
-        _write_error_file(summary, said)
+        write_error_file(summary, said)
         if reason is not None and _is_told_by_the_main_rank(error):
             print(f"hf_zero: rank {_own_rank()} ends too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
             return
@@ -60,7 +56,7 @@ class LastWords:
             # What the backend said, of addresses, stands in the way of what is wrong.
             error.__cause__, error.__suppress_context__ = None, True
         self._former(kind, error, trace)
-        if losses is not None:
+        if losses is not None and losses not in [watch.ended for watch in self._watches()]:
             print(losses, file=sys.stderr, flush=True)
 
     def _losses(self, error: BaseException) -> str | None:
@@ -72,6 +68,8 @@ class LastWords:
             return None
         for watch in self._watches():
             losses = watch.losses()
+            if losses is not None and losses.startswith("hf_zero: "):
+                return losses
             if losses is not None:
                 return f"hf_zero: a collective that the script called by itself failed, for want of a rank: {losses}."
         return None
@@ -100,15 +98,3 @@ def _is_told_by_the_main_rank(error: BaseException) -> bool:
 
 def _own_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
-
-
-def _write_error_file(summary: str, said: str) -> None:
-    path = os.environ.get(ERROR_FILE_VARIABLE)
-    if not path or Path(path).exists():
-        return
-    # As torch.distributed.elastic reads it; of the two texts, it shows `py_callstack`.
-    extra = {"py_callstack": said, "timestamp": str(int(time.time()))}
-    try:
-        Path(path).write_text(json.dumps({"message": {"message": summary, "extraInfo": extra}}))
-    except OSError as error:
-        print(f"hf_zero: the error could not be written for the launcher: {error}", file=sys.stderr)

@@ -31,6 +31,14 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
         ValueError: no folder is given, or a file's name; accelerate's automatic naming comes to a folder that is there.
         CommunicationError: a rank does not come.
     """
+    with engine.transport.watch.log.at("save"), _folder_to_fill(accelerator, engine, output_dir) as folders:
+        yield folders
+
+
+@contextmanager
+def _folder_to_fill(
+    accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
+) -> Iterator[tuple[Path, Path]]:
     engine.transport.meet("accelerator.save_state", engine.config.comm.timeout_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming

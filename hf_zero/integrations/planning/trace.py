@@ -165,7 +165,7 @@ class _LivingBytes(TorchDispatchMode):
         self.now -= nbytes
 
     def _count_operations(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
-        packet = func._overloadpacket
+        packet = func.overloadpacket
         if packet in flop_registry:
             self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
         elif packet in (_ATTENTION_ON_HOST, _ITS_BACKWARD):

@@ -92,7 +92,7 @@ class CheckpointSaver:
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         self._former_best = trainer.state.best_model_checkpoint
-        with self._on_failure():
+        with self.engine.transport.watch.log.at("save"), self._on_failure():
             self._save(run_folder, final)
         self._stall_s += time.perf_counter() - began_s
 

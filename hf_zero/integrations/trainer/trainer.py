@@ -3,7 +3,6 @@
 The trainer's class is swapped for one with these methods before them, so subclasses (Seq2SeqTrainer, TRL's) keep theirs.
 """
 
-import inspect
 import os
 import sys
 from functools import partial
@@ -19,6 +18,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ...checkpoint.foreign.find import is_foreign
 from ...checkpoint.format.manifest import CheckpointError, Manifest
+from ...diagnose.rescue import Rescue
 from ...engine.engine import ZeroEngine
 from ...engine.engine_reference import engine_attached_to
 from ...engine.units.forward_dtype import computing_in
@@ -37,6 +37,7 @@ from ..seams import mix_in
 from .checkpoints import CheckpointSaver
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
+from .rescued_steps import ignores_num_items, pass_of
 from .resumed import say_resumed
 from .resuming import alone_in_output_dir, checkpoint_to_resume
 from .step_figures import StepFigures
@@ -79,6 +80,7 @@ class ZeroTrainerMixin(_TrainerBase):
 
     _checkpoint_saver: CheckpointSaver | None = None
     _step_figures: StepFigures | None = None
+    _rescue: Rescue | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
@@ -105,6 +107,16 @@ class ZeroTrainerMixin(_TrainerBase):
             if self._checkpoint_saver is not None:
                 self._checkpoint_saver.give_up()
             raise
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        stock = super().training_step
+        engine = _only_engine(self)
+        if engine is None or engine.config.out_of_memory == "stop":
+            return stock(model, inputs, num_items_in_batch)
+        if self._rescue is None or not self._rescue.serves(engine):
+            self._rescue = Rescue(engine)
+        run = pass_of(self, stock, model, num_items_in_batch)
+        return self._rescue.run(inputs, run, ends_step=self.accelerator.sync_gradients)
 
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
@@ -337,12 +349,7 @@ def _warn_of_scaled_loss(trainer: Trainer) -> None:
     if factor == 1 or not trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None:
         return
     head = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    try:
-        source = inspect.getsource(type(head).forward)
-    except (OSError, TypeError):
-        # No source to judge by (a compiled or generated class): nothing to name.
-        return
-    if "loss_function" in source or "num_items_in_batch" in source or "CrossEntropyLoss" not in source:
+    if not ignores_num_items(head):
         return
     print(
         f"hf_zero: Trainer takes {type(head).__name__} for a model that normalises its loss by num_items_in_batch, which it "

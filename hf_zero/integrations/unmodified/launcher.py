@@ -30,6 +30,8 @@ def launch_of(
     cpu: bool = False,
     mixed_precision: str | None = None,
     port: int | None = None,
+    module: str = "hf_zero.run",
+    options: Sequence[str] = (),
 ) -> Launch:
     """How to start a script with the engine, on the GPUs of this machine or on its CPU.
 
@@ -39,6 +41,7 @@ def launch_of(
         cpu: do without the GPUs that there are.
         mixed_precision: `no`, `fp16` or `bf16`; by default what accelerate's own config file says.
         port: where the ranks meet; by default accelerate's.
+        module: what each rank runs, with its own `options` before the words.
 
     Raises:
         ConfigError: the words are not valid, or there are fewer GPUs than ranks.
@@ -63,4 +66,4 @@ def launch_of(
     accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     # Without it, each rank on a CPU believes that it is alone.
     environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"}
-    return Launch(command=(*accelerate, *flags, "-m", "hf_zero.run", *words), environment=environment)
+    return Launch(command=(*accelerate, *flags, "-m", module, *options, *words), environment=environment)

@@ -34,12 +34,9 @@ def run_script(call: ScriptCall) -> None:
     """
     opening = Door(call.config)
     own_end = None
-    with _as_called(call), opening.opened():
+    with opening.opened():
         try:
-            if call.is_module:
-                runpy.run_module(call.script, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(call.script, run_name="__main__")
+            run_as_main(call)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
@@ -56,6 +53,15 @@ def run_script(call: ScriptCall) -> None:
             _say_and_end(error)
     if own_end is not None:
         raise own_end
+
+
+def run_as_main(call: ScriptCall) -> None:
+    """Runs a script as Python would, in this process, and nothing else."""
+    with _as_called(call):
+        if call.is_module:
+            runpy.run_module(call.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(call.script, run_name="__main__")
 
 
 @contextmanager

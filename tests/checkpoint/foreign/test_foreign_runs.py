@@ -260,7 +260,7 @@ def refuses(rank: int, world_size: int, checkpoint: str, model: str, overrides: 
 @pytest.mark.parametrize(
     ("model", "overrides", "says"),
     [
-        ("gpt2", {}, "is of another model: 'bert.embeddings.word_embeddings.weight' has shape (211, 48) there"),
+        ("gpt2", {}, "is of another model: 'bert.embeddings.word_embeddings.weight' has shape (211, 24) there"),
         ("bert", {"weight_decay": 0.1, "optim": "sgd"}, "an optimizer that has betas, and SGD has none"),
         ("bert", {"weight_decay": 0.1, "frozen": True}, "'classifier.weight' is trained there and not now"),
     ],

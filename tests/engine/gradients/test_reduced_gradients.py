@@ -82,9 +82,10 @@ def test_one_gpu_with_a_master_holds_16_bytes_a_parameter(stage):
     backward(model, 1)
     held = {row.kind: row.bytes / numel for row in engine.memory_report().rows}
     expected = {"parameters": 2, "fp32 master": 4, "optimizer state": 8, "gradients": 2, "gradient buffers": 0}
-    assert {kind: held[kind] for kind in expected} == pytest.approx(expected, rel=0.01)
+    # Padding is 1.3 % of so small a model.
+    assert {kind: held[kind] for kind in expected} == pytest.approx(expected, rel=0.02)
     plan = state_plan(engine)
-    assert (plan.gradients + plan.gradient_buffers) / numel == pytest.approx(2, rel=0.01)
+    assert (plan.gradients + plan.gradient_buffers) / numel == pytest.approx(2, rel=0.02)
 
 
 class Operations(TorchDispatchMode):

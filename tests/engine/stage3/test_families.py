@@ -260,7 +260,7 @@ def images(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
 
 
 JOBS = {
-    name: Job(make_model=model, make_batch=batch, steps=3)
+    name: Job(make_model=model, make_batch=batch, steps=2)
     for name, model, batch in [
         ("bert", bert, texts),
         ("roberta", roberta, texts),
@@ -344,13 +344,13 @@ def test_layers_used_many_times_are_bitwise_as_units(layers_a_group):
 @pytest.mark.parametrize("prepare", [None, checkpoint_activations], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_any_number_of_units_ahead_is_bitwise(name, prepare):
-    job = replace(JOBS[name], prepare=prepare and partial(prepare, reentrant=True), steps=3)
+    job = replace(JOBS[name], prepare=prepare and partial(prepare, reentrant=True))
     assert_bitwise(job, [{**RESHARDED, "prefetch_units": ahead} for ahead in (0, 3, 100)])
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_local_accumulation_is_bitwise(name):
-    assert_bitwise(replace(JOBS[name], accumulation=2, steps=3), [LOCAL])
+    assert_bitwise(replace(JOBS[name], accumulation=2), [LOCAL])
 
 
 @pytest.mark.parametrize("change", [{"accumulation": 2}, {"max_norm": 0.3}], ids=["accumulation", "biting clip"])

@@ -34,7 +34,7 @@ SMALL_BUCKETS = {"bucket_bytes": "20KiB"}
 GATHERED = {"stage": 3, "gather_dtype": "bfloat16", **SMALL_BUCKETS}
 WITH_COPIES = {"param_dtype": "bfloat16", **SMALL_BUCKETS}
 AUTOCAST = {"stage": 3, **SMALL_BUCKETS}
-GPT2 = Job(autocast=True, steps=8, max_norm=1.0)
+GPT2 = Job(autocast=True, steps=4, max_norm=1.0)
 
 
 def rounded(tensors: dict) -> dict[str, list]:

@@ -14,7 +14,7 @@ import hf_zero
 pytestmark = pytest.mark.timeout(180)
 
 GATHERED = {"stage": 3, "gather_dtype": "bfloat16", "bucket_bytes": "20KiB"}
-GPT2 = Job(autocast=True, steps=8, max_norm=1.0)
+GPT2 = Job(autocast=True, steps=4, max_norm=1.0)
 NEAR = {"comm": {"secondary_shard": "node", "node_size": 2}}
 
 

@@ -71,7 +71,7 @@ def trained(tmp_path_factory):
 def plain(tmp_path) -> Path:
     """A model folder in four weights files."""
     torch.manual_seed(1)
-    bert().save_pretrained(tmp_path / "plain", max_shard_size="100KB")
+    bert().save_pretrained(tmp_path / "plain", max_shard_size="26KB")
     assert len(list((tmp_path / "plain").glob("model-0000?-of-00004.safetensors"))) == 4
     return tmp_path / "plain"
 

@@ -1,0 +1,38 @@
+"""`hf-zero doctor`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ..diagnose.doctor import doctor as diagnose
+from .output import Json, console, say, say_json
+
+_STYLES = {"good": "green", "hint": "yellow", "bad": "bold red", "absent": "dim"}
+
+
+def doctor(
+    folder: Annotated[Path, typer.Option(help="Measure the disk of this folder.")] = Path("."),
+    processes: Annotated[int | None, typer.Option(min=2, help="Ranks to start for the links.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure disk and links.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Versions, devices, limits, disk, links, settings in conflict, each with what to do. Exits with 1 on a fault."""
+    found = diagnose(folder, processes, measure=not quick)
+    if as_json:
+        say_json(json.loads(found.to_json()))
+    else:
+        table = Table(title="hf-zero doctor", title_justify="left")
+        for column in ("what", "", "found", "what to do"):
+            table.add_column(column, overflow="fold")
+        for finding in found.findings:
+            status = Text(finding.status, style=_STYLES[finding.status])
+            table.add_row(finding.subject, status, Text(finding.value), Text(finding.advice))
+        console.print(table)
+        faults = [finding.subject for finding in found.faults]
+        say(f"{len(faults)} wrong: {', '.join(faults)}" if faults else "nothing is wrong")
+    if not found.is_good:
+        raise typer.Exit(1)

@@ -1,0 +1,158 @@
+"""Ends waits for ranks that are late, long before the backend's own limit.
+
+[Note: how a wait is ended]
+A thread of each rank looks twice a second at what the main thread waits in, a collective that the script called by itself
+included. A wait that has taken `comm.late_s` has the other ranks asked where they are. If one is the reason, all waits of this
+process are made to fail, and the error of the one that was late is what has been found. A rank that is alive and is the reason
+is in no wait that could fail: it is told by way of the store, and its own thread ends its process.
+
+Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet in barriers and in exchanges of words behind work
+that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not answer, or
+waits as long in another collective; in a collective of training it is late wherever it is. Nothing is ended where all ranks
+wait in the same collective: a slow link is no late rank.
+"""
+
+import sys
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from ..groups.broken import break_all_groups
+from .end_of_process import end_process
+from .failures import CommunicationError
+from .verdict import Verdict
+from .watch import ScriptCollective, Wait
+from .whereabouts import script_frame
+
+_BEAT_S = 0.5
+_ASK_AGAIN_S = 10.0
+_GRACE_S = 8.0
+"""After which a wait that was made to fail, and has not, ends with its process."""
+_IDLE_S, _IDLE_SHARE = 0.05, 0.02
+"""The most that a thread computes that stands in a single call: so long, and so much of the time."""
+_AS_LONG = 0.5
+"""Of this rank's wait, the part that another one's takes at least where the two wait for each other."""
+
+
+class Waiting(Protocol):
+    """A rank's watch, as far as its waits are ended; see `Lookout`."""
+
+    script_wait: Wait | None
+    ended: str | None
+
+    @property
+    def longest(self) -> Wait | None: ...
+
+    def judge_late(self, wait: Wait) -> Verdict: ...
+
+    def sentence(self, verdict: Verdict) -> None: ...
+
+
+class LateWatch:
+    """Looks at one rank's waits, in a thread of its own: the store's may hang in a call to a host that is gone.
+
+    Args:
+        limit_s: `comm.late_s`.
+    """
+
+    def __init__(self, lookout: Waiting, limit_s: float):
+        self._limit_s = limit_s
+        self._ask_again_s = 0.0
+        self._broken: tuple[Wait, float] | None = None
+        self._call = ScriptCall()
+        self._is_over = threading.Event()
+        reference = weakref.ref(lookout)
+        threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread at its next look."""
+        self._is_over.set()
+
+    def _run(self, reference: "weakref.ref[Waiting]") -> None:
+        while not self._is_over.wait(_BEAT_S):
+            lookout = reference()
+            if lookout is None:
+                return
+            self._look(lookout)
+            # Not kept while the next look is waited for.
+            del lookout
+
+    def _look(self, lookout: Waiting) -> None:
+        own = lookout.longest
+        lookout.script_wait = self._call.look() if own is None else None
+        wait = own or lookout.script_wait
+        if wait is None or wait.failure is not None or wait.seconds < self._limit_s:
+            return
+        if wait.end is not None:
+            self._end_if_it_goes_on(wait)
+            return
+        if time.monotonic() < self._ask_again_s:
+            return
+        self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
+        verdict = lookout.judge_late(wait)
+        if not is_to_end(verdict):
+            return
+        lookout.sentence(verdict)
+        wait.end = CommunicationError(str(verdict), verdict.culprits)
+        lookout.ended = str(verdict)
+        self._broken = wait, time.monotonic()
+        if wait.is_of_script:
+            # Its error is torch's, of addresses.
+            print(verdict, file=sys.stderr, flush=True)
+        break_all_groups()
+
+    def _end_if_it_goes_on(self, wait: Wait) -> None:
+        if self._broken is not None and self._broken[0] is wait and time.monotonic() > self._broken[1] + _GRACE_S:
+            end_process(str(wait.end))
+
+
+class ScriptCall:
+    """A collective of torch.distributed that the main thread is in, called by the script."""
+
+    def __init__(self):
+        self._wait: Wait | None = None
+        self._line = ""
+        self._since_cpu_s = self._last_cpu_s = 0.0
+
+    def look(self) -> Wait | None:
+        """That call as a wait: the same object for as long as the thread has stood still in it."""
+        cpu_s = _main_cpu_s()
+        is_idle, self._last_cpu_s = cpu_s - self._last_cpu_s < _IDLE_S, cpu_s
+        # A thread that computes is in no such call, and its frames are not asked for.
+        frame, call = script_frame() if is_idle else (None, None)
+        if frame is None or call is None:
+            self._wait = None
+            return None
+        line, wait = f"{frame.f_code.co_filename}:{frame.f_lineno}", self._wait
+        is_same = wait is not None and (wait.name, self._line) == (call, line)
+        # One such call after the other takes little time of the processor in each look, and some in all.
+        if wait is None or not is_same or cpu_s - self._since_cpu_s > _IDLE_S + _IDLE_SHARE * wait.seconds:
+            wait = self._wait = Wait(ScriptCollective(call))
+            self._line, self._since_cpu_s = line, cpu_s
+        return wait
+
+
+def _main_cpu_s() -> float:
+    main = threading.main_thread().ident
+    if main is None or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(main))
+
+
+def is_to_end(verdict: Verdict) -> bool:
+    """Whether a wait that has taken too long is to fail; see [Note: how a wait is ended]."""
+    absences, wait = verdict.absences, verdict.wait
+    if verdict.silence is not None:
+        return True
+    if any(absences[rank].is_over or absences[rank].where is None for rank in verdict.culprits if rank in absences):
+        return True
+    waits_as_long = (
+        each.where is not None and each.where.seconds >= _AS_LONG * wait.seconds
+        for rank, each in absences.items()
+        if rank in verdict.others_apart
+    )
+    if any(waits_as_long):
+        return True
+    is_of_training = wait.kind is not None or (wait.is_of_script and "barrier" not in str(wait.what))
+    return is_of_training and verdict.is_late

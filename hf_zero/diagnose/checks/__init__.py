@@ -1,0 +1,1 @@
+"""What `hf-zero doctor` looks at, one subject a file."""

@@ -1,0 +1,74 @@
+"""GPUs: what they are, whether they reach each other's memory, and how fast pinned memory is copied."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from ..finding import Finding, absent, bad, good, hint
+
+_PINNED_BYTES = 64 * 2**20
+_SLOW_GB = 3.0
+"""1e9 bytes a second: a quarter of what PCIe 3.0 x16 moves."""
+
+
+def devices() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        for subject in ("GPUs", "access between GPUs", "pinned memory"):
+            yield absent(subject, "no GPU")
+        return
+    count = torch.cuda.device_count()
+    names = [torch.cuda.get_device_properties(index) for index in range(count)]
+    listed = ", ".join(f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in names)
+    if len({(each.name, each.total_memory) for each in names}) > 1:
+        advice = "The slowest and the smallest one set the pace. Choose equal ones by CUDA_VISIBLE_DEVICES."
+        yield hint("GPUs", f"{count} that differ: {listed}", advice)
+    else:
+        yield good("GPUs", f"{count}: {listed}")
+    yield peer_access(count)
+    yield _pinned()
+
+
+def peer_access(count: int) -> Finding:
+    """Whether each of some GPUs can read each other one's memory."""
+    if count < 2:
+        return absent("access between GPUs", "one GPU")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    closed = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if closed:
+        advice = (
+            "Collectives go through host memory: links of a few GB/s. Turn IOMMU/ACS off in the BIOS (or give the virtual "
+            "machine pass-through), and leave `comm.peer_memory` at none; `comm.weights: auto` and `comm.gradients: auto` "
+            "send less."
+        )
+        return bad("access between GPUs", f"PCIe without peer access: {_pairs(closed)}", advice)
+    return good("access between GPUs", f"all {len(pairs) // 2} pairs")
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> str:
+    more = f" and {len(pairs) - 4} more" if len(pairs) > 4 else ""
+    return ", ".join(f"{a}→{b}" for a, b in pairs[:4]) + more
+
+
+def _pinned() -> Finding:
+    try:
+        pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        return bad(
+            "pinned memory",
+            f"64 MiB cannot be pinned: {first}",
+            "Raise the limit of locked memory: ulimit -l unlimited.",
+        )
+    there = torch.empty(_PINNED_BYTES, dtype=torch.uint8, device="cuda")
+    there.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    began_s = time.perf_counter()
+    for _ in range(4):
+        there.copy_(pinned, non_blocking=True)
+    torch.cuda.synchronize()
+    gb = 4 * _PINNED_BYTES / (time.perf_counter() - began_s) / 1e9
+    if gb < _SLOW_GB:
+        advice = "The GPU has few PCIe lanes: look at `nvidia-smi -q -d PCI`. Offload will be slow."
+        return hint("pinned memory", f"{gb:.1f} GB/s to the GPU", advice)
+    return good("pinned memory", f"{gb:.1f} GB/s to the GPU")

@@ -1,0 +1,74 @@
+"""Links between local ranks, measured, and a trial of each collective that the engine uses."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..finding import Finding, bad, good
+
+_PATIENCE_S = 120.0
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def links(processes: int | None) -> Iterator[Finding]:
+    """Starts ranks: one a GPU with NCCL where there are several GPUs, else on the CPU with gloo.
+
+    Args:
+        processes: how many; None is as many as GPUs, or two.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = processes or max(2, gpus)
+    backend = "nccl" if gpus >= count > 1 else "gloo"
+    where = f"{count} ranks, {backend}" + ("" if backend == "nccl" else " on the CPU")
+    with tempfile.TemporaryDirectory(prefix="hf-zero-doctor-") as folder:
+        error = _run(Path(folder), count, backend)
+        result = Path(folder, "found.json")
+        if error is not None or not result.exists():
+            advice = (
+                "Ranks on this machine cannot talk to each other: a firewall, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME."
+            )
+            yield bad(f"links ({where})", error or "the ranks brought no result", advice)
+            return
+        found = json.loads(result.read_text())
+    yield good(f"all-reduce ({where})", f"{found['all_reduce_gb']:.2f} GB/s, latency {found['all_reduce_us']:,.0f} us")
+    yield good(f"all-gather ({where})", f"{found['all_gather_gb']:.2f} GB/s, latency {found['all_gather_us']:,.0f} us")
+    if found["wrong"]:
+        advice = "Values arrive wrong: broken memory or drivers, or a NCCL with a known fault. Do not train here."
+        yield bad("the engine's collectives", f"wrong results: {', '.join(found['wrong'])}", advice)
+    else:
+        yield good("the engine's collectives", "reduce-scatter, all-gather, all-to-all, broadcast, agreements: right")
+
+
+def _run(folder: Path, count: int, backend: str) -> str | None:
+    """Runs the ranks to their end; returns the last line of what one that failed has said."""
+    environment = {name: value for name, value in os.environ.items() if name not in (*_LAUNCHERS, "HF_ZERO_CONFIG")}
+    command = [sys.executable, "-m", "hf_zero.diagnose.link_ranks", str(folder)]
+    said = [folder / f"said{rank}" for rank in range(count)]
+    ranks = []
+    for rank in range(count):
+        with said[rank].open("w") as output:
+            words = [*command, str(rank), str(count), backend]
+            ranks.append(subprocess.Popen(words, stdout=output, stderr=output, env=environment))
+    deadline_s = time.monotonic() + _PATIENCE_S
+    try:
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline_s:
+            if any(rank.poll() for rank in ranks):
+                break
+            time.sleep(0.05)
+        failed = next((index for index, rank in enumerate(ranks) if rank.poll()), None)
+        if failed is not None:
+            lines = said[failed].read_text().strip().splitlines()
+            return f"rank {failed}: {lines[-1] if lines else f'exit code {ranks[failed].returncode}'}"
+        late = [index for index, rank in enumerate(ranks) if rank.poll() is None]
+        return f"ranks {late} have not ended after {_PATIENCE_S:.0f} s" if late else None
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

@@ -1,0 +1,171 @@
+"""What the log of collectives and the watch for late ranks cost, on the job of host_time.py.
+
+    python scripts/bench/collective_log.py            # a minute
+    python scripts/bench/collective_log.py --quick
+
+The difference is far below what two runs of a step differ by. So the ledger's calls for one collective are timed with the log
+and without it, in turns, many times over, and multiplied by the collectives of a step. The watching thread looks twice a second;
+one look is timed in a rank. Both are set against the CPU time of a step. Ends with 1 where they take more than 0.5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from host_time import ClippedSteps, LaunchBound
+from peers import ENGINES
+from ranks import run_ranks
+from rich.console import Console
+from rich.table import Table
+from workload import adamw_arguments
+
+from hf_zero import engine_of
+from hf_zero.comm.control.late import ScriptCall
+from hf_zero.comm.control.whereabouts import script_frame
+from hf_zero.comm.label import Label
+from hf_zero.comm.ledger import Ledger
+
+MOST_SHARE = 0.005
+LOOKS_A_SECOND = 2
+SITES_A_STEP = 8
+"""How often a step notes where training is."""
+_LABEL = Label(kind="all-gather parameters", subject="bucket 0")
+_TURNS = 9
+
+
+class LedgerWithoutLog(Ledger):
+    """The ledger as it is, without what it writes to the log."""
+
+    def count(self, label: Label, bytes_sent: int, bytes_between: int) -> None:
+        kind = label.kind
+        row = self._rows[kind]
+        row.calls += 1
+        self.watch.begun[kind] += 1
+        row.bytes_sent += bytes_sent
+        row.bytes_between += bytes_between
+
+    def began(self, label: Label) -> None:
+        kind = label.kind
+        if not self._under_way.get(kind):
+            self._since[kind] = self.now()
+        self._under_way[kind] = self._under_way.get(kind, 0) + 1
+
+    def ended(self, kind: str, entry: None) -> None:
+        self._under_way[kind] -= 1
+        if not self._under_way[kind]:
+            self.add(kind, "under_way_seconds", self._since[kind])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Of one engine's step on rank 0, in seconds of CPU time."""
+
+    name: str
+    collectives: float
+    log_s: float
+    look_s: float
+    step_s: float
+
+    @property
+    def share(self) -> float:
+        """Of the step's CPU time, for the log and, as if training took all of a core, for the looks."""
+        return self.log_s / self.step_s + LOOKS_A_SECOND * self.look_s
+
+
+def seconds_of_one_entry(calls: int) -> float:
+    """By which the log makes one collective dearer: the least of some turns with it less that without it."""
+    least: dict[type, float] = {}
+    for _ in range(_TURNS):
+        for kind in (Ledger, LedgerWithoutLog):
+            ledger = kind()
+            began_s = time.process_time()
+            for _ in range(calls):
+                ledger.count(_LABEL, 1000, 0)
+                ledger.ended(_LABEL.kind, ledger.began(_LABEL))
+            least[kind] = min(least.get(kind, float("inf")), (time.process_time() - began_s) / calls)
+    return least[Ledger] - least[LedgerWithoutLog]
+
+
+def seconds_of_one_site(calls: int) -> float:
+    log, began_s = Ledger().watch.log, time.process_time()
+    for _ in range(calls):
+        log.site = "forward"
+    return (time.process_time() - began_s) / calls
+
+
+def measure(rank: int, world_size: int, *, names: list[str], n_layer: int, steps: int, calls: int) -> list[Cost]:
+    workload, found = LaunchBound(n_layer=n_layer), []
+    entry_s, site_s = seconds_of_one_entry(calls), seconds_of_one_site(calls)
+    for name in names:
+        engine = ENGINES[name](workload.make_model, adamw_arguments(fused=True))
+        stepped = ClippedSteps(engine)
+        batches = [workload.make_batch(rank, step) for step in range(5 + steps)]
+        for batch in batches[:5]:
+            stepped.step(batch)
+        before, began_s = collectives_of(engine), time.process_time()
+        for batch in batches[5:]:
+            stepped.step(batch)
+        step_s = (time.process_time() - began_s) / steps
+        collectives = (collectives_of(engine) - before) / steps
+        found.append(
+            Cost(
+                name=name,
+                collectives=collectives,
+                log_s=collectives * entry_s + SITES_A_STEP * site_s,
+                look_s=seconds_of_one_look(),
+                step_s=step_s,
+            )
+        )
+        stepped.close()
+    return found
+
+
+def collectives_of(engine: Any) -> int:
+    model = getattr(engine.model, "module", engine.model)
+    return sum(row.calls for row in engine_of(model).transport.ledger.rows())
+
+
+def seconds_of_one_look() -> float:
+    """Of the thread that looks for late ranks, at a main thread that stands still: at one that computes it is less."""
+    call, times = ScriptCall(), 200
+    began_s = time.thread_time()
+    for _ in range(times):
+        call.look()
+        script_frame()
+    return (time.thread_time() - began_s) / times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", default=["hf_zero1", "hf_zero2", "hf_zero3"])
+    parser.add_argument("--n-layer", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--quick", action="store_true", help="two layers, few steps")
+    options = parser.parse_args()
+    arguments = {"names": options.engines, "n_layer": options.n_layer, "steps": options.steps, "calls": 50_000}
+    if options.quick:
+        arguments |= {"n_layer": 2, "steps": 5, "calls": 5_000}
+    costs: list[Cost] = run_ranks(measure, world_size=2, time_limit_s=300, keyword_arguments=arguments)[0]
+    title = f"BERT of {arguments['n_layer']} layers, 2 ranks, a step on rank 0, torch {torch.__version__}"
+    table = Table(title=title, title_justify="left")
+    for column in ("engine", "collectives", "log, us", "step, CPU ms", "a look, us", "share of CPU time"):
+        table.add_column(column, justify="right")
+    for cost in costs:
+        figures = (
+            f"{cost.collectives:.0f}",
+            f"{1e6 * cost.log_s:.1f}",
+            f"{1e3 * cost.step_s:.1f}",
+            f"{1e6 * cost.look_s:.1f}",
+        )
+        table.add_row(cost.name, *figures, f"{cost.share:.3%}")
+    Console(width=120).print(table)
+    return int(any(cost.share > MOST_SHARE for cost in costs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""What each rank of `hf-zero parity` runs, as a file that `run_forked` can start."""
+
+from hf_zero.integrations.unmodified.recorded import main
+
+main()

@@ -1,0 +1,318 @@
+"""A rank that is late ends the run on all ranks in time, with an error that says where each rank is."""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from fault_matrix import FAULTS, print_table, run_cells
+from fault_runs import outcomes
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from training import gpt2, gpt2_batch
+
+from hf_zero import ZeroEngine
+from hf_zero.comm.control.collective_log import CollectiveLog
+from hf_zero.comm.control.late import is_to_end
+from hf_zero.comm.control.verdict import Absence, Verdict
+from hf_zero.comm.control.watch import ScriptCollective, Wait
+from hf_zero.comm.control.whereabouts import Whereabouts
+from hf_zero.comm.label import Label
+from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.transport import Handle
+from hf_zero.engine.state.replicas import ReplicasDivergedError, checksum
+
+pytestmark = pytest.mark.timeout(120)
+
+GATHER = Label(kind="all-gather parameters", subject="bucket 7", holds="bert.encoder.layer.7")
+REDUCE = Label(kind="reduce-scatter gradients", subject="bucket 4", holds="bert.encoder.layer.9")
+
+RUNS = {
+    "hang in evaluate": {"stage": 3, "fault": "hang in evaluate", "way": "engine"},
+    "hang in a gather of the script": {"stage": 2, "fault": "hang in evaluate"},
+    "save on rank 0 alone": {"stage": 2, "fault": "save on rank 0 alone"},
+}
+LIMITS = {"limit_s": 1800.0, "late_s": 3.0, "patience_s": 110.0}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, list[dict]]:
+    """Runs whose backend would wait for half an hour."""
+    started = outcomes([{**run, **LIMITS} for run in RUNS.values()], tmp_path_factory.mktemp("late"))
+    return dict(zip(RUNS, started, strict=True))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_ranks_end_with_an_error_in_time(name, runs):
+    slack = max(1.0, 2 * os.getloadavg()[0] / os.cpu_count())
+    for outcome in runs[name]:
+        assert outcome["code"] == 1, outcome["said"][-2000:]
+        assert outcome["seconds"] < LIMITS["late_s"] + 30 * slack
+        assert "trained to the end" not in outcome["said"]
+
+
+def test_a_hang_in_evaluation_is_told_with_the_layer_the_stack_and_the_last_collectives(runs):
+    waiting, late = (outcome["said"] for outcome in runs["hang in evaluate"])
+    assert "failed for want of rank 1: rank 0 was in it for" in waiting
+    assert "(transformer; evaluate, step 3; faulty_ranks.py:" in waiting
+    assert "is in no collective (evaluate, step 3; faulty_ranks.py:" in waiting
+    stack = waiting[waiting.index("rank 1 is at:") :]
+    assert "hangs_in_evaluate" in stack and "time.sleep(1000)" in stack
+    assert "the last collectives of rank 1:" in stack and "bytes sent, evaluate, step 3" in stack
+    assert "comm.late_s" in waiting
+    assert "rank 1 was late, and is ended" in late and "time.sleep(1000)" in late
+
+
+def test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise(runs):
+    waiting, late = (outcome["said"] for outcome in runs["hang in a gather of the script"])
+    assert "the script's own torch.distributed.all_gather failed for want of rank 1" in waiting
+    assert "time.sleep(1000)" in waiting and "rank 1 was late, and is ended" in late
+
+
+def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
+    # The second to end may say instead that the first has ended, with its words.
+    told = "".join(outcome["said"] for outcome in runs["save on rank 0 alone"])
+    told = told[told.index("the ranks are in different collectives: ") :].splitlines()[0]
+    assert "rank 0 waits in accelerator.save_state (save, step 3)" in told
+    assert "rank 1 waits in agreement on used parameters of this pass (backward, step 3)" in told
+
+
+def test_the_launcher_is_told_by_the_late_rank_too(runs):
+    waiting, late = (outcome["told"] for outcome in runs["hang in evaluate"])
+    assert late.startswith("hf_zero: rank 1 was late")
+    # The engine alone leaves the launcher's file to torch.
+    assert waiting == ""
+
+
+# ---- what a wait may be ended for ----
+
+
+def where(
+    waits_in: object = None, torch_call: str | None = None, seconds: float = 100.0, place: str = "evaluate, step 812"
+) -> Whereabouts:
+    return Whereabouts(
+        waits_in=None if waits_in is None else str(waits_in),
+        kind=getattr(waits_in, "kind", None),
+        seconds=seconds,
+        failure=None,
+        torch_call=torch_call,
+        line="train.py:3: step()",
+        begun={},
+        holds=getattr(waits_in, "holds", ""),
+        place=place,
+    )
+
+
+def verdict(what: object, others: dict[int, Whereabouts | None], silence: str | None = None) -> Verdict:
+    wait = Wait(what)
+    wait.since_s -= 120
+    absences = {
+        rank: Absence(
+            rank=rank,
+            process=None,
+            has_ended=False,
+            has_left=False,
+            is_stopped=False,
+            words=None,
+            culprits=(),
+            where=each,
+        )
+        for rank, each in others.items()
+    }
+    return Verdict(
+        rank=0,
+        wait=wait,
+        line="",
+        absences=absences,
+        silence=silence,
+        place="training step, step 812",
+        recent=["a line"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "others", "ends"),
+    [
+        # A collective of training: for a rank that is elsewhere, wherever that is.
+        (GATHER, {1: where()}, True),
+        (GATHER, {1: where(GATHER), 2: where()}, True),
+        # All are there: the link is slow.
+        (GATHER, {1: where(GATHER), 2: where(GATHER)}, False),
+        (ScriptCollective("all_gather"), {1: where(torch_call="all_gather")}, False),
+        # A rank that says nothing is stopped, or cannot be reached.
+        ("accelerator.save_state", {1: None}, True),
+        (GATHER, {1: None}, True),
+        # One rank may work for long where others meet in words or in a barrier.
+        ("accelerator.save_state", {1: where()}, False),
+        (ScriptCollective("barrier"), {1: where()}, False),
+        (ScriptCollective("all_gather_object"), {1: where()}, True),
+        # Two that wait for each other never end; one that has waited for a moment may be let go by a third.
+        ("accelerator.save_state", {1: where(REDUCE)}, True),
+        ("accelerator.save_state", {1: where(REDUCE, seconds=2.0)}, False),
+        (ScriptCollective("barrier"), {1: where(GATHER)}, True),
+        (ScriptCollective("barrier"), {1: where(torch_call="all_reduce")}, True),
+        (GATHER, {1: where(REDUCE)}, True),
+    ],
+)
+def test_a_wait_is_ended_for_a_late_rank_and_not_for_a_slow_link(what, others, ends):
+    assert is_to_end(verdict(what, others)) == ends
+
+
+def test_a_wait_is_ended_where_the_store_is_silent():
+    assert is_to_end(verdict(GATHER, {}, silence="the store has not answered"))
+
+
+def test_one_line_says_which_ranks_wait_where():
+    told = str(
+        verdict(
+            REDUCE,
+            {
+                1: where(REDUCE, place="training step, step 812"),
+                2: where(REDUCE, place="training step, step 812"),
+                3: where(GATHER),
+            },
+        )
+    )
+    assert (
+        "ranks 0-2 wait in reduce-scatter gradients of bucket 4 (bert.encoder.layer.9; training step, step 812), "
+        "rank 3 waits in all-gather parameters of bucket 7 (bert.encoder.layer.7; evaluate, step 812)"
+    ) in told
+
+
+# ---- the log ----
+
+
+def test_the_log_holds_the_last_collectives_with_their_place_and_says_which_have_not_ended():
+    ledger = Ledger()
+    log = ledger.watch.log
+    for step in range(300):
+        log.step, log.site = step, "forward"
+        ledger.count(GATHER, 100, 0)
+        Handle(GATHER, ledger, lambda: None).finish()
+    log.site = "backward"
+    ledger.count(REDUCE, 2000, 0)
+    Handle(REDUCE, ledger, lambda: None)
+    lines = log.last_lines()
+    assert len(log.entries) == 256 and len(lines) == 6
+    assert lines[0].startswith(
+        "all-gather parameters of bucket 7 (bert.encoder.layer.7), 100 bytes sent, forward, step 295: ended"
+    )
+    assert "2,000 bytes sent, backward, step 299: not ended for" in lines[-1]
+
+
+@given(st.lists(st.sampled_from([GATHER, REDUCE]), min_size=1, max_size=20), st.randoms())
+def test_collectives_that_end_in_any_order_are_marked_as_ended_each_by_itself(labels, random):
+    ledger = Ledger()
+    handles = []
+    for label in labels:
+        ledger.count(label, 1, 0)
+        handles.append(Handle(label, ledger, lambda: None))
+    left = handles.copy()
+    random.shuffle(left)
+    for number, handle in enumerate(left, start=1):
+        handle.finish()
+        assert sum(entry[-1] is not None for entry in ledger.watch.log.entries) == number
+
+
+def test_the_log_can_be_read_while_another_thread_writes_it():
+    ledger, is_over = Ledger(), threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            ledger.count(GATHER, 1, 0)
+            Handle(GATHER, ledger, lambda: None).finish()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    deadline_s = time.monotonic() + 0.5
+    while time.monotonic() < deadline_s:
+        assert len(ledger.watch.log.last_lines()) <= 6
+    is_over.set()
+    thread.join()
+
+
+def test_a_place_of_its_own_is_left_again_when_it_ends_with_an_error():
+    log = CollectiveLog()
+    log.site = "forward"
+    with pytest.raises(LookupError), log.at("save"):
+        assert log.place == "save, step 0"
+        raise LookupError
+    assert log.place == "forward, step 0"
+
+
+# ---- copies of parameters ----
+
+
+def diverges(rank: int, world_size: int, stage: int, frozen: bool, group: int | None) -> str:
+    """Trains with a flipped bit on rank 1, in a frozen parameter or in one that is stepped; returns the error."""
+    torch.manual_seed(0)
+    model = gpt2()
+    model.transformer.wpe.requires_grad_(not frozen)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    comm = {} if group is None else {"comm": {"shard_group_size": group}}
+    engine = ZeroEngine(model, [optimizer], {"stage": stage, "check_replicas_every": 2, **comm})
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        if step == 2 and rank == 1:
+            flip(engine, model, frozen)
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        try:
+            optimizer.step()
+        except ReplicasDivergedError as error:
+            return f"{step}: {error}"
+        optimizer.zero_grad()
+    return "trained to the end"
+
+
+def flip(engine: ZeroEngine, model: nn.Module, frozen: bool) -> None:
+    whole = model.transformer.wpe.weight.data if frozen else engine.buckets[0].own.detach()
+    whole.view(torch.int32).view(-1)[5] ^= 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("stage", "frozen", "group", "named"),
+    [
+        (0, False, None, r"in bucket 0. Ranks with the same values: rank 0; rank 1."),
+        (2, True, None, r"'transformer.wpe.weight'. Ranks with the same values: rank 0; rank 1."),
+    ],
+)
+def test_copies_that_have_diverged_are_named_on_all_ranks(stage, frozen, group, named):
+    arguments = {"stage": stage, "frozen": frozen, "group": group}
+    for said in run_ranks(diverges, world_size=2, time_limit_s=60, keyword_arguments=arguments):
+        assert (
+            said.startswith("3: hf_zero: the ranks' copies of the parameters have diverged by step 4") and named in said
+        )
+
+
+@pytest.mark.slow
+def test_shards_of_replicate_groups_that_have_diverged_are_named_with_the_bucket_and_the_ranks():
+    arguments = {"stage": 3, "frozen": False, "group": 2}
+    for said in run_ranks(diverges, world_size=4, time_limit_s=100, keyword_arguments=arguments):
+        assert "bucket 0 (" in said and "Ranks with the same values: rank 1; rank 3." in said
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.data())
+def test_a_flipped_bit_and_two_values_that_changed_places_change_the_checksum(values, data):
+    before = torch.tensor(values, dtype=torch.int32)
+    place, bit = data.draw(st.integers(0, len(values) - 1)), data.draw(st.integers(0, 30))
+    after = before.clone()
+    after[place] ^= 1 << bit
+    assert checksum(after.view(torch.float32)) != checksum(before.view(torch.float32))
+    swapped = before.clone()
+    swapped[:2] = before[:2].flip(0)
+    assert (checksum(swapped) != checksum(before)) == (values[0] != values[1])
+
+
+# ---- the matrix ----
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("way", ["engine", "accelerate", "trainer"])
+def test_every_fault_ends_on_all_ranks_in_time_and_names_rank_and_place(way):
+    cells = run_cells(list(FAULTS), [2, 3], [way])
+    print_table(cells)
+    assert not [(cell.fault, cell.stage, cell.fault_found) for cell in cells if cell.fault_found]

@@ -1,0 +1,83 @@
+"""Scripts that know nothing of hf_zero, run without and with the engine and compared."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT, SECONDS, own_environment, own_port, run_forked
+
+from hf_zero.diagnose.parity_report import ParityError, ParityReport, compare
+from hf_zero.diagnose.recording import Recording
+
+HERE = Path(__file__).parent
+SCRIPTS = HERE.parent / "run" / "scripts"
+
+
+def recorded(folder: Path, zero: str | None, script: str, *arguments: object) -> Recording:
+    folder.mkdir()
+    options = ("--record", folder, "--steps", 3, *(("--stock",) if zero is None else ()), "--zero", zero or 2)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    words = (*options, SCRIPTS / script, *arguments)
+    done = run_forked(HERE / "recorded_module.py", words, environment=environment, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Recording(folder)
+
+
+def reports(tmp_path: Path, settings: list[str], script: str, *arguments: object) -> list[ParityReport]:
+    stock = recorded(tmp_path / "stock", None, script, *arguments)
+    return [compare(stock, recorded(tmp_path / f"{n}", zero, script, *arguments)) for n, zero in enumerate(settings)]
+
+
+def test_an_accelerate_loop_is_equal_but_for_the_norm(tmp_path):
+    for report in reports(tmp_path, ["1", "3"], "plain_loop.py", tmp_path / "losses.json"):
+        assert report.passed and report.steps == 3 and report.world_size == 2, str(report)
+        # A clip that does not scale leaves all else as it is.
+        assert report.loss == 0 and not report.gradients and not report.parameters, str(report)
+        assert len(report.reasons) == 1 and "clipped" in report.reasons[0]
+
+
+def test_trainer_is_equal_and_inexact_settings_are_named(tmp_path):
+    words = ("--output_dir", tmp_path / "out", "--max_steps", 9, "--report_to", "none", "--max_grad_norm", 100)
+    exact, inexact = reports(tmp_path, ["2", "stage=2,comm.gradients=int8"], "trainers.py", *words)
+    assert exact.passed and exact.loss == 0 and not exact.gradients, str(exact)
+    assert inexact.passed and "comm.gradients" in str(inexact) and inexact.gradients, str(inexact)
+
+
+def test_a_script_without_a_step_cannot_be_compared(tmp_path):
+    stock = recorded(tmp_path / "stock", None, "odd_ends.py", "evaluates")
+    with pytest.raises(ParityError, match="without the engine took no optimizer step"):
+        compare(stock, stock)
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_a_status_for_ci(tmp_path):
+    def command(*options: str) -> subprocess.CompletedProcess:
+        words = [
+            sys.executable,
+            "-c",
+            "from hf_zero.cli.app import main; main()",
+            "parity",
+            "--cpu",
+            "--json",
+            *options,
+        ]
+        words += [
+            "--num-processes",
+            "2",
+            "--port",
+            str(own_port()),
+            str(SCRIPTS / "plain_loop.py"),
+            str(tmp_path / "l"),
+        ]
+        environment = own_environment(tmp_path)
+        return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
+
+    good = command("--zero", "2")
+    assert good.returncode == 0, good.stderr[-3000:]
+    assert json.loads(good.stdout)["passed"]
+    bad = command("--zero", "stage=2,comm.gradients=int8", "--tolerance", "0")
+    assert bad.returncode == 1, bad.stderr[-3000:]
+    assert json.loads(bad.stdout)["first"]["kind"] == "gradient"

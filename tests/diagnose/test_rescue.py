@@ -1,0 +1,236 @@
+"""Micro-batches that run out of memory are taken again in parts: the same sums, on all ranks alike."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+from torch import nn
+from trainer_job import as_launched, history, make_trainer
+from training import VOCABULARY, gpt2, gpt2_batch
+
+from hf_zero import Rescue
+from hf_zero.config import ConfigError, ZeroConfig
+from hf_zero.diagnose.parts_of_batch import cut, rows_of
+from hf_zero.engine.engine import ZeroEngine
+
+pytestmark = pytest.mark.timeout(180)
+
+HALVE = {"out_of_memory": "halve"}
+
+
+def runs_out(module: nn.Module, most_rows: int, *, when: str = "forward", here: bool = True) -> None:
+    """Makes a module fail for batches of more rows, in forward or in backward, on a rank that it is `here` for."""
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def on_forward(_module, _args, output):
+        tensor = output[0] if isinstance(output, tuple) else output
+        if here and tensor.shape[0] > most_rows and torch.is_grad_enabled():
+            if when == "forward":
+                fail()
+            tensor.register_hook(lambda gradient: fail())
+
+    module.register_forward_hook(on_forward)
+
+
+class Run:
+    """A GPT-2 in training whose micro-batches go through a `Rescue`, or are taken in a number of parts by hand."""
+
+    def __init__(self, rank: int, world_size: int, settings_: dict):
+        torch.manual_seed(0)
+        self.model = gpt2(layers=2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.engine = ZeroEngine(self.model, [self.optimizer], settings_)
+        self.rescue = Rescue(self.engine) if settings_.get("out_of_memory") else None
+        self._rank = rank
+
+    def part(self, inputs: dict, weight: float) -> torch.Tensor:
+        loss = self.model(**inputs).loss * weight
+        loss.backward()
+        return loss.detach()
+
+    def step(self, number: int, rows: int, accumulation: int, parts: int = 1) -> float:
+        total = 0.0
+        for micro in range(accumulation):
+            batch = gpt2_batch(torch.Generator().manual_seed(100 * number + 10 * micro + self._rank), rows)
+            is_last = micro == accumulation - 1
+            if self.rescue is not None:
+                with self._context(is_last):
+                    total += self.rescue.run(batch, self.part, ends_step=is_last).item()
+                continue
+            pieces = cut(batch, parts)
+            loss = 0.0
+            for place, piece in enumerate(pieces):
+                with self._context(is_last and place == len(pieces) - 1):
+                    loss = loss + self.part(*piece)
+            total += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+    def _context(self, is_last: bool):
+        return nullcontext() if is_last else self.engine.no_sync()
+
+    def weights(self) -> dict[str, np.ndarray]:
+        with self.engine.gathered():
+            return {name: p.detach().numpy().copy() for name, p in self.model.named_parameters()}
+
+
+def rescued(rank: int, world_size: int, variants: list[dict], when: str, accumulation: int = 2) -> None:
+    for variant in variants:
+        saved = Run(rank, world_size, {**HALVE, **variant})
+        by_hand, plain = Run(rank, world_size, variant), Run(rank, world_size, variant)
+        # The last rank alone has too little memory, and only in the middle of the model.
+        runs_out(saved.model.transformer.h[1], 2, when=when, here=rank == world_size - 1)
+        for number in range(3):
+            mine = saved.step(number, 6, accumulation)
+            # The first micro-batch fails, so that no loss of the step comes from a larger part.
+            assert mine == by_hand.step(number, 6, accumulation, parts=4), variant
+            assert mine == pytest.approx(plain.step(number, 6, accumulation), rel=1e-5), variant
+        assert saved.rescue.parts == 4
+        # Bit for bit those of the same parts taken by hand, and those of the whole batch to rounding.
+        theirs, whole = by_hand.weights(), plain.weights()
+        for name, values in saved.weights().items():
+            assert np.array_equal(values, theirs[name]), (variant, name)
+            np.testing.assert_allclose(values, whole[name], rtol=1e-4, atol=1e-6)
+
+
+VARIANTS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_all_ranks_take_the_step_again_in_parts_when_one_runs_out(when):
+    arguments = {"variants": VARIANTS, "when": when}
+    run_ranks(rescued, world_size=2, time_limit_s=120, keyword_arguments=arguments)
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_one_rank_is_rescued_at_every_stage(when):
+    variants = [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}]
+    run_ranks(rescued, world_size=1, time_limit_s=90, keyword_arguments={"variants": variants, "when": when})
+
+
+def later_micro_batch(rank: int, world_size: int) -> None:
+    for variant in VARIANTS:
+        saved, by_hand = Run(rank, world_size, {**HALVE, **variant}), Run(rank, world_size, variant)
+        calls = []
+
+        def fail_at_the_third(module, args, output, calls=calls):
+            calls.append(module)
+            if len(calls) == 3 and rank == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        saved.model.transformer.h[0].register_forward_hook(fail_at_the_third)
+        saved.step(0, 4, 3)
+        by_hand.step(0, 4, 3, parts=2)
+        theirs = by_hand.weights()
+        assert all(np.array_equal(values, theirs[name]) for name, values in saved.weights().items()), variant
+
+
+def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too():
+    run_ranks(later_micro_batch, world_size=2, time_limit_s=90)
+
+
+def refused_at_stage_3(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match="`stage: 3` is for one rank, and there are 2"):
+        Run(rank, world_size, {"stage": 3, **HALVE})
+
+
+def test_stage_3_on_several_ranks_is_refused():
+    run_ranks(refused_at_stage_3, world_size=2, time_limit_s=60)
+
+
+def ends_at_one_row(rank: int, world_size: int) -> str:
+    run = Run(rank, world_size, {"stage": 2, **HALVE})
+    runs_out(run.model.transformer.h[0], 0, here=rank == 1)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        run.step(0, 4, 1)
+    return str(error.value)
+
+
+def test_single_rows_that_do_not_fit_end_the_run_on_all_ranks():
+    for message in run_ranks(ends_at_one_row, world_size=2, time_limit_s=60):
+        assert "down to single rows" in message and " out of memory." in message
+
+
+def test_a_loop_that_does_not_use_it_is_told():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ZeroEngine(model, [optimizer], {"stage": 1, **HALVE})
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(ConfigError, match="which this training loop does by itself"):
+        optimizer.step()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 9), parts=st.sampled_from([2, 4, 8]), hidden=st.lists(st.booleans(), min_size=36, max_size=36)
+)
+def test_parts_come_to_the_gradient_of_the_whole(rows, parts, hidden):
+    torch.manual_seed(rows)
+    model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Tanh(), nn.Linear(8, VOCABULARY)).double()
+    ids = torch.randint(0, VOCABULARY, (rows, 4))
+    labels = ids.masked_fill(torch.tensor(hidden[: rows * 4]).view(rows, 4), -100)
+    batch = {"input_ids": ids, "labels": labels, "scale": torch.tensor(2.0)}
+
+    def gradient(pieces) -> torch.Tensor:
+        model.zero_grad()
+        for inputs, weight in pieces:
+            logits, wanted = model(inputs["input_ids"]), inputs["labels"]
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
+            mean = loss * inputs["scale"] / max(1, int((wanted != -100).sum()))
+            (mean * weight).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    pieces = cut(batch, parts)
+    has_labels = bool((labels != -100).any())
+    assert len(pieces) == parts and sum(weight for _, weight in pieces) == pytest.approx(float(has_labels))
+    torch.testing.assert_close(gradient(pieces), gradient([(batch, 1.0)]), rtol=1e-9, atol=1e-12)
+
+
+def test_what_can_be_cut():
+    assert rows_of({"a": torch.zeros(4, 2), "b": [torch.zeros(4), torch.tensor(1.0)], "c": "text"}) == 4
+    assert rows_of({"ids": torch.zeros(4, 2), "positions": torch.zeros(1, 2)}) == 4
+    assert rows_of({"ids": torch.zeros(4, 2), "patches": torch.zeros(9, 2)}) is None
+    assert rows_of(["text"]) is None
+    with pytest.raises(ConfigError, match=r"out_of_memory: halve` does not go with `comm\.gradients: int8"):
+        ZeroConfig.of("out_of_memory=halve,comm.gradients=int8")
+
+
+def through_trainer(
+    rank: int, world_size: int, output_dir: str, most_rows: int | None, model: str, **overrides
+) -> dict:
+    as_launched(rank, world_size)
+    door = "flag stage=2,out_of_memory=halve"
+    trainer = make_trainer(door, model, output_dir, dropout=0.0, max_steps=4, warmup_steps=0, **overrides)
+    if most_rows is not None:
+        layers = trainer.model.bert.encoder.layer if model == "bert" else trainer.model.transformer.h
+        runs_out(layers[1], most_rows, here=rank == world_size - 1)
+    trainer.train()
+    seen = {"parts": trainer._rescue.parts, "batch": trainer._train_batch_size, "steps": trainer.state.global_step}
+    return history(trainer) | seen
+
+
+@pytest.mark.parametrize(
+    "model, overrides",
+    [
+        ("gpt2", {"gradient_accumulation_steps": 2}),
+        ("bert", {}),
+        ("gpt2", {"auto_find_batch_size": True}),
+    ],
+)
+def test_trainer_keeps_its_losses_and_its_batch(model, overrides, tmp_path):
+    both = []
+    for most_rows in (None, 1):
+        arguments = {"output_dir": str(tmp_path), "most_rows": most_rows, "model": model, **overrides}
+        both.append(run_ranks(through_trainer, world_size=2, time_limit_s=90, keyword_arguments=arguments))
+    for plain, saved in zip(*both):
+        assert (plain["parts"], saved["parts"]) == (1, 4) and plain["batch"] == saved["batch"] == 4
+        assert saved["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+        assert saved["norms"] == pytest.approx(plain["norms"], rel=1e-3)
+        assert saved["steps"] == 4

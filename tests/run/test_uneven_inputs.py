@@ -1,0 +1,155 @@
+"""Ranks with different numbers of batches train on together, as under DistributedDataParallel's Join."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.utils.data import DataLoader
+from trainer_job import as_launched
+from training import VOCABULARY, gpt2
+
+from hf_zero import ZeroPlugin
+
+
+def on_ranks(target: Callable, world_size: int = 2, **arguments) -> list:
+    return run_ranks(target, world_size=world_size, time_limit_s=90, keyword_arguments=arguments)
+
+
+def rows(count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(VOCABULARY, (count, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def train(
+    rank: int, world_size: int, zero: object, count: int = 18, max_norm: float = 100.0, epochs: int = 2, **more
+) -> dict:
+    """Losses of this rank's batches in each epoch, and the parameters that came of them."""
+    as_launched(rank, world_size)
+    plugin = None if zero is None else ZeroPlugin(zero)
+    uneven = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(parallelism_config=plugin, dataloader_config=uneven)
+    torch.manual_seed(0)
+    model = gpt2(dropout=more.get("dropout", 0.0), layers=2)
+    # Of three ranks, sums may be of another order, which AdamW shows where a gradient is nearly 0.
+    kind = torch.optim.AdamW if world_size == 2 else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=1e-2)
+    loader = DataLoader(rows(count), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for _ in range(epochs):
+        # accelerate's own does nothing on a CPU.
+        with Join([model]) if zero is None else accelerator.join_uneven_inputs([model]):
+            for batch in loader:
+                loss = model(**batch).loss
+                if more.get("plain_backward"):
+                    loss.backward()
+                else:
+                    accelerator.backward(loss)
+                if max_norm:
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+    weights = accelerator.get_state_dict(model)
+    return {"losses": losses, "weights": {k: v.tolist() for k, v in weights.items()}}
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(2, 18), (3, 17)])
+def test_ranks_that_run_out_follow_the_others_as_under_ddps_join(world_size, count):
+    # One epoch: a rank that has run out under DDP leaves its own optimizer's state behind.
+    stock = on_ranks(train, world_size, zero=None, count=count, max_norm=0.0, epochs=1)
+    assert len({len(told["losses"]) for told in stock}) == 2, "uneven"
+    for zero in (0, 1, 2, 3):
+        ours = on_ranks(train, world_size, zero=zero, count=count, max_norm=0.0, epochs=1)
+        tolerance = 0.0 if world_size == 2 else 1e-6
+        for told, theirs in zip(ours, stock):
+            assert told["losses"] == pytest.approx(theirs["losses"], rel=tolerance, abs=0.0)
+        for name, value in ours[0]["weights"].items():
+            expected = torch.tensor(stock[0]["weights"][name])
+            assert torch.allclose(torch.tensor(value), expected, rtol=0.0, atol=tolerance), name
+
+
+def test_it_goes_on_for_epochs_with_dropout_and_a_clip():
+    ours = [on_ranks(train, zero=zero, max_norm=0.1, epochs=3, dropout=0.1, plain_backward=True) for zero in (0, 2, 3)]
+    assert [len(told["losses"]) for told in ours[0]] == [9, 6]
+    for each in ours[1:]:
+        for told, first in zip(each, ours[0]):
+            assert told["losses"] == pytest.approx(first["losses"], rel=1e-5)
+
+
+def scheduled(rank: int, world_size: int) -> dict:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(2), gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = gpt2(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    loader = DataLoader(rows(36), batch_size=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    # By hand: accelerate's own accumulation ends with a rank's last batch.
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for number, batch in enumerate(loader):
+            if number % 2 == 0:
+                with accelerator.no_sync(model):
+                    accelerator.backward(model(**batch).loss / 2)
+                continue
+            accelerator.backward(model(**batch).loss / 2)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    whole = [p.detach().sum().item() for p in model.parameters()]
+    state = {k: v for k, v in scheduler.state_dict().items() if k in ("last_epoch", "_last_lr")}
+    return {"whole": whole, "lr": optimizer.param_groups[0]["lr"], "state": state}
+
+
+def test_micro_batches_and_schedulers_are_followed():
+    first, second = on_ranks(scheduled)
+    assert first == second
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+
+def refused(rank: int, world_size: int, what: str) -> str:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(1))
+    model = Normed() if what == "norm" else nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    joined = [object()] if what == "stranger" else [] if what == "nothing" else [model]
+    try:
+        with accelerator.join_uneven_inputs(joined, even_batches=False):
+            for _ in range(2 - rank if what == "twice" else 2 * rank):
+                loss = model(torch.ones(2, 4)).sum()
+                if what == "twice":
+                    loss = loss + model(torch.ones(2, 4)).sum()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("norm", "batch norms"),
+        ("stranger", "not object"),
+        ("nothing", "no model"),
+        ("empty", "had no batch at all"),
+        ("twice", "more than one forward"),
+    ],
+)
+def test_what_cannot_be_joined_is_refused_by_name(what, said):
+    told = on_ranks(refused, what=what)
+    assert any(re.search(said, each) for each in told), told
