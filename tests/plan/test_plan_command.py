@@ -40,7 +40,9 @@ def test_json_is_one_document_with_every_set_up(config):
     found = json.loads(result.stdout)
     names = [each["name"] for each in found["set_ups"]]
     assert names[:2] == ["DDP", "stage 0"] and found["recommended"] in names
-    assert all(each["device_bytes"] == sum(each["device"].values()) and each["step"]["step_s"] > 0 for each in found["set_ups"])
+    assert all(
+        each["device_bytes"] == sum(each["device"].values()) and each["step"]["step_s"] > 0 for each in found["set_ups"]
+    )
 
 
 def test_a_plan_where_nothing_fits_says_what_is_short_and_exits_with_1(config):
