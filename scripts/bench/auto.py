@@ -224,9 +224,8 @@ def main() -> int:
         cases.append(run_case(model, int(mb), tier, int(ranks), root, options.time_limit_s))
         print(cases[-1], file=sys.stderr, flush=True)
         options.json.parent.mkdir(exist_ok=True)
-        options.json.write_text(
-            json.dumps([asdict(case) | {"is_right": case.is_right} for case in cases], indent=2) + "\n"
-        )
+        told = [asdict(case) | {"is_right": case.is_right} for case in cases]
+        options.json.write_text(json.dumps({"torch": torch.__version__, "cases": told}, indent=2) + "\n")
     Console(width=150).print(table_of(cases))
     return int(sum(not case.is_right for case in cases) > MOST_WRONG)
 

@@ -261,7 +261,7 @@ def main() -> int:
     Console(width=140).print(table_of(cells))
     options.json.parent.mkdir(exist_ok=True)
     figures = [asdict(c) | {"state_error": c.state_error, "peak_error": c.peak_error} for c in cells]
-    options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    options.json.write_text(json.dumps({"torch": torch.__version__, "cells": figures}, indent=2) + "\n")
     wrong = too_far(cells)
     for cell in wrong:
         print(f"too far: {cell.model}, {cell.set_up}, {cell.rows} x {cell.length}")

@@ -24,6 +24,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -176,7 +177,8 @@ def main() -> int:
         )
     Console(width=120).print(table)
     options.json.parent.mkdir(exist_ok=True)
-    options.json.write_text(json.dumps([asdict(each) | {"error": each.error} for each in found], indent=2) + "\n")
+    figures = {"torch": torch.__version__, "points": [asdict(each) | {"error": each.error} for each in found]}
+    options.json.write_text(json.dumps(figures, indent=2) + "\n")
     return int(any(abs(each.error) > MOST_ERROR for each in found if not each.fitted))
 
 

@@ -161,5 +161,5 @@ def test_the_chosen_set_up_fits_a_control_group_and_the_one_left_out_does_not(tm
     assert done.returncode == 0, done.stderr[-3000:]
     if "skipped" in done.stdout:
         pytest.skip(done.stdout.strip())
-    [case] = json.loads(path.read_text())
+    [case] = json.loads(path.read_text())["cases"]
     assert case["is_right"] and case["rejected"].endswith("stage 0")
