@@ -12,7 +12,7 @@ from ...plan.forecast import Activations, Forecast, Passing, forecast, forecast_
 from .layouts import Layout, ddp_state, lay_out, ranks_without_a_group
 
 RUNTIME_ON_HOST_BYTES = 28 * 2**20
-"""Thread pools, libraries that load at the first product, buffers of gloo: measured on ranks that train a model of no size."""
+"""Thread pools, libraries that load at the first product, buffers of gloo: set by hand, from the peaks of planned_peaks.py."""
 
 RUNTIME_ON_ACCELERATOR_BYTES = 800 * 2**20
 """A CUDA context with the libraries' kernels and workspaces, and NCCL's buffers: not measured here."""
