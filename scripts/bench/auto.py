@@ -30,6 +30,7 @@ from memory import MALLOC_MMAP_THRESHOLD_BYTES
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
 from rich.console import Console
 from rich.table import Table
+from step import describe_run
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -225,7 +226,7 @@ def main() -> int:
         print(cases[-1], file=sys.stderr, flush=True)
         options.json.parent.mkdir(exist_ok=True)
         told = [asdict(case) | {"is_right": case.is_right} for case in cases]
-        options.json.write_text(json.dumps({"torch": torch.__version__, "cases": told}, indent=2) + "\n")
+        options.json.write_text(json.dumps(describe_run(options) | {"cases": told}, indent=2) + "\n")
     Console(width=150).print(table_of(cases))
     return int(sum(not case.is_right for case in cases) > MOST_WRONG)
 

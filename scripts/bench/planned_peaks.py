@@ -28,6 +28,7 @@ from memory import MALLOC_MMAP_THRESHOLD_BYTES, STEPS, status_bytes
 from ranks import run_ranks
 from rich.console import Console
 from rich.table import Table
+from step import describe_run
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -261,7 +262,7 @@ def main() -> int:
     Console(width=140).print(table_of(cells))
     options.json.parent.mkdir(exist_ok=True)
     figures = [asdict(c) | {"state_error": c.state_error, "peak_error": c.peak_error} for c in cells]
-    options.json.write_text(json.dumps({"torch": torch.__version__, "cells": figures}, indent=2) + "\n")
+    options.json.write_text(json.dumps(describe_run(options) | {"cells": figures}, indent=2) + "\n")
     wrong = too_far(cells)
     for cell in wrong:
         print(f"too far: {cell.model}, {cell.set_up}, {cell.rows} x {cell.length}")
