@@ -143,7 +143,8 @@ def test_the_time_limit_ends_a_run_and_names_who_was_awaited():
 
 
 def visit(cpu_ms: float) -> dict[str, float | None]:
-    return {"cpu_ms": cpu_ms, "wall_ms": cpu_ms, "sent_bytes": 1.0, "received_bytes": 1.0, "waited_ms": None}
+    times = {"cpu_ms": cpu_ms, "thread_ms": cpu_ms, "wall_ms": cpu_ms, "waited_ms": None}
+    return {**times, "sent_bytes": 1.0, "received_bytes": 1.0}
 
 
 def test_ratios_are_paired_by_round_and_losses_compared_with_the_baseline():

@@ -17,10 +17,12 @@ from floors import FLOOR
 from hub_server import HubServer
 from launching import ROOT
 from readme_walk import RUNS_THE_TESTS, SECONDS, Folder, Line, Walk, blocks_of, steps_of
+from typer.testing import CliRunner
 from write_docs import MADE
 
 import hf_zero
 from hf_zero import ConfigError, ZeroConfig
+from hf_zero.cli.app import app
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {
@@ -157,11 +159,21 @@ def test_yaml_examples_are_configs():
 
 def test_a_deepspeed_config_ends_with_the_message_that_is_shown(tmp_path):
     page = PAGES["docs/coming-from.md"]
-    [config], [message] = blocks_of(page, "json"), blocks_of(page, "text")
+    [config], [*_, message] = blocks_of(page, "json"), blocks_of(page, "text")
     (tmp_path / "ds_config.json").write_text(config.text, encoding="utf-8")
     with pytest.raises(ConfigError) as raised:
         ZeroConfig.of(tmp_path / "ds_config.json")
     assert str(raised.value) == " ".join(message.text.split())
+
+
+def test_the_same_config_migrates_with_the_words_that_are_shown(tmp_path, monkeypatch):
+    page = PAGES["docs/coming-from.md"]
+    [config], [shown, *_] = blocks_of(page, "json"), blocks_of(page, "text")
+    (tmp_path / "ds_config.json").write_text(config.text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    command, _, said = shown.text.partition("\n")
+    result = CliRunner().invoke(app, command.removeprefix("$ hf-zero ").split())
+    assert result.stdout.strip() == said.strip()
 
 
 # What the text names
