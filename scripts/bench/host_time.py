@@ -208,7 +208,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="steps of each engine in each round")
     parser.add_argument("--warmup-steps", type=int, default=5)
     parser.add_argument("--time-limit-s", type=float, default=600)
-    parser.add_argument("--json", type=Path, help="where the figures go (default: results/host-time-<commit>.json)")
+    parser.add_argument("--json", type=Path, help="where the figures go (default: results/host_time-<commit>.json)")
     parser.add_argument("--quick", action="store_true", help="two layers, two rounds of two steps")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -243,7 +243,7 @@ def main() -> int:
     )
     console = Console(width=120)
     console.print(table_of(rows, missed, title))
-    path = options.json or BENCH_FOLDER / "results" / f"host-time-{run['commit']}.json"
+    path = options.json or BENCH_FOLDER / "results" / f"host_time-{run['commit']}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run | {"engines": [asdict(row) for row in rows], "missed": missed}, indent=2) + "\n")
     console.print(f"written to {path}")
