@@ -43,7 +43,7 @@ def script_call(words: Sequence[str]) -> ScriptCall:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--zero", metavar="X", help="A stage (0, 1, 2, 3), a YAML file, or settings such as stage=2,..."
+        "--zero", metavar="X", help="A stage (0, 1, 2, 3, auto), a YAML file, or settings such as stage=2,..."
     )
     parser.add_argument("-m", "--module", action="store_true", help="The script is the name of a module.")
     parser.add_argument("script", help="A Python file, or a module's name behind -m.")
@@ -62,8 +62,9 @@ def _config(said: str | None) -> ZeroConfig:
     inherited = os.environ.get(CONFIG_VARIABLE)
     if not inherited:
         raise ConfigError(
-            f"hf_zero: hf_zero.run was given no config. Say it before the script: `{HOW_TO}`, or set {CONFIG_VARIABLE}. --zero "
-            "takes a stage (0, 1, 2, 3), a YAML file, or settings such as stage=2,grad_accumulation=local."
+            "hf_zero: no config was given. Say it before the script: `--zero 2 script.py --its-own arguments`, or set "
+            f"{CONFIG_VARIABLE}. --zero takes a stage (0, 1, 2, 3, auto), a YAML file, or settings such as "
+            "stage=2,grad_accumulation=local."
         )
     return ZeroConfig.of(inherited, CONFIG_VARIABLE)
 
