@@ -271,6 +271,44 @@ BREAKS = (
         tests=("test_nvme.py",),
         only="takes_them_back or bitwise_at_every_stage",
     ),
+    Break(
+        name="layers-left-whole-after-an-evaluation",
+        place="Unsharding.after_forward",
+        old="self._drop([] if grad_enabled else self.units)",
+        new="self._drop([] if grad_enabled else self._lasting)",
+        tests=("test_grouped_layers.py",),
+        only="evaluation",
+    ),
+    Break(
+        name="gradients-of-a-skipped-step-kept",
+        place="TrainingStep._before_step",
+        old="            self._gradients.drop()\n",
+        new="",
+        tests=("test_bad_steps.py",),
+    ),
+    Break(
+        name="rewound-without-optimizer-state",
+        place="Snapshot.restore",
+        old="        self._state.fill(self._read, self._kinds_of, self._scalars_of)\n",
+        new="",
+        tests=("test_bad_steps.py",),
+        only="rewound",
+    ),
+    Break(
+        name="last-batch-counted-again-on-a-rank-without-batches",
+        place="JoinedRanks._backward",
+        old="torch.zeros_like",
+        new="torch.ones_like",
+        tests=("test_uneven_inputs.py",),
+    ),
+    Break(
+        name="late-rank-waited-for",
+        place="is_to_end",
+        old="return is_of_training and verdict.is_late",
+        new="return False",
+        tests=("test_late_ranks.py",),
+        only="ended_for_a_late_rank",
+    ),
 )
 
 

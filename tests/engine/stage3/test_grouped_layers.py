@@ -107,7 +107,7 @@ def test_accumulation_on_three_ranks_is_close():
 def gathered_bytes(rank: int, world_size: int) -> dict[int | str, tuple[int, list[int], int]]:
     """Settings → the most that was gathered at a time, what each unit takes, and what was left after an evaluation."""
     found = {}
-    for unit_bytes in (0, PAIRS):
+    for unit_bytes in (0, PAIRS, ALL):
         model = t5()
         optimizer = fused_adamw(model)
         engine = ZeroEngine(model, [optimizer], {"stage": 3, "unit_bytes": unit_bytes})
@@ -128,7 +128,7 @@ def test_two_units_are_whole_at_a_time_and_none_after_an_evaluation():
         for peak, (root, *layers), left in found.values():
             assert peak <= root + sum(sorted(layers)[-2:])
             assert left == 0
-        assert len(found[0][1]) == 1 + 6 and len(found[PAIRS][1]) == 1 + 4
+        assert [len(units) for _, units, _ in found.values()] == [1 + 6, 1 + 4, 1 + 2]
 
 
 def grouped(model: nn.Module, least_bytes: int) -> list[list[str]]:
