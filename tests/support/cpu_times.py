@@ -1,7 +1,7 @@
 """`pytest --cpu-times`: CPU seconds that each test costs, with those of every process that it starts.
 
-Time by the clock says more of what else the machine does. A test costs what this process used, what children used that have ended,
-and what the process used that ranks are forked from, with its own children: ranks are no children of pytest's.
+Time by the clock says more of what else the machine does. A test costs what this process used, what its children used that
+have ended, and what the process used that ranks are forked from, with its own children: ranks are no children of pytest's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _of_forking_process() -> float:
     stat = Path(f"/proc/{pid}/stat")
     if pid is None or not stat.exists():
         return 0.0
-    # user, system and both of its ended children: after the name, which may have spaces in it, the twelfth value to the fifteenth.
+    # Its own, user and system, and those of its ended children: the twelfth value to the fifteenth after the name.
     values = stat.read_text().rpartition(")")[2].split()
     return sum(map(int, values[11:15])) / _TICKS_A_SECOND
 
