@@ -51,11 +51,11 @@ LONGEST_FIRST = (
     *("test_families.py", "test_hub.py", "test_configs.py", "test_offload_params.py"),
 )
 
-# Examples of a property: the short run tries the same thirty each time, the long one a hundred at random. How long one takes says
+# Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
 # more of what else the machine does.
 hypothesis.settings.register_profile("long", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile(
-    "short", hypothesis.settings.get_profile("long"), max_examples=30, derandomize=True, database=None
+    "short", hypothesis.settings.get_profile("long"), max_examples=20, derandomize=True, database=None
 )
 
 

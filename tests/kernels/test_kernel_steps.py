@@ -18,8 +18,8 @@ from functools import partial
 import engine_interpreted
 import pytest
 import torch
-from cells import slow
-from hypothesis import given, settings
+from cells import examples, slow
+from hypothesis import given
 from hypothesis import strategies as st
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
@@ -250,7 +250,7 @@ def test_state_that_is_put_in_mid_run_is_stepped_on(tmp_path):
     assert small_steps(model, optimizer, 2) == first
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.booleans(), st.integers(0, 1)), min_size=1, max_size=8),
     st.sampled_from(["1KiB", "1MiB"]),

@@ -5,10 +5,21 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def short_of(every: Iterable[Any], short: Collection[Any]) -> list[Any]:
-    """Parameters of a test, of which those that are not in `short` are slow."""
+    """Values of one argument, of which those that are not in `short` are slow."""
     return [value if value in short else slow(value) for value in every]
+
+
+def short_rows(every: Iterable[tuple], short: Collection[tuple]) -> list[Any]:
+    """Values of several arguments at once, of which those that are not in `short` are slow."""
+    return [row if row in short else slow(*row) for row in every]
+
+
+def examples(count: int) -> settings:
+    """Of a property whose examples take long: `count` in the long run, and a fifth of them in the short one, five at least."""
+    return settings(max_examples=max(5, count * settings().max_examples // 100), deadline=None)
