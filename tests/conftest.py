@@ -24,6 +24,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import cpu_times  # noqa: E402
 import ranks  # noqa: E402
 import small_units  # noqa: E402, F401
 
@@ -58,7 +59,12 @@ hypothesis.settings.register_profile(
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", action="store_true", help="CPU seconds of every test, file and folder, at the end")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu_times.CpuTimes(config), "cpu_times")
     hypothesis.settings.load_profile("short" if config.getoption("markexpr") == "not slow" else "long")
 
 
