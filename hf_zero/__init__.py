@@ -26,6 +26,7 @@ _HOME_OF = {
     "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
     "Rescue": "diagnose.rescue",
+    "RunRecorder": "report.recorder",
     "unsharded": "integrations.gathered",
     "with_zero": "integrations.arguments",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "GradScaler",
     "Rescue",
+    "RunRecorder",
     "ZeroAccelerator",
     "ZeroCallback",
     "ZeroConfig",
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
     from .integrations.planning.planner import make_plan
+    from .report.recorder import RunRecorder
 
 
 def __getattr__(name: str):

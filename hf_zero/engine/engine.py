@@ -42,6 +42,9 @@ class ZeroEngine:
     Raises:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
 
+    Attributes:
+        entry: what the script calls.
+
     ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
 
@@ -55,7 +58,7 @@ class ZeroEngine:
         device: torch.device | None = None,
     ):
         self.model = model
-        self._entry = entry or model
+        self.entry = entry or model
         self._trials: tuple[Trial, ...] = ()
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device), optimizers)
 
@@ -70,8 +73,8 @@ class ZeroEngine:
         self._step = TrainingStep(self, self.model, parts, optimizers)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
-        self._handles = self._step.install(self._entry, self.state)
-        attach(self, (self.model, self._entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
+        self._handles = self._step.install(self.entry, self.state)
+        attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
 
@@ -94,6 +97,11 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm that was measured last, as `clip_grad_norm_` returns it; None before the first."""
+        return self._step.last_norm
 
     @property
     def ended_backwards(self) -> int:
@@ -277,4 +285,4 @@ class ZeroEngine:
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
-        detach((self.model, self._entry, *self.model.parameters()))
+        detach((self.model, self.entry, *self.model.parameters()))

@@ -39,6 +39,7 @@ class TrainingStep:
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
         bad_steps: what is done about NaN and infinite gradients.
+        last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
     """
 
@@ -49,6 +50,7 @@ class TrainingStep:
         self._config = parts.meeting.config
         self._no_sync_depth = 0
         self.has_rescue = False
+        self.last_norm: torch.Tensor | None = None
         step_transport = parts.meeting.step_transport
         self._log = step_transport.watch.log
         self.store = self._make_store()
@@ -137,6 +139,7 @@ class TrainingStep:
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
+        self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
         if bad is not None:
             self.bad_steps.found(bad, lambda: self._batches.where_from(rows))

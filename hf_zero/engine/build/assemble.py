@@ -118,6 +118,11 @@ def assemble(
             "hf_zero config: `stage: auto` is chosen by accelerate's and Trainer's doors, before there is an engine. Give "
             "ZeroEngine a stage (0, 1, 2, 3), such as `hf-zero plan` recommends."
         )
+    if config.report:
+        raise ConfigError(
+            "hf_zero config: `report` is done by accelerate's and Trainer's doors. In a loop around ZeroEngine, leave it out and "
+            'write `with hf_zero.RunRecorder(engine, "runs/first"):` around the loop.'
+        )
     check_parameters(model, config)
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device)

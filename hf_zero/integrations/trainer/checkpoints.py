@@ -77,6 +77,13 @@ class CheckpointSaver:
         taken, self._stall_s = self._stall_s, 0.0
         return taken
 
+    def _held_up(self, began_s: float, what: str) -> None:
+        stall_s = time.perf_counter() - began_s
+        self._stall_s += stall_s
+        recorder = self._trainer.accelerator.zero_recorder
+        if recorder is not None:
+            recorder.stall(stall_s, what)
+
     def save(self, trial: object) -> None:
         """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
 
@@ -94,7 +101,7 @@ class CheckpointSaver:
         self._former_best = trainer.state.best_model_checkpoint
         with self.engine.transport.watch.log.at("save"), self._on_failure():
             self._save(run_folder, final)
-        self._stall_s += time.perf_counter() - began_s
+        self._held_up(began_s, "save")
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
@@ -187,7 +194,7 @@ class CheckpointSaver:
             began_s = time.perf_counter()
             self._live.secure()
             self._live = None
-            self._stall_s += time.perf_counter() - began_s
+            self._held_up(began_s, "copy")
 
     def _is_full(self, run_folder: Path) -> bool:
         """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""

@@ -22,6 +22,7 @@ from ...diagnose.rescue import Rescue
 from ...engine.engine import ZeroEngine
 from ...engine.engine_reference import engine_attached_to
 from ...engine.units.forward_dtype import computing_in
+from ...report.recorder import in_one_line
 from ..checkpoints.checkpointing import ZERO_FOLDER, open_own
 from ..checkpoints.foreign import load_foreign_weights, open_saved_by_others
 from ..checkpoints.frozen_base import refuse_other_base
@@ -81,6 +82,7 @@ class ZeroTrainerMixin(_TrainerBase):
     _checkpoint_saver: CheckpointSaver | None = None
     _step_figures: StepFigures | None = None
     _rescue: Rescue | None = None
+    _report_is_due = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
@@ -93,23 +95,29 @@ class ZeroTrainerMixin(_TrainerBase):
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
+        self._report_is_due = bool(self.accelerator.zero_config.report)
         if self._step_figures is None:
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
         try:
-            return super().train(
+            outcome = super().train(
                 resume_from_checkpoint=checkpoint,
                 trial=trial,
                 ignore_keys_for_eval=ignore_keys_for_eval,
                 **kwargs,
             )
-        except BaseException:
+            self.accelerator.end_report()
+            return outcome
+        except BaseException as error:
+            self.accelerator.end_report(in_one_line(error))
             if self._checkpoint_saver is not None:
                 self._checkpoint_saver.give_up()
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         stock = super().training_step
+        if self._report_is_due:
+            self._begin_report()
         rescues = self.accelerator.zero_config.out_of_memory != "stop"
         engine = _only_engine(self) if rescues else None
         if engine is None:
@@ -118,6 +126,13 @@ class ZeroTrainerMixin(_TrainerBase):
             self._rescue = Rescue(engine)
         run = pass_of(self, stock, model, num_items_in_batch)
         return self._rescue.run(inputs, run, ends_step=self.accelerator.sync_gradients)
+
+    def _begin_report(self) -> None:
+        """Starts the log at the first micro-batch: the step that the run goes on from is known then."""
+        self._report_is_due = False
+        engine = _only_engine(self)
+        if engine is not None and engine.optimizers:
+            self.accelerator.begin_report(engine, self.args.output_dir, self.state.global_step)
 
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
@@ -148,6 +163,8 @@ class ZeroTrainerMixin(_TrainerBase):
             stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
             if stall_s:
                 logs["zero/save_stall_s"] = round(stall_s, 3)
+        if self.accelerator.zero_recorder is not None:
+            self.accelerator.zero_recorder.log(logs, self.state.global_step)
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
