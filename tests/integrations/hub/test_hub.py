@@ -474,6 +474,7 @@ def test_the_template_at_the_top_is_the_one_that_is_installed():
     assert top.read_text() == TEMPLATE.read_text()
 
 
+@pytest.mark.slow
 def test_an_installed_package_has_the_template(tmp_path):
     root = Path(__file__).resolve().parents[3]
     pytest.importorskip("setuptools", reason="the package is built here without fetching its build tool")
