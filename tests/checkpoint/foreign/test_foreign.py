@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import short_of
+from cells import examples, short_of
 from deepspeed_folder import WholeState, write_deepspeed
 from deepspeed_run import UNTIED, Tiny, ids_of
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launching import SUPPORT
 from safetensors.torch import load_file
@@ -99,7 +99,7 @@ def whole_states(draw) -> WholeState:
     spaced=st.booleans(),
     cut=st.floats(0, 1),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_element_of_any_deepspeed_folder_comes_back(
     whole, stage, world_size, sub_group_numel, spaced, cut, tmp_path_factory
 ):
