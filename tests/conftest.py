@@ -38,6 +38,7 @@ ranks.PRELOADED_MODULES += [
     "trainer_job",
     "accelerate_job",
     "small_units",
+    "split_runs",
     "warm_start",
 ]
 ranks.PRELOAD_FOLDERS.append(SUPPORT)

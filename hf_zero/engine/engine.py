@@ -258,6 +258,11 @@ class ZeroEngine:
         Raises:
             ValueError: the model has no such method.
         """
+        if not self._parts.meeting.split.is_empty:
+            raise ValueError(
+                "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
+                "model and save it before it is loaded with tp_size."
+            )
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
@@ -286,3 +291,4 @@ class ZeroEngine:
         for optimizer in self.optimizers:
             optimizer.release()
         detach((self.model, self.entry, *self.model.parameters()))
+        self._parts.meeting.split.give_back()

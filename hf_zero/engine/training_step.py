@@ -105,9 +105,21 @@ class TrainingStep:
             entry.register_forward_hook(
                 WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
             ),
+            *self._watch_batches(entry),
             *self._parts.parameter_places.watch(entry),
             *self.row_writes.watch(self._model, optimizers, self._config),
         ]
+
+    def _watch_batches(self, entry: nn.Module) -> list:
+        if self._parts.meeting.split.is_empty:
+            return []
+        hook = WeakHook(self, TrainingStep._compare_batches)
+        return [entry.register_forward_pre_hook(hook, with_kwargs=True)]
+
+    def _compare_batches(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        copies = self._parts.copies
+        if copies.compares_batches and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            copies.compare_batches(args, kwargs)
 
     def drop_gradients(self) -> None:
         """Forgets a pass that has not ended."""
@@ -166,7 +178,10 @@ class TrainingStep:
         if failed and self._gradients.ended == ended_before:
             self._gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
-        if not self._parts.meeting.step_transport.agree_max(mine, _FAILED).item():
+        among = (
+            self._parts.meeting.step_transport if self._parts.meeting.split.is_empty else self._parts.meeting.everyone
+        )
+        if not among.agree_max(mine, _FAILED).item():
             return False
         self._gradients.recover()
         self._gradients.drop()
@@ -269,9 +284,17 @@ class TrainingStep:
         self._parts.model_buffers.after_step()
         self._log.step += is_first
         self._log.site = "between steps"
-        if is_first and self._parts.replicas.is_due(self._log.step):
-            self._parts.parameter_gather.finish_all()
-            self._parts.replicas.compare(self._log.step)
+        if is_first:
+            self._compare_copies(self._log.step)
+
+    def _compare_copies(self, step: int) -> None:
+        parts = self._parts
+        if parts.replicas.is_due(step):
+            parts.parameter_gather.finish_all()
+            parts.replicas.compare(step)
+        if parts.copies.is_due(step, every=self._config.check_replicas_every):
+            parts.parameter_gather.finish_all()
+            parts.copies.compare_values(step)
 
     def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts

@@ -47,6 +47,7 @@ from .accelerator.states import folder_to_fill, numbered_states
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .elastic.last_good import warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
 
@@ -387,6 +388,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if self.zero_engines:
             say_resumed(self.zero_engines[0], folder)
             self.resume_report(folder)
+            warn_of_scaled_schedule(self, folder)
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:

@@ -5,8 +5,8 @@ from typing import Any
 
 from .course import evaluations, stall_points
 from .document import Bar, Bars, Lane, Section, Table, Timeline
-from .read_run import RunLines, is_finite, is_number
-from .units import several, shown, shown_bytes, shown_seconds, shown_share
+from .read_run import RunLines, is_finite
+from .units import several, shown_bytes, shown_seconds, shown_share
 
 # Of the memory report's kinds → the plan's.
 _PLANNED = {
@@ -55,12 +55,11 @@ def time_section(run: RunLines) -> Section | None:
         for name, seconds in parts
     )
     waited = sums["wait_s"]
-    sentence = f"Of {shown_seconds(total)}, {shown_share(within, total)} went into training steps"
-    sentence += (
-        f"; {shown_share(waited, total)} of all, {shown_seconds(waited)}, stood still for communication."
-        if waited
-        else ", and none stood still for communication."
-    )
+    sentence = f"Of {shown_seconds(total)}, {shown_share(within, total)} were training steps."
+    if waited:
+        sentence += f" For {shown_seconds(waited)}, {shown_share(waited, total)} of all, training stood still for communication."
+    else:
+        sentence += " None of it stood still for communication."
     return Section(
         key="time",
         title="Where time went",
@@ -136,7 +135,7 @@ def _covered(spans: Sequence[tuple[str, float, float]]) -> float:
 
 def memory_section(run: RunLines) -> Section | None:
     """Bytes by kind against the plan and DDP."""
-    rows = [row for row in _rows(run.memory, 4) if is_number(row[1]) and is_number(row[2])]
+    rows = [row for row in _rows(run.memory, 4) if is_finite(row[1]) and is_finite(row[2])]
     if not rows:
         return None
     held: dict[tuple[str, str], list[float]] = {}
@@ -146,18 +145,18 @@ def memory_section(run: RunLines) -> Section | None:
         sums[0] += nbytes
         sums[1] += ddp_bytes
     plan = run.starts[-1].get("plan") if run.starts else None
-    planned: dict[str, Any] = dict(plan) if isinstance(plan, dict) else {}
+    planned: dict[str, Any] = dict(plan or {})
     bars = []
     for (kind, where), (nbytes, ddp_bytes) in held.items():
         wanted = planned.pop(kind, None)
         if nbytes or ddp_bytes or wanted:
-            said = shown_bytes(wanted) if is_number(wanted) else ""
+            said = shown_bytes(wanted) if is_finite(wanted) else ""
             bars.append(
                 Bar(
                     name=kind if where == "device" else f"{kind} ({where})",
                     value=nbytes,
                     shown=shown_bytes(nbytes),
-                    planned=wanted if is_number(wanted) else None,
+                    planned=wanted if is_finite(wanted) else None,
                     other=ddp_bytes,
                     notes=(said, shown_bytes(ddp_bytes) if ddp_bytes else "0"),
                 )
@@ -200,13 +199,12 @@ def bytes_section(run: RunLines) -> Section | None:
     begun = run.starts[-1]["step"] if run.starts else 0
     steps = max(1, run.comm[-1]["step"] - begun)
     sent, between, waited = (sum(row[place] for row in rows) for place in (2, 3, 4))
-    columns = ["kind", "calls a step", "sent a step", "waited a step", "GB/s, at least"]
+    columns = ["kind", "calls a step", "sent a step", "waited a step"]
     if between:
         columns.insert(3, "to other nodes")
     table = []
-    for kind, calls, nbytes, to_others, wait_s, under_way_s in sorted(rows, key=lambda row: -row[2]):
-        rate = f"{nbytes / under_way_s / 1e9:.3f}" if under_way_s and nbytes else ""
-        cells = [kind, shown(calls / steps), shown_bytes(nbytes / steps), shown_seconds(wait_s / steps), rate]
+    for kind, calls, nbytes, to_others, wait_s, _ in sorted(rows, key=lambda row: -row[2]):
+        cells = [kind, f"{calls / steps:.3g}", shown_bytes(nbytes / steps), shown_seconds(wait_s / steps)]
         if between:
             cells.insert(3, shown_bytes(to_others / steps))
         table.append(tuple(cells))
@@ -220,7 +218,7 @@ def bytes_section(run: RunLines) -> Section | None:
         title="Communication",
         sentence=sentence if sent else "This rank has sent nothing to others.",
         body=(Table(columns=tuple(columns), rows=tuple(table)),),
-        note=f"Means over {several(steps, 'step')}, with what the start of training sent.",
+        note=f"Means over {several(steps, 'step')}, evaluations and saves between them included.",
     )
 
 

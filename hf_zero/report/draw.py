@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from markupsafe import Markup, escape
 
 from .document import Bar, Bars, Lane, Plot, Point, Series, Table, Timeline
-from .units import shown, shown_seconds
+from .units import shown, shown_seconds, shown_tick
 
 _MOST_POINTS = 600
 _MOST_NUMBERS = 12
+_SHADES = {"between steps": 0, "forward": 1, "backward": 2, "optimizer step": 3}
 
 
 def draw(body: Plot | Bars | Timeline | Table) -> Markup:
@@ -43,9 +44,12 @@ def _plot(plot: Plot) -> Markup:
         Markup('<line class="grid" x1="0" x2="100" y1="{0:.2f}" y2="{0:.2f}"/>').format(down(tick)) for tick in ticks
     )
     lines = Markup("").join(_line(series, across, down) for series in plot.series)
-    steps = [tick for tick in ticks_between(left, right, whole=True) if left <= tick <= right]
+    steps = [tick for tick in ticks_between(left, right, least=2, whole=True) if left <= tick <= right]
     labels = Markup("").join(
-        Markup('<span class="y" style="top:{:.2f}%">{}</span>').format(down(tick), shown(tick)) for tick in ticks
+        Markup('<span class="y" style="top:{:.2f}%">{}</span>').format(
+            down(tick), shown_tick(tick, ticks[1] - ticks[0])
+        )
+        for tick in ticks
     ) + Markup("").join(
         Markup('<span class="x" style="left:{:.2f}%">{:,.0f}</span>').format(across(tick), tick) for tick in steps
     )
@@ -80,11 +84,12 @@ def _range(plot: Plot) -> tuple[float, float]:
     return low, high
 
 
-def ticks_between(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Round values that begin at or below `low` and end at or above `high`, four to eight of them."""
-    rough = (high - low) / 4
+def ticks_between(low: float, high: float, *, least: int = 3, whole: bool = False) -> list[float]:
+    """Round values that begin at or below `low` and end at or above `high`: between `low` and `high`, `least` of their steps
+    fit at least, and two and a half times as many at most."""
+    rough = (high - low) / least
     power = 10.0 ** math.floor(math.log10(rough))
-    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    size = next(factor * power for factor in (5, 2, 1) if factor * power <= rough * 1.001)
     if whole:
         size = max(1.0, size)
     first, last = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
@@ -166,7 +171,9 @@ def _bars(bars: Bars) -> Markup:
 def _bar(bar: Bar, most: float) -> Markup:
     parts = [Markup('<rect class="held" y="3" height="10" width="{:.2f}"/>').format(100 * bar.value / most)]
     if bar.other is not None:
-        parts.append(Markup('<rect class="other" y="3" height="10" width="{:.2f}"/>').format(100 * bar.other / most))
+        parts.append(
+            Markup('<rect class="other" y="3" height="10" width="{:.2f}"/>').format(min(99.6, 100 * bar.other / most))
+        )
     if bar.planned is not None:
         place = min(99.5, 100 * bar.planned / most)
         parts.append(Markup('<line class="planned" x1="{0:.2f}" x2="{0:.2f}" y1="0" y2="16"/>').format(place))
@@ -204,9 +211,10 @@ def _timeline(timeline: Timeline) -> Markup:
         _lane(lane, timeline.seconds, is_first=place == 0) for place, lane in enumerate(timeline.lanes)
     )
     scale_ms = 1e3 * timeline.seconds
-    ticks = [tick for tick in ticks_between(0, scale_ms) if tick <= scale_ms]
+    ticks = [tick for tick in ticks_between(0, scale_ms, least=2) if tick <= scale_ms]
+    size = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     labels = Markup("").join(
-        Markup('<span class="x" style="left:{:.2f}%">{}</span>').format(100 * tick / scale_ms, shown(tick))
+        Markup('<span class="x" style="left:{:.2f}%">{}</span>').format(100 * tick / scale_ms, shown_tick(tick, size))
         for tick in ticks
     )
     return Markup('<div class="timeline">{}<div class="ruler">{}</div><p class="axis">ms</p></div>').format(
@@ -216,23 +224,41 @@ def _timeline(timeline: Timeline) -> Markup:
 
 def _lane(lane: Lane, seconds: float, *, is_first: bool) -> Markup:
     spans = Markup("").join(
-        _span(span, seconds, f"phase p{place % 4}" if is_first else "under") for place, span in enumerate(lane.spans)
+        _span(span, seconds, f"phase p{_shade(span[0])}" if is_first else "under") for span in lane.spans
     )
     waits = Markup("").join(_span(span, seconds, "wait") for span in lane.waits)
     ran, waited = (sum(end - start for _, start, end in group) for group in (lane.spans, lane.waits))
-    told = _parts_of(lane) if is_first else f"under way {shown_seconds(ran)}, waited for {shown_seconds(waited)}"
+    under = f"under way {shown_seconds(ran)}, " if ran else ""
+    told = _parts_of(lane) if is_first else f"{under}waited for {shown_seconds(waited)}"
+    shown_told = _swatches(lane) if is_first else told
     return Markup(
-        '<div class="lane"><p><b>{name}</b> <span>{told}</span></p>'
+        '<div class="lane"><p><b>{name}</b> <span>{shown_told}</span></p>'
         '<svg viewBox="0 0 100 10" preserveAspectRatio="none" role="img" aria-label="{name}: {told}">'
         "<title>{name}: {told}</title>{spans}{waits}</svg></div>"
-    ).format(name=lane.name, told=told, spans=spans, waits=waits)
+    ).format(name=lane.name, told=told, shown_told=shown_told, spans=spans, waits=waits)
+
+
+def _swatches(lane: Lane) -> Markup:
+    """Names and sums of the phases, each with its colour."""
+    return Markup(" ").join(
+        Markup('<span class="swatch"><i class="p{}"></i>{} {}</span>').format(_shade(name), name, shown_seconds(span_s))
+        for name, span_s in _sums(lane).items()
+    )
+
+
+def _shade(phase: str) -> int:
+    return _SHADES.get(phase, 0)
 
 
 def _parts_of(lane: Lane) -> str:
+    return ", ".join(f"{name} {shown_seconds(span_s)}" for name, span_s in _sums(lane).items())
+
+
+def _sums(lane: Lane) -> dict[str, float]:
     sums: dict[str, float] = {}
     for name, start, end in lane.spans:
         sums[name] = sums.get(name, 0.0) + end - start
-    return ", ".join(f"{name} {shown_seconds(span_s)}" for name, span_s in sums.items())
+    return sums
 
 
 def _span(span: tuple[str, float, float], seconds: float, kind: str) -> Markup:

@@ -95,10 +95,8 @@ def _slow_steps(run: RunLines) -> list[str]:
     if not slow:
         return []
     step, seconds = max(slow, key=lambda point: point[1])
-    return [
-        f"In {several(len(slow), 'place')} steps took more than {_SLOW:.0f} times the median of {shown_seconds(middle)}, most "
-        f"around step {step:,} with {shown_seconds(seconds)}."
-    ]
+    at_most = f"around step {step:,} one took {shown_seconds(seconds)}, where half of them took less than {shown_seconds(middle)}"
+    return [f"Steps were more than {_SLOW:.0f} times slower than usual in {several(len(slow), 'place')}: {at_most}."]
 
 
 def _growth(run: RunLines) -> list[str]:

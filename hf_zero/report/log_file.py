@@ -9,7 +9,7 @@ Each line has a `kind`, the wall clock's `time` in seconds and the optimizer `st
 | `steps` | some steps together: seconds, rows, tokens, loss, norm, learning rate, bytes sent, seconds waited |
 | `log` | what the script or Trainer logged |
 | `memory` | bytes that the rank holds, by kind |
-| `comm` | calls, bytes and waits by kind of collective, since the engine was built |
+| `comm` | calls, bytes and waits by kind of collective, since the line `start` |
 | `trace` | one step's time, span by span |
 | `stall` | seconds for which a save held training up |
 | `end` | how the run ended |

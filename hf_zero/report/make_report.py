@@ -68,9 +68,8 @@ def _answers(run: RunLines, ranks: int) -> tuple[tuple[str, str, str], ...]:
         answers.append(("Loss", shown(last), more))
     rates, unit = speeds(run, ranks)
     if rates:
-        answers.append(
-            ("Speed", f"{shown(median(value for _, value in rates))} {unit}/s", f"over {several(ranks, 'rank')}")
-        )
+        middle = shown(median(value for _, value in rates))
+        answers.append(("Speed", middle, f"{unit} a second over {several(ranks, 'rank')}"))
     waited = sum(float(line["wait_s"]) for line in run.steps if is_finite(line.get("wait_s")))
     names = ("forward_s", "backward_s", "optimizer_s")
     within = sum(float(line[name]) for line in run.steps for name in names if is_finite(line.get(name)))

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,63 @@ class RunLines:
     lines: int = 0
 
 
+def is_number(value: object) -> bool:
+    """Whether a value of a line can be calculated with, be it finite or not."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def is_finite(value: object) -> bool:
+    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]  # it is a number
+
+
+def _is_amount(value: object) -> bool:
+    return is_finite(value) and 0 <= value < 2**63  # type: ignore[operator]  # it is a number
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and _is_amount(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+_AMOUNTS = ("forward_s", "backward_s", "optimizer_s", "between_s", "wait_s", "sent_bytes", "peak_bytes", "seconds")
+_COUNTS = ("steps", "rows", "tokens", "skipped", "rewound")
+_WHAT_IS_WHAT: dict[str, dict[str, Callable[[object], bool]]] = {
+    "start": {
+        "ranks": lambda value: _is_count(value) and value != 0,
+        "parameters": _is_count,
+        "stage": _is_count,
+        "optimizers": _is_list,
+        "said": _is_mapping,
+        "plan": _is_mapping,
+        "model": _is_text,
+        "device": _is_text,
+        "backend": _is_text,
+    },
+    "steps": {
+        **dict.fromkeys(_AMOUNTS, _is_amount),
+        **dict.fromkeys(_COUNTS, _is_count),
+        **dict.fromkeys(("loss", "grad_norm", "lr"), is_number),
+    },
+    "log": {"values": _is_mapping},
+    "memory": {"rows": _is_list},
+    "comm": {"rows": _is_list},
+    "trace": {"seconds": _is_amount},
+    "stall": {"seconds": _is_amount},
+    "end": {"how": _is_text},
+}
+"""Of each kind of line, the fields that are relied on; one with another value is taken for one that is not there."""
+
 _LISTS = {
     "steps": "steps",
     "log": "logs",
@@ -86,13 +143,20 @@ def _of_log(folder: Path) -> RunLines:
         run.lines = number
         if line is None:
             run.unread.append(number)
-        elif line["kind"] == "start":
+            continue
+        line = _checked(line)
+        if line["kind"] == "start":
             _begin(run, line)
         elif line["kind"] == "end":
             run.end = line
         elif line["kind"] in _LISTS:
             getattr(run, _LISTS[line["kind"]]).append(line)
     return run
+
+
+def _checked(line: Line) -> Line:
+    known = _WHAT_IS_WHAT.get(line["kind"], {})
+    return {name: value for name, value in line.items() if name not in known or known[name](value)}
 
 
 def _begin(run: RunLines, start: Line) -> None:
@@ -105,7 +169,7 @@ def _begin(run: RunLines, start: Line) -> None:
     run.taken_again += max(0, last - step) if step else 0
     for name in _LISTS.values():
         setattr(run, name, [line for line in getattr(run, name) if 0 < line["step"] <= step])
-    # It counts from when an engine was built.
+    # It counts from the last start.
     run.comm = []
     run.starts.append(start)
     run.end = None
@@ -132,12 +196,3 @@ def _of_state(folder: Path, path: Path) -> RunLines:
             values = {name: value for name, value in entry.items() if is_number(value)}
             run.logs.append({"kind": "log", "step": entry["step"], "values": values})
     return run
-
-
-def is_number(value: object) -> bool:
-    """Whether a value of a line can be calculated with, be it finite or not."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
-
-
-def is_finite(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]  # it is a number

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.ledger import CommRow
 from ..config import ZeroConfig
 from ..device import HostValue, peak_bytes
 from ..engine.engine import ZeroEngine
@@ -57,6 +58,7 @@ class RunRecorder:
         self.is_open = engine.groups.rank == 0
         self._engine = engine
         self._plan = plan or {}
+        self._at_start = {row.kind: row for row in engine.comm_report().rows}
         self._counts = Counts()
         self._before = self._shown = (replace(self._counts.totals), engine.comm_report())
         self._trace: StepTrace | None = None
@@ -266,11 +268,13 @@ class RunRecorder:
 
     def _write_comm(self) -> None:
         report: CommReport = self._engine.comm_report()
-        rows = [
-            [row.kind, row.calls, row.bytes_sent, row.bytes_between, row.wait_seconds, row.under_way_seconds]
-            for row in report.rows
-        ]
-        self._write("comm", self.step, rows=rows)
+        rows = [self._since_the_start(row) for row in report.rows]
+        self._write("comm", self.step, rows=[row for row in rows if row[1] > 0])
+
+    def _since_the_start(self, row: CommRow) -> list[Any]:
+        before = self._at_start.get(row.kind, CommRow(kind=row.kind))
+        names = ("calls", "bytes_sent", "bytes_between", "wait_seconds", "under_way_seconds")
+        return [row.kind, *(getattr(row, name) - getattr(before, name) for name in names)]
 
     def _write_page(self) -> None:
         # Here, not above: a run that goes on needs neither the page nor its template engine.

@@ -30,7 +30,7 @@ def shown_seconds(seconds: float) -> str:
 
 
 def shown(value: float) -> str:
-    """Three figures that count, without an exponent where it is avoidable: 1234.5 → "1,234", 0.01234 → "0.0123"."""
+    """Three figures that count, without an exponent where it is avoidable: 1234.5 → "1,234", 4 → "4.00"."""
     if not math.isfinite(value):
         return str(value)
     magnitude = abs(value)
@@ -39,12 +39,19 @@ def shown(value: float) -> str:
     if magnitude >= 100:
         return f"{value:,.0f}"
     if magnitude >= 10:
-        return _plain(f"{value:.1f}")
+        return f"{value:.1f}"
     if magnitude >= 1:
-        return _plain(f"{value:.2f}")
+        return f"{value:.2f}"
     if magnitude >= 1e-4 or magnitude == 0:
         return f"{value:.3g}"
     return f"{value:.2e}".replace("e-0", "e-")
+
+
+def shown_tick(value: float, size: float) -> str:
+    """A round value of an axis, with as many decimals as its neighbours, which are `size` apart."""
+    if abs(value) >= 1e9 or (value and size < 1e-5):
+        return f"{value:.3g}"
+    return f"{value:,.{max(0, -math.floor(math.log10(size) + 1e-9))}f}"
 
 
 def shown_count(count: int) -> str:
@@ -66,7 +73,3 @@ def shown_share(part: float, whole: float) -> str:
 def several(count: int, what: str) -> str:
     """ "1 step", "3 steps"."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
-
-
-def _plain(text: str) -> str:
-    return text.rstrip("0").rstrip(".") if "." in text else text

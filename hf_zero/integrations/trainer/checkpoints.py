@@ -33,6 +33,7 @@ from ..checkpoints.checkpointing import ZERO_FOLDER, plan_state, seal_state, sta
 from ..checkpoints.frozen_base import FrozenBase
 from ..checkpoints.placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
 from ..checkpoints.progress import progress_bar
+from ..elastic.data_position import DataPosition
 from ..hub.card_facts import write_run
 
 logger = logging.get_logger(__name__)
@@ -84,8 +85,11 @@ class CheckpointSaver:
         if recorder is not None:
             recorder.stall(stall_s, what)
 
-    def save(self, trial: object) -> None:
+    def save(self, trial: object, position: DataPosition | None) -> None:
         """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+
+        Args:
+            position: where training stands in its data.
 
         Raises:
             CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
@@ -100,7 +104,7 @@ class CheckpointSaver:
             trainer.store_flos()
         self._former_best = trainer.state.best_model_checkpoint
         with self.engine.transport.watch.log.at("save"), self._on_failure():
-            self._save(run_folder, final)
+            self._save(run_folder, final, position)
         self._held_up(began_s, "save")
 
     def finish(self) -> None:
@@ -145,7 +149,7 @@ class CheckpointSaver:
                 raise
             logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
 
-    def _save(self, run_folder: Path, final: Path) -> None:
+    def _save(self, run_folder: Path, final: Path, position: DataPosition | None) -> None:
         engine, trainer = self.engine, self._trainer
         engine.synchronise()
         exchange = engine.transport.exchange
@@ -168,7 +172,7 @@ class CheckpointSaver:
             _note_best(trainer, run_folder, final)
             on_all_ranks(
                 exchange,
-                lambda: _write_the_rest(trainer, temporary, disk),
+                lambda: _write_the_rest(trainer, temporary, disk, position),
                 doing=f"write trainer state to {temporary}",
                 then=_THEN,
             )
@@ -314,7 +318,7 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = str(best)
 
 
-def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
+def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPosition | None) -> None:
     """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
     if not trainer.args.save_only_model:
         with disk_asked(folder):
@@ -332,4 +336,6 @@ def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
                 else:
                     held[name] = callback.state()
         trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        if position is not None:
+            position.write(folder)
         write_run(trainer, folder)

@@ -41,6 +41,7 @@ from .loading import named_when_damaged, named_when_of_another_model
 from .rescued_steps import ignores_num_items, pass_of
 from .resumed import say_resumed
 from .resuming import alone_in_output_dir, checkpoint_to_resume
+from .rows_of_a_step import RowsOfAStep
 from .step_figures import StepFigures
 
 if TYPE_CHECKING:
@@ -83,12 +84,17 @@ class ZeroTrainerMixin(_TrainerBase):
     _step_figures: StepFigures | None = None
     _rescue: Rescue | None = None
     _report_is_due = False
+    _rows_of_a_step: RowsOfAStep | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
-        with alone_in_output_dir(self, resume_from_checkpoint):
-            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
+        goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
+        with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
+            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
+            self._rows_of_a_step = RowsOfAStep(self)
+            if goes_on and checkpoint is not None:
+                self._rows_of_a_step.go_on_from(checkpoint)
             return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
 
     def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
@@ -133,6 +139,18 @@ class ZeroTrainerMixin(_TrainerBase):
         engine = _only_engine(self)
         if engine is not None and engine.optimizers:
             self.accelerator.begin_report(engine, self.args.output_dir, self.state.global_step)
+
+    def set_initial_training_values(self, *args, **kwargs):
+        values = super().set_initial_training_values(*args, **kwargs)
+        if self._rows_of_a_step is not None:
+            self._rows_of_a_step.steps_in_epoch = values[5]
+        return values
+
+    def _init_training_state(self, *args, **kwargs):
+        epochs, batches = super()._init_training_state(*args, **kwargs)
+        return (
+            (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
+        )
 
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
@@ -252,7 +270,8 @@ class ZeroTrainerMixin(_TrainerBase):
             return
         if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
-        self._checkpoint_saver.save(trial)
+        position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
+        self._checkpoint_saver.save(trial, position)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
