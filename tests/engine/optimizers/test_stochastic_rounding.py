@@ -43,7 +43,7 @@ def test_bits_depend_on_the_parameter_and_the_step_alone():
         assert other == losses
     # One run in bfloat16 beside another: as near as its digits allow, and learning.
     assert losses == pytest.approx(exact, rel=0.02)
-    assert losses[-1] < losses[0] - 0.4
+    assert losses[-1] < losses[0] - 0.2
 
 
 def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
