@@ -196,7 +196,7 @@ def check(world_size: int, seeds: list[int], dtype: torch.dtype, time_limit_s: f
 
 @pytest.mark.parametrize("world_size", [slow(1), 2, 3, slow(4)])
 def test_a_few_random_modules_train_as_under_ddp(world_size):
-    check(world_size, list(range(world_size, 12 + world_size, 4)), torch.float32, time_limit_s=120)
+    check(world_size, list(range(world_size, 8 + world_size, 4)), torch.float32, time_limit_s=120)
 
 
 @pytest.mark.slow
