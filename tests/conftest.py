@@ -44,12 +44,33 @@ ranks.PRELOADED_MODULES += [
 ranks.PRELOAD_FOLDERS.append(SUPPORT)
 
 
-# Longest first, so that no process of pytest's is left with one of them when the others have ended. By far the longest alone.
+# Longest first, so that no process of pytest's is left with one of them when the others have ended (`--cpu-times` shows them), and
+# with them those that mostly wait, beside which others compute.
 LONGEST_FIRST = (
-    *("test_kernels.py", "test_standin_device.py", "test_recipes.py", "test_trainer.py", "test_equivalence.py"),
-    *("test_accelerate.py", "test_nvme.py", "test_bench.py", "test_docs.py", "test_foreign_runs.py", "test_offload.py"),
-    *("test_standin_doors.py", "test_stage3.py", "test_commit.py", "test_moments.py", "test_kernel_steps.py"),
-    *("test_families.py", "test_hub.py", "test_configs.py", "test_offload_params.py"),
+    *(
+        "test_docs.py",
+        "test_faults.py",
+        "test_kernels.py",
+        "test_standin_device.py",
+        "test_stage3.py",
+        "test_late_ranks.py",
+    ),
+    *("test_trainer.py", "test_recipes.py", "test_offload_runs.py", "test_commit.py", "test_kernel_steps.py"),
+    *(
+        "test_families.py",
+        "test_equivalence.py",
+        "test_nvme.py",
+        "test_unmodified_scripts.py",
+        "test_whole_parameters.py",
+    ),
+    *(
+        "test_moments.py",
+        "test_offload.py",
+        "test_offload_params.py",
+        "test_accelerate.py",
+        "test_sharded_checkpoints.py",
+    ),
+    *("test_foreign_runs.py", "test_bench.py", "test_hub.py", "test_cli.py", "test_random_modules.py", "test_comm.py"),
 )
 
 # Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
