@@ -44,8 +44,8 @@ ranks.PRELOADED_MODULES += [
 ranks.PRELOAD_FOLDERS.append(SUPPORT)
 
 
-# Longest first, so that no process of pytest's is left with one of them when the others have ended (`--cpu-times` shows them), and
-# with them those that mostly wait, beside which others compute.
+# Longest first (`--cpu-times` shows them), so that no process of pytest's is left with one of them when the others have ended,
+# and with them those that mostly wait, beside which others compute.
 LONGEST_FIRST = (
     *(
         "test_docs.py",
