@@ -45,6 +45,7 @@ class CpuTimes:
         self._all = config.getoption("--cpu-times")
         self._last_s = cpu_seconds()
         self._by_test: dict[str, float] = defaultdict(float)
+        self._slow: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
@@ -59,11 +60,13 @@ class CpuTimes:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._by_test[report.nodeid] += sum(value for name, value in report.user_properties if name == PROPERTY)
+        if "slow" in report.keywords:
+            self._slow.add(report.nodeid)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        over = {test: spent_s for test, spent_s in self._by_test.items() if spent_s > BUDGET_S}
+        over = {test: s for test, s in self._by_test.items() if s > BUDGET_S and test not in self._slow}
         if not self._all:
-            self._write(terminalreporter, f"tests over {BUDGET_S:.0f} CPU seconds", over)
+            self._write(terminalreporter, f"short tests over {BUDGET_S:.0f} CPU seconds", over)
             return
         by_file: dict[str, float] = defaultdict(float)
         by_folder: dict[str, float] = defaultdict(float)
