@@ -347,7 +347,7 @@ BREAKS = (
         old="        self._moments.pack(states, self._lent, self.blocks())\n",
         new="",
         tests=("test_moments.py",),
-        only="state_dict_has_values",
+        only="learns_a_text",
     ),
     Break(
         name="rounded-by-the-same-dice-everywhere",
