@@ -9,6 +9,7 @@ from torch import nn
 from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups
+from ...comm.repeatable import RepeatableTransport
 from ...comm.transport import Transport
 from ...comm.trial import Trial
 from ...config import ConfigError, OffloadConfig, ZeroConfig
@@ -226,6 +227,8 @@ def _meet(
     step_transport = choose_step_transport(transport, groups, placed, config.comm.timeout_s)
     refuse_disagreement(describe(model, optimizers, config), transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
+    if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
+        transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     return Meeting(
         config=config,
