@@ -24,6 +24,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import cpu_times  # noqa: E402
 import ranks  # noqa: E402
 import small_units  # noqa: E402, F401
 
@@ -37,6 +38,7 @@ ranks.PRELOADED_MODULES += [
     "trainer_job",
     "accelerate_job",
     "small_units",
+    "split_runs",
     "warm_start",
 ]
 ranks.PRELOAD_FOLDERS.append(SUPPORT)
@@ -50,15 +52,20 @@ LONGEST_FIRST = (
     *("test_families.py", "test_hub.py", "test_configs.py", "test_offload_params.py"),
 )
 
-# Examples of a property: the short run tries the same thirty each time, the long one a hundred at random. How long one takes says
+# Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
 # more of what else the machine does.
 hypothesis.settings.register_profile("long", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile(
-    "short", hypothesis.settings.get_profile("long"), max_examples=30, derandomize=True, database=None
+    "short", hypothesis.settings.get_profile("long"), max_examples=20, derandomize=True, database=None
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", action="store_true", help="CPU seconds of every test, file and folder, at the end")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu_times.CpuTimes(config), "cpu_times")
     hypothesis.settings.load_profile("short" if config.getoption("markexpr") == "not slow" else "long")
 
 

@@ -97,6 +97,8 @@ class Ledger:
 
     Attributes:
         now: gives the present moment.
+        traced: where somebody follows a step, each span of time that is counted, as (kind, attribute of its row, start, end);
+            else None.
         is_waiting: in a wait that counts; others, until its end, are parts of it.
     """
 
@@ -106,6 +108,7 @@ class Ledger:
         self._record = self._log.entries.append
         self.now = now or clock(torch.device("cpu"))
         self.is_waiting = False
+        self.traced: list[tuple[str, str, Moment, Moment]] | None = None
         self._rows = _Rows()
         self._under_way: dict[str, int] = {}
         self._since: dict[str, Moment] = {}
@@ -155,6 +158,8 @@ class Ledger:
     def add(self, kind: str, attribute: str, start: Moment) -> None:
         """Counts the time from `start` to now."""
         row, end = self._rows[kind], self.now()
+        if self.traced is not None:
+            self.traced.append((kind, attribute, start, end))
         if not self._unread and start.is_past and end.is_past:
             # The host's clock has always passed.
             setattr(row, attribute, getattr(row, attribute) + start.seconds_until(end))

@@ -260,9 +260,13 @@ class CheckpointConfig:
     snapshot_bytes: int | str = AUTO
     """Host memory that a rank may take to copy what is not written yet when the next optimizer step would change it; what
     does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
+    resume: str = "asked"
+    """Whether Trainer resumes only where `resume_from_checkpoint` says so (`asked`), or goes on from the newest good checkpoint
+    of `output_dir` where there is one (`auto`), with the rows a step that it was saved with, as a restarted run has to."""
 
     def __post_init__(self):
         to_python_numbers(self)
+        one_of("checkpoint.resume", self.resume, ("asked", AUTO))
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))

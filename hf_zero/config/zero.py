@@ -15,6 +15,7 @@ from .checks import (
     is_auto,
     one_of,
     parse_bytes,
+    path_of_folder,
     plain,
     refuse,
     shown,
@@ -27,6 +28,7 @@ from .parts import CheckpointConfig, CommConfig, OffloadConfig, OuterConfig
 from .reading import read_yaml, settings_of
 
 _NESTED: dict[str, type] = {"offload": OffloadConfig, "comm": CommConfig, "checkpoint": CheckpointConfig}
+_SWITCHES = ("true", "false", "yes", "no", "on", "off", "none", "auto")
 _NESTED_IN_COMM: dict[str, type] = {"outer": OuterConfig}
 
 
@@ -72,6 +74,8 @@ class ZeroConfig:
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
             step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
             `hf_zero.Rescue`.
+        report: keep a log of the run on rank 0, and make a page of it at the end: true in Trainer's `output_dir`, or accelerate's
+            `logging_dir` or `project_dir`; or the path of another folder. `hf-zero report` makes the page of any run.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
             runs on the training device, `never`, or `always`, which elsewhere does the same arithmetic as plain torch operations.
         prefetch_units: units (layers) that stage 3 gathers ahead of the one in use, in forward and in backward.
@@ -102,6 +106,7 @@ class ZeroConfig:
     nonfinite_limit: int = 10
     snapshot_every: int = 100
     out_of_memory: str = "stop"
+    report: bool | str = False
     kernels: str = AUTO
     gather_dtype: str = field(default=AUTO, metadata={"stage": 3})
     prefetch_units: int = field(default=1, metadata={"stage": 3})
@@ -153,6 +158,7 @@ class ZeroConfig:
                 "none. Leave one of the two out."
             )
         one_of("kernels", self.kernels, (AUTO, "always", "never"))
+        self._check_report()
         one_of("split_parameters", self.split_parameters, (True, False, AUTO))
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if not is_auto(self.unit_modules):
@@ -166,6 +172,13 @@ class ZeroConfig:
         self._refuse_settings_of_shards()
         self._refuse_settings_beside_outer_steps()
         self._refuse_settings_of_stage_3()
+
+    def _check_report(self) -> None:
+        if isinstance(self.report, bool):
+            return
+        if str(self.report).strip().lower() in _SWITCHES:
+            raise refuse("report", self.report, "true and false without quotes, or the path of a folder")
+        path_of_folder("report", self.report)
 
     def _check_out_of_memory(self) -> None:
         one_of("out_of_memory", self.out_of_memory, ("stop", "halve"))

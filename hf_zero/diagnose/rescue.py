@@ -102,7 +102,9 @@ class Rescue:
             rows = rows_of(inputs)
             if rows is None or not catch_up.is_possible:
                 self._taken = []
-                why = "its tensors do not have the same number of rows" if rows is None else "a collective was half begun"
+                why = (
+                    "its tensors do not have the same number of rows" if rows is None else "a collective was half begun"
+                )
                 raise torch.OutOfMemoryError(
                     f"hf_zero: a micro-batch ran out of memory. It cannot be halved: {why}. Use activation checkpointing, "
                     f"`offload`, or shorter rows. What ran out: {failure}"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..comm.repeatable import RepeatableTransport
 from .build.assemble import Parts
 from .gradients.backward_pass import Gradients
 from .travel.buffers import ModelBuffers
+from .travel.repeatable import RepeatableTransport
 from .units.schedule import ScheduleState, Unsharding
 
 

@@ -43,6 +43,9 @@ class ZeroEngine:
     Raises:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
 
+    Attributes:
+        entry: what the script calls.
+
     ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
 
@@ -56,7 +59,7 @@ class ZeroEngine:
         device: torch.device | None = None,
     ):
         self.model = model
-        self._entry = entry or model
+        self.entry = entry or model
         self._trials: tuple[Trial, ...] = ()
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device), optimizers)
 
@@ -71,8 +74,8 @@ class ZeroEngine:
         self._step = TrainingStep(self, self.model, parts, optimizers)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
-        self._handles = self._step.install(self._entry, self.state)
-        attach(self, (self.model, self._entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
+        self._handles = self._step.install(self.entry, self.state)
+        attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
 
@@ -100,6 +103,11 @@ class ZeroEngine:
     def catch_up(self) -> CatchUp | None:
         """How a rank takes part in the rest of a pass that has failed there, at stage 3 with `out_of_memory: halve`."""
         return self._step.catch_up
+
+    @property
+    def last_grad_norm(self) -> torch.Tensor | None:
+        """The norm that was measured last, as `clip_grad_norm_` returns it; None before the first."""
+        return self._step.last_norm
 
     @property
     def ended_backwards(self) -> int:
@@ -256,6 +264,11 @@ class ZeroEngine:
         Raises:
             ValueError: the model has no such method.
         """
+        if not self._parts.meeting.split.is_empty:
+            raise ValueError(
+                "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
+                "model and save it before it is loaded with tp_size."
+            )
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
@@ -283,4 +296,5 @@ class ZeroEngine:
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
-        detach((self.model, self._entry, *self.model.parameters()))
+        detach((self.model, self.entry, *self.model.parameters()))
+        self._parts.meeting.split.give_back()

@@ -40,6 +40,7 @@ class TrainingStep:
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
         bad_steps: what is done about NaN and infinite gradients.
+        last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
         catch_up: how a rank takes part in the rest of a pass that has failed there, where the others would wait in its middle.
     """
@@ -51,6 +52,7 @@ class TrainingStep:
         self._config = parts.meeting.config
         self._no_sync_depth = 0
         self.has_rescue = False
+        self.last_norm: torch.Tensor | None = None
         step_transport = parts.meeting.step_transport
         self._log = step_transport.watch.log
         self.store = self._make_store()
@@ -106,9 +108,21 @@ class TrainingStep:
             entry.register_forward_hook(
                 WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
             ),
+            *self._watch_batches(entry),
             *self._parts.parameter_places.watch(entry),
             *self.row_writes.watch(self._model, optimizers, self._config),
         ]
+
+    def _watch_batches(self, entry: nn.Module) -> list:
+        if self._parts.meeting.split.is_empty:
+            return []
+        hook = WeakHook(self, TrainingStep._compare_batches)
+        return [entry.register_forward_pre_hook(hook, with_kwargs=True)]
+
+    def _compare_batches(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        copies = self._parts.copies
+        if copies.compares_batches and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            copies.compare_batches(args, kwargs)
 
     def drop_gradients(self) -> None:
         """Forgets a pass that has not ended."""
@@ -140,6 +154,7 @@ class TrainingStep:
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
+        self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
         if bad is not None:
             self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
@@ -166,7 +181,10 @@ class TrainingStep:
         if failed and self._gradients.ended == ended_before:
             self._gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
-        if not self._parts.meeting.step_transport.agree_max(mine, _FAILED).item():
+        among = (
+            self._parts.meeting.step_transport if self._parts.meeting.split.is_empty else self._parts.meeting.everyone
+        )
+        if not among.agree_max(mine, _FAILED).item():
             return False
         self._gradients.recover()
         self._gradients.drop()
@@ -272,9 +290,17 @@ class TrainingStep:
         self._parts.model_buffers.after_step()
         self._log.step += is_first
         self._log.site = "between steps"
-        if is_first and self._parts.replicas.is_due(self._log.step):
-            self._parts.parameter_gather.finish_all()
-            self._parts.replicas.compare(self._log.step)
+        if is_first:
+            self._compare_copies(self._log.step)
+
+    def _compare_copies(self, step: int) -> None:
+        parts = self._parts
+        if parts.replicas.is_due(step):
+            parts.parameter_gather.finish_all()
+            parts.replicas.compare(step)
+        if parts.copies.is_due(step, every=self._config.check_replicas_every):
+            parts.parameter_gather.finish_all()
+            parts.copies.compare_values(step)
 
     def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts

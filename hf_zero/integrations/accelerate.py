@@ -6,11 +6,13 @@ plugin turns that very instance into one whose methods know the engine; nothing 
 
 import os
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -37,6 +39,7 @@ from .accelerator.ignored_plugin import watch_for_steps_without
 from .accelerator.last_words import LastWords
 from .accelerator.leaving import end_cleanly
 from .accelerator.no_sync import add_no_sync
+from .accelerator.recorded_run import RecordedAccelerator, begin_in_loop
 from .accelerator.run_record import RunRecord
 from .accelerator.scaler import seat_scaler, unscale
 from .accelerator.skipped_steps import tell_of_skipped_steps
@@ -44,14 +47,9 @@ from .accelerator.states import folder_to_fill, numbered_states
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .elastic.last_good import warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
-
-if TYPE_CHECKING:
-    # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.
-    from accelerate import Accelerator as _AcceleratorBase
-else:
-    _AcceleratorBase = object
 
 
 class ZeroPlugin(ParallelismConfig):
@@ -156,7 +154,7 @@ class ZeroPlugin(ParallelismConfig):
         accelerator._zero_early_optimizers = {}
 
 
-class ZeroAcceleratorMixin(_AcceleratorBase):
+class ZeroAcceleratorMixin(RecordedAccelerator):
     """The methods of an Accelerator that know engines. Engines are built when a model and its optimizers are both there.
 
     Attributes:
@@ -257,7 +255,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             engine = ZeroEngine(
                 model,
                 optimizers,
-                resolve_casts(self.zero_config, self.mixed_precision),
+                replace(resolve_casts(self.zero_config, self.mixed_precision), report=False),
                 entry=prepared if prepared is not model else None,
                 device=self.device if self.zero_config.stage == 3 else None,
             )
@@ -272,6 +270,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         announce(engine, casts, rows_of_a_step(self))
+        begin_in_loop(self, engine)
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
         """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""
@@ -356,6 +355,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
         if not self.zero_engines:
             return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
+        began_s = time.perf_counter()
         with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
             # Behind the meeting of all ranks that a save begins with.
             for engine in self.zero_engines:
@@ -368,6 +368,7 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
                 within = "" if folder is folders[0] else f"{folder.name}/"
                 seal_state(engine, root, manifest, folder=folder.name, within=within)
+        self.record_save(began_s, final)
         return str(final)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
@@ -386,10 +387,13 @@ class ZeroAcceleratorMixin(_AcceleratorBase):
             load_engine(engine, _zero_folder(folder, index))
         if self.zero_engines:
             say_resumed(self.zero_engines[0], folder)
+            self.resume_report(folder)
+            warn_of_scaled_schedule(self, folder)
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:
             engine.finish_parameters()
+        self.end_report()
         # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
         self.zero_engines = []
         return super().free_memory(*objects)

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from cells import examples, short_of
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
@@ -103,13 +104,13 @@ def rescued(rank: int, world_size: int, variants: list[dict], when: str, accumul
 VARIANTS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}]
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", short_of(["forward", "backward"], ["forward"]))
 def test_all_ranks_take_the_step_again_in_parts_when_one_runs_out(when):
     arguments = {"variants": VARIANTS, "when": when}
     run_ranks(rescued, world_size=2, time_limit_s=120, keyword_arguments=arguments)
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("when", short_of(["forward", "backward"], ["backward"]))
 def test_one_rank_is_rescued_at_every_stage(when):
     variants = [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}]
     run_ranks(rescued, world_size=1, time_limit_s=90, keyword_arguments={"variants": variants, "when": when})
@@ -158,7 +159,7 @@ def test_a_loop_that_does_not_use_it_is_told():
         optimizer.step()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(50)
 @given(
     rows=st.integers(1, 9), parts=st.sampled_from([2, 4, 8]), hidden=st.lists(st.booleans(), min_size=36, max_size=36)
 )

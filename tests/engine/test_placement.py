@@ -7,6 +7,7 @@ import pytest
 import standin_device
 import torch
 import torch.distributed as dist
+from cells import slow
 from ranks import run_ranks
 from torch import nn
 from training import bert, bert_batch, fused_adamw, gpt2, gpt2_batch
@@ -102,7 +103,7 @@ def from_host_memory(rank: int, world_size: int, library: Path, folder: str) -> 
     assert compiled.hazards() == compiled.crossings() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3(world_size, library, tmp_path):
     bert().save_pretrained(tmp_path / "saved")
     arguments = {"library": library, "folder": str(tmp_path)}

@@ -12,6 +12,7 @@ FLOOR = {
     "offload": 3,
     "engine": 4,
     "diagnose": 5,
+    "report": 5,
     "integrations": 6,
     "run": 7,
     "cli": 7,

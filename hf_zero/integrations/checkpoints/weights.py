@@ -29,6 +29,7 @@ from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.verify import checkpoint_faults, in_words, newest_first
 from ...engine.buckets.rows import MASTER
 from ...layout.intervals import Interval
+from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER
 from .config_model import CONFIG_NAME, expected_tensors
 from .row_weights import has_row_weights
@@ -50,6 +51,8 @@ _OF_THE_RUN = (
     "trainer_state.json",
     "training_args.bin",
     RUN_NAME,
+    LOG_NAME,
+    PAGE_NAME,
 )
 """Files that continue or describe a run and are no part of the model."""
 

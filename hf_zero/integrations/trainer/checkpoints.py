@@ -33,6 +33,7 @@ from ..checkpoints.checkpointing import ZERO_FOLDER, plan_state, seal_state, sta
 from ..checkpoints.frozen_base import FrozenBase
 from ..checkpoints.placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
 from ..checkpoints.progress import progress_bar
+from ..elastic.data_position import DataPosition
 from ..hub.card_facts import write_run
 
 logger = logging.get_logger(__name__)
@@ -77,8 +78,18 @@ class CheckpointSaver:
         taken, self._stall_s = self._stall_s, 0.0
         return taken
 
-    def save(self, trial: object) -> None:
+    def _held_up(self, began_s: float, what: str) -> None:
+        stall_s = time.perf_counter() - began_s
+        self._stall_s += stall_s
+        recorder = self._trainer.accelerator.zero_recorder
+        if recorder is not None:
+            recorder.stall(stall_s, what)
+
+    def save(self, trial: object, position: DataPosition | None) -> None:
         """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+
+        Args:
+            position: where training stands in its data.
 
         Raises:
             CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
@@ -93,8 +104,8 @@ class CheckpointSaver:
             trainer.store_flos()
         self._former_best = trainer.state.best_model_checkpoint
         with self.engine.transport.watch.log.at("save"), self._on_failure():
-            self._save(run_folder, final)
-        self._stall_s += time.perf_counter() - began_s
+            self._save(run_folder, final, position)
+        self._held_up(began_s, "save")
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
@@ -138,7 +149,7 @@ class CheckpointSaver:
                 raise
             logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
 
-    def _save(self, run_folder: Path, final: Path) -> None:
+    def _save(self, run_folder: Path, final: Path, position: DataPosition | None) -> None:
         engine, trainer = self.engine, self._trainer
         engine.synchronise()
         exchange = engine.transport.exchange
@@ -161,7 +172,7 @@ class CheckpointSaver:
             _note_best(trainer, run_folder, final)
             on_all_ranks(
                 exchange,
-                lambda: _write_the_rest(trainer, temporary, disk),
+                lambda: _write_the_rest(trainer, temporary, disk, position),
                 doing=f"write trainer state to {temporary}",
                 then=_THEN,
             )
@@ -187,7 +198,7 @@ class CheckpointSaver:
             began_s = time.perf_counter()
             self._live.secure()
             self._live = None
-            self._stall_s += time.perf_counter() - began_s
+            self._held_up(began_s, "copy")
 
     def _is_full(self, run_folder: Path) -> bool:
         """Whether a multiple of `full_every` steps has been passed since the last checkpoint, of this run or the one before."""
@@ -307,7 +318,7 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = str(best)
 
 
-def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
+def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPosition | None) -> None:
     """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
     if not trainer.args.save_only_model:
         with disk_asked(folder):
@@ -325,4 +336,6 @@ def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
                 else:
                     held[name] = callback.state()
         trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        if position is not None:
+            position.write(folder)
         write_run(trainer, folder)

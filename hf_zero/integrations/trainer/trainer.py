@@ -22,6 +22,7 @@ from ...diagnose.rescue import Rescue
 from ...engine.engine import ZeroEngine
 from ...engine.engine_reference import engine_attached_to
 from ...engine.units.forward_dtype import computing_in
+from ...report.recorder import in_one_line
 from ..checkpoints.checkpointing import ZERO_FOLDER, open_own
 from ..checkpoints.foreign import load_foreign_weights, open_saved_by_others
 from ..checkpoints.frozen_base import refuse_other_base
@@ -40,6 +41,7 @@ from .loading import named_when_damaged, named_when_of_another_model
 from .rescued_steps import ignores_num_items, pass_of
 from .resumed import say_resumed
 from .resuming import alone_in_output_dir, checkpoint_to_resume
+from .rows_of_a_step import RowsOfAStep
 from .step_figures import StepFigures
 
 if TYPE_CHECKING:
@@ -81,35 +83,47 @@ class ZeroTrainerMixin(_TrainerBase):
     _checkpoint_saver: CheckpointSaver | None = None
     _step_figures: StepFigures | None = None
     _rescue: Rescue | None = None
+    _report_is_due = False
+    _rows_of_a_step: RowsOfAStep | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
-        with alone_in_output_dir(self, resume_from_checkpoint):
-            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint)
+        goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
+        with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
+            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
+            self._rows_of_a_step = RowsOfAStep(self)
+            if goes_on and checkpoint is not None:
+                self._rows_of_a_step.go_on_from(checkpoint)
             return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
 
     def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
+        self._report_is_due = bool(self.accelerator.zero_config.report)
         if self._step_figures is None:
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
         try:
-            return super().train(
+            outcome = super().train(
                 resume_from_checkpoint=checkpoint,
                 trial=trial,
                 ignore_keys_for_eval=ignore_keys_for_eval,
                 **kwargs,
             )
-        except BaseException:
+            self.accelerator.end_report()
+            return outcome
+        except BaseException as error:
+            self.accelerator.end_report(in_one_line(error))
             if self._checkpoint_saver is not None:
                 self._checkpoint_saver.give_up()
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         stock = super().training_step
+        if self._report_is_due:
+            self._begin_report()
         rescues = self.accelerator.zero_config.out_of_memory != "stop"
         engine = _only_engine(self) if rescues else None
         if engine is None:
@@ -118,6 +132,25 @@ class ZeroTrainerMixin(_TrainerBase):
             self._rescue = Rescue(engine)
         run = pass_of(self, stock, model, num_items_in_batch)
         return self._rescue.run(inputs, run, ends_step=self.accelerator.sync_gradients)
+
+    def _begin_report(self) -> None:
+        """Starts the log at the first micro-batch: the step that the run goes on from is known then."""
+        self._report_is_due = False
+        engine = _only_engine(self)
+        if engine is not None and engine.optimizers:
+            self.accelerator.begin_report(engine, self.args.output_dir, self.state.global_step)
+
+    def set_initial_training_values(self, *args, **kwargs):
+        values = super().set_initial_training_values(*args, **kwargs)
+        if self._rows_of_a_step is not None:
+            self._rows_of_a_step.steps_in_epoch = values[5]
+        return values
+
+    def _init_training_state(self, *args, **kwargs):
+        epochs, batches = super()._init_training_state(*args, **kwargs)
+        return (
+            (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
+        )
 
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
@@ -148,6 +181,8 @@ class ZeroTrainerMixin(_TrainerBase):
             stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
             if stall_s:
                 logs["zero/save_stall_s"] = round(stall_s, 3)
+        if self.accelerator.zero_recorder is not None:
+            self.accelerator.zero_recorder.log(logs, self.state.global_step)
         super().log(logs, start_time)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -235,7 +270,8 @@ class ZeroTrainerMixin(_TrainerBase):
             return
         if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
-        self._checkpoint_saver.save(trial)
+        position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
+        self._checkpoint_saver.save(trial, position)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)

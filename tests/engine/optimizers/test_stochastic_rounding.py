@@ -23,7 +23,7 @@ NEAREST = {"param_dtype": "bfloat16", "grad_accumulation": "local"}
 
 def on_all_layouts(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """The losses, by chance and from masters, of the same batch on every rank."""
-    job = Job(make_batch=of_one_seed, steps=12)
+    job = Job(make_batch=of_one_seed, steps=6)
     runs: list[Outcome] = []
     for more in (
         {"stage": 0},

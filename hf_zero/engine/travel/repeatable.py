@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .groups.groups import RankGroup
-from .transport import Handle, Label, Transport, Value
+from ...comm.groups.groups import RankGroup
+from ...comm.transport import Handle, Label, Transport, Value
 
 Result = TypeVar("Result")
 

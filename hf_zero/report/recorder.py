@@ -1,0 +1,317 @@
+"""Writes the log of a run while it trains: hooks on a model and its optimizer that count, and a line now and then."""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.ledger import CommRow
+from ..config import ZeroConfig
+from ..device import HostValue, peak_bytes
+from ..engine.engine import ZeroEngine
+from ..engine.hooks import WeakHook
+from ..engine.report_tables import CommReport
+from .counts import Counts
+from .log_file import LogFile, read_lines
+from .step_trace import StepTrace
+
+_TRACED_STEP = 5
+_SHORTEST_S = 0.05
+_LINES = 500
+"""A line of steps comes when this part of the time so far has passed: a day of training has a few thousand of them."""
+
+_MIB = 2**20
+
+
+class RunRecorder:
+    """Records the training of one engine's model, on rank 0; on other ranks it does nothing. Nothing here is collective.
+
+    For a loop without accelerate and Trainer, which do it by `report: true`: `with RunRecorder(engine, "runs/first") as run:`
+    around the loop, and `run.log({"loss": ...})` where a loss is known.
+
+    Args:
+        folder: for the log and, at the end, the page.
+        step: that the run goes on from.
+        plan: bytes a rank by kind as planned, and what DDP would hold, as {"plan": {kind: bytes}, "ddp": {kind: bytes}}.
+
+    Attributes:
+        step: optimizer steps so far, those before a resume among them.
+        folder: that the log is in.
+        is_open: until the end, on rank 0.
+    """
+
+    def __init__(
+        self,
+        engine: ZeroEngine,
+        folder: str | Path,
+        *,
+        step: int = 0,
+        plan: Mapping[str, Mapping[str, int]] | None = None,
+    ):
+        self.folder = Path(folder)
+        self.step = step
+        self.is_open = engine.groups.rank == 0
+        self._engine = engine
+        self._plan = plan or {}
+        self._at_start = {row.kind: row for row in engine.comm_report().rows}
+        self._counts = Counts()
+        self._before = self._shown = (replace(self._counts.totals), engine.comm_report())
+        self._trace: StepTrace | None = None
+        self._traced: StepTrace | None = None
+        self._waiting: tuple[dict[str, Any], dict[str, HostValue]] | None = None
+        self._loss: torch.Tensor | None = None
+        self._has_begun = False
+        self._memory_due_s = self._began_s = self._flushed_s = time.perf_counter()
+        self._handles: list[Any] = []
+        if self.is_open:
+            self._file = LogFile(self.folder)
+            self._handles = self._install(engine.entry, engine.optimizers[0].optimizer)
+
+    def _install(self, entry: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        return [
+            # Before the engine's own, which waits for parameters.
+            entry.register_forward_pre_hook(
+                WeakHook(self, RunRecorder._before_forward), with_kwargs=True, prepend=True
+            ),
+            entry.register_forward_hook(WeakHook(self, RunRecorder._after_forward)),
+            optimizer.register_step_pre_hook(WeakHook(self, RunRecorder._before_step)),
+            optimizer.register_step_post_hook(WeakHook(self, RunRecorder._after_step)),
+        ]
+
+    def __enter__(self) -> "RunRecorder":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.end("finished" if error is None else in_one_line(error))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Adds what a script or Trainer logs: the numbers among `values`."""
+        if not self.is_open:
+            return
+        numbers = {name: _number(value) for name, value in values.items()}
+        known = {name: value for name, value in numbers.items() if value is not None}
+        if known:
+            self._write("log", self.step if step is None else step, values=known)
+
+    def stall(self, seconds: float, what: str, folder: Path | None = None) -> None:
+        """Training has stood still for a save.
+
+        Args:
+            what: "save", or "copy" for what a save behind training leaves to the next step.
+            folder: that was saved to.
+        """
+        if self.is_open:
+            where = {} if folder is None else {"folder": str(folder.resolve())}
+            self._write("stall", self.step, seconds=round(seconds, 4), what=what, **where)
+
+    def go_on_from(self, folder: Path) -> None:
+        """Counts steps on from those behind which this log says that `folder` was saved, if it does."""
+        saved, lines = str(folder.resolve()), read_lines(self.folder)
+        found = [line["step"] for _, line in lines if line is not None and line.get("folder") == saved]
+        self.step = found[-1] if found else self.step
+
+    def figures(self) -> dict[str, float]:
+        """What a step has taken on average since this was last asked, as `zero/...`; empty without a step since."""
+        (before, sent_before), now = self._shown, self._counts.totals
+        steps, seconds, ranks = now.steps - before.steps, now.seconds - before.seconds, self._engine.groups.world_size
+        if not steps or seconds <= 0:
+            return {}
+        comm = self._engine.comm_report()
+        self._shown = (replace(now), comm)
+        figures = {
+            "zero/steps_per_s": steps / seconds,
+            "zero/samples_per_s": ranks * (now.rows - before.rows) / seconds,
+            "zero/tokens_per_s": ranks * (now.tokens - before.tokens) / seconds,
+            "zero/sent_mib": max(0, comm.bytes_sent - sent_before.bytes_sent) / steps / _MIB,
+            "zero/wait_s": max(0.0, comm.wait_seconds - sent_before.wait_seconds) / steps,
+            "zero/peak_mib": peak_bytes(self._engine.device) / _MIB,
+        }
+        return {name: float(f"{value:.6g}") for name, value in figures.items() if value}
+
+    def end(self, how: str = "finished") -> None:
+        """The last lines, and the page; later calls do nothing.
+
+        Args:
+            how: "finished", or what ended the run.
+        """
+        if not self.is_open:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._engine.transport.ledger.traced = None
+        self._flush()
+        self._write_waiting()
+        self._write_trace()
+        if self._counts.totals.steps < 2:
+            self._write_memory()
+        self._write_comm()
+        self._write("end", self.step, how=how)
+        self.is_open = False
+        self._file.close()
+        self._write_page()
+
+    # ---- hooks ----
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        values = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        self._counts.forward(time.perf_counter(), next(values, None))
+        if self._trace is not None:
+            self._trace.enter("forward")
+
+    def _after_forward(self, module: nn.Module, args: tuple, outputs: object) -> None:
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        self._loss = _loss_in(outputs)
+        self._counts.forward_ended(time.perf_counter())
+        if self._trace is not None:
+            self._trace.enter("backward")
+
+    def _before_step(self, *_args: object) -> None:
+        now_s = time.perf_counter()
+        self._counts.step(now_s)
+        if self._trace is not None:
+            self._trace.enter("optimizer step")
+        elif self._counts.totals.steps and now_s >= self._memory_due_s:
+            # The first step has made the state, and gradients are there. A walk through all tensors, so seldom.
+            self._memory_due_s = now_s + max(60.0, 0.1 * (now_s - self._began_s))
+            self._write_memory()
+            self._write_comm()
+
+    def _after_step(self, *_args: object) -> None:
+        now_s = time.perf_counter()
+        self._counts.step_ended(now_s)
+        self._begin()
+        self.step += 1
+        if self._trace is not None:
+            self._trace.end()
+            self._trace, self._traced = None, self._trace
+        if now_s - self._flushed_s >= max(_SHORTEST_S, (now_s - self._began_s) / _LINES):
+            self._flush()
+        if self._counts.totals.steps == _TRACED_STEP - 1:
+            self._trace = StepTrace(self._engine.transport.ledger, self.step + 1)
+
+    # ---- lines ----
+
+    def _write(self, kind: str, step: int, **values: Any) -> None:
+        self._begin()
+        self._file.write(kind, step, **values)
+
+    def _begin(self) -> None:
+        if self._has_begun:
+            return
+        self._has_begun = True
+        engine = self._engine
+        self._file.write(
+            "start",
+            self.step,
+            model=type(engine.model).__name__,
+            parameters=sum(slot.interval.numel for bucket in engine.buckets for slot in bucket.layout.slots),
+            optimizers=[type(sharded.optimizer).__name__ for sharded in engine.optimizers],
+            ranks=engine.groups.world_size,
+            stage=engine.config.stage,
+            said=_said(engine.config.to_dict(), ZeroConfig().to_dict()),
+            backend=engine.groups.backend,
+            device=str(engine.device),
+            **self._plan,
+        )
+
+    def _flush(self) -> None:
+        """A line for the steps since the last one."""
+        self._flushed_s = time.perf_counter()
+        self._write_waiting()
+        engine, (before, sent_before) = self._engine, self._before
+        if self._counts.totals.steps == before.steps:
+            return
+        comm, group = engine.comm_report(), engine.optimizers[0].optimizer.param_groups[0]
+        self._before = (replace(self._counts.totals), comm)
+        values = {
+            "steps": 0,
+            **self._counts.taken(),
+            "lr": _number(group.get("lr")) if not isinstance(group.get("lr"), torch.Tensor) else None,
+            "skipped": engine.bad_steps.skipped,
+            "rewound": engine.bad_steps.rewound,
+            "sent_bytes": max(0, comm.bytes_sent - sent_before.bytes_sent),
+            "wait_s": round(max(0.0, comm.wait_seconds - sent_before.wait_seconds), 6),
+            "peak_bytes": peak_bytes(engine.device),
+        }
+        scalars = {"loss": self._loss, "grad_norm": engine.last_grad_norm}
+        under_way = {name: HostValue(scalar.detach()) for name, scalar in scalars.items() if scalar is not None}
+        self._waiting = ({"step": self.step, **values}, under_way)
+        if engine.device.type == "cpu":
+            self._write_waiting()
+        if self._traced is not None and self._traced.is_past:
+            self._write_trace()
+
+    def _write_waiting(self) -> None:
+        """The line before: an accelerator has long copied its values to the host when the next one comes."""
+        if self._waiting is not None:
+            (values, under_way), self._waiting = self._waiting, None
+            scalars = {name: value.value() for name, value in under_way.items()}
+            self._write("steps", values.pop("step"), **values, **scalars)
+
+    def _write_trace(self) -> None:
+        if self._traced is not None:
+            trace, self._traced = self._traced, None
+            self._write("trace", trace.step, **trace.as_line())
+
+    def _write_memory(self) -> None:
+        report = self._engine.memory_report()
+        rows = [[row.kind, row.bytes, row.ddp_bytes, row.where] for row in report.rows]
+        self._write("memory", self.step, rows=rows, peak_bytes=report.peak_bytes)
+
+    def _write_comm(self) -> None:
+        report: CommReport = self._engine.comm_report()
+        rows = [self._since_the_start(row) for row in report.rows]
+        self._write("comm", self.step, rows=[row for row in rows if row[1] > 0])
+
+    def _since_the_start(self, row: CommRow) -> list[Any]:
+        before = self._at_start.get(row.kind, CommRow(kind=row.kind))
+        names = ("calls", "bytes_sent", "bytes_between", "wait_seconds", "under_way_seconds")
+        return [row.kind, *(getattr(row, name) - getattr(before, name) for name in names)]
+
+    def _write_page(self) -> None:
+        # Here, not above: a run that goes on needs neither the page nor its template engine.
+        from .page import write_page
+
+        try:
+            said = f"the report of this run is {write_page(self.folder)}"
+        except OSError as error:
+            said = f"the report of this run could not be written ({error}); `hf-zero report {self.folder}` makes it"
+        print(f"hf_zero: {said}", file=sys.stderr, flush=True)
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error's class, and the first line of what it says."""
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _loss_in(outputs: object) -> torch.Tensor | None:
+    """The scalar that a model of transformers, or one that returns its loss alone, has given."""
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+    is_scalar = isinstance(found, torch.Tensor) and found.numel() == 1
+    return found.detach() if is_scalar else None
+
+
+def _number(value: object) -> float | int | None:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    return value if isinstance(value, float | int) and not isinstance(value, bool) else None
+
+
+def _said(settings: Mapping[str, Any], usual: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings that are not at their defaults, under dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= _said(value, usual[name], f"{prefix}{name}.")
+        elif value != usual[name]:
+            found[f"{prefix}{name}"] = value
+    return found
