@@ -11,6 +11,7 @@ from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
 from .buckets.bucket import rows_with_gradient
 from .build.assemble import Parts, assemble
+from .catch_up import CatchUp
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_reference import attach, detach
 from .engine_state import EngineState
@@ -97,6 +98,11 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """How a rank takes part in the rest of a pass that has failed there, at stage 3 with `out_of_memory: halve`."""
+        return self._step.catch_up
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:

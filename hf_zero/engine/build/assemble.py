@@ -29,6 +29,7 @@ from ..state.replicas import ReplicaCheck
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
+from ..travel.repeatable import RepeatableTransport
 from ..travel.wire import Wire, choose_wire
 from ..units.copy_checks import CopyChecks
 from ..units.exact_weights import ExactWeights
@@ -289,6 +290,8 @@ def _meet(
     step_transport = choose_step_transport(transport, groups, placed, timeout_s)
     refuse_disagreement(describe(model, optimizers, config), transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
+    if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
+        transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     return Meeting(
         config=config,
