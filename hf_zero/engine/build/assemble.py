@@ -1,6 +1,6 @@
 """Builds the parts of an engine from a model, its optimizers and the config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,11 +104,12 @@ def assemble(
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
     device: torch.device | None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Parts:
     """Moves a model into buckets and makes what trains it. Collective.
 
     Args:
-        device: see `ZeroEngine`.
+        device, on_progress: see `ZeroEngine`.
 
     Raises:
         ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
@@ -144,7 +145,7 @@ def assemble(
         device=device,
         tier=tier,
         parameter_tier=parameter_tier,
-        adopt=holder.adopt,
+        adopt=_adopting(model, holder, on_progress),
     )
     sharded = _sharded_model(model, of_units, meeting, wire, holder)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
@@ -180,6 +181,23 @@ def assemble(
         ),
         norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
     )
+
+
+def _adopting(
+    model: nn.Module, holder: StateHolder, on_progress: Callable[[int, int], None]
+) -> Callable[[Bucket], None]:
+    """Gives each bucket to `holder`, and tells how much of the model is in buckets."""
+    # As they are before: at stage 3 they have no memory afterwards.
+    nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
+    total, done = sum(nbytes_of.values()), 0
+
+    def adopt(bucket: Bucket) -> None:
+        nonlocal done
+        holder.adopt(bucket)
+        done += sum(nbytes_of.get(slot.parameter, 0) for slot in bucket.slots)
+        on_progress(done, total)
+
+    return adopt
 
 
 def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from ...checkpoint.folder.commit import clear_leftovers
 from ...checkpoint.folder.disks import disk_with, find_disk
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.folder.run_lock import held_alone
+from ...checkpoint.format.files import Progress
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.text import shown
@@ -21,6 +22,7 @@ from ...checkpoint.structure import STATE_NAME
 from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
 from ...comm.transport import Value
 from ..checkpoints.checkpointing import ZERO_FOLDER
+from ..checkpoints.progress import progress_of
 
 logger = logging.get_logger(__name__)
 
@@ -65,7 +67,10 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
     rank = trainer.args.process_index
     if asked is not True and asked != LAST_GOOD:
         disk = disk_with(Path(asked), rank, exchange_between_ranks)
-        mine = checkpoint_faults(Path(asked), ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks))
+        with _checking(trainer) as show:
+            mine = checkpoint_faults(
+                Path(asked), ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks), on_progress=show
+            )
         mine = checkpoints_inside(Path(asked)) or mine or state_faults(Path(asked))
         faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
         if faults:
@@ -83,9 +88,15 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
         doing=f"clear {output_dir} of what killed runs left",
         then=_THEN,
     )
-    found, passed = find_good(
-        output_dir, ZERO_FOLDER, disk=disk, exchange=exchange_between_ranks, further_faults=state_faults
-    )
+    with _checking(trainer) as show:
+        found, passed = find_good(
+            output_dir,
+            ZERO_FOLDER,
+            disk=disk,
+            exchange=exchange_between_ranks,
+            further_faults=state_faults,
+            on_progress=show,
+        )
     said = _in_words(passed)
     if found is None and asked is True:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
@@ -94,6 +105,12 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None) -> str | No
     elif rank == 0 and passed:
         logger.warning(f"hf_zero: resuming from {found}. Passed over: {said}")
     return None if found is None else str(found)
+
+
+def _checking(trainer: Trainer) -> AbstractContextManager[Progress]:
+    return progress_of(
+        "checking the checkpoint", is_main=trainer.args.process_index == 0 and not trainer.args.disable_tqdm
+    )
 
 
 def _in_words(passed: list[Candidate]) -> str:
