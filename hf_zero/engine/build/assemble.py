@@ -1,6 +1,6 @@
 """Builds the parts of an engine from a model, its optimizers and the config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,11 +124,12 @@ def assemble(
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
     device: torch.device | None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Parts:
     """Moves a model into buckets and makes what trains it. Collective.
 
     Args:
-        device: see `ZeroEngine`.
+        device, on_progress: see `ZeroEngine`.
 
     Raises:
         ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
@@ -147,7 +148,7 @@ def assemble(
     split = SplitModel(model, optimizers)
     try:
         refuse_beside_split(split, config, optimizers)
-        return _assemble(model, optimizers, config, device, split)
+        return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         split.give_back()
         raise
@@ -159,6 +160,7 @@ def _assemble(
     config: ZeroConfig,
     device: torch.device | None,
     split: SplitModel,
+    on_progress: Callable[[int, int], None],
 ) -> Parts:
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device, split)
@@ -181,7 +183,7 @@ def _assemble(
         device=device,
         tier=tier,
         parameter_tier=parameter_tier,
-        adopt=holder.adopt,
+        adopt=_adopting(model, holder, on_progress),
     )
     sharded = _sharded_model(model, of_units, meeting, wire, holder)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
@@ -225,6 +227,23 @@ def _choose_norm(meeting: Meeting, buckets: Sequence[Bucket], copies: CopyChecks
     among, is_same = meeting.agreement
     norm = choose_norm(meeting.config, buckets, among, replicated=is_same, device=meeting.device)
     return norm if meeting.split.is_empty else NormOfCopies(norm, copies.counted)
+
+
+def _adopting(
+    model: nn.Module, holder: StateHolder, on_progress: Callable[[int, int], None]
+) -> Callable[[Bucket], None]:
+    """Gives each bucket to `holder`, and tells how much of the model is in buckets."""
+    # As they are before: at stage 3 they have no memory afterwards.
+    nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
+    total, done = sum(nbytes_of.values()), 0
+
+    def adopt(bucket: Bucket) -> None:
+        nonlocal done
+        holder.adopt(bucket)
+        done += sum(nbytes_of.get(slot.parameter, 0) for slot in bucket.slots)
+        on_progress(done, total)
+
+    return adopt
 
 
 def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
