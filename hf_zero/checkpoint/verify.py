@@ -9,7 +9,7 @@ from ..comm.all_or_none import Exchange
 from .folder.disks import Disk
 from .foreign.find import is_foreign, open_foreign
 from .format.errors import CheckpointError
-from .format.files import faults_of, files_below
+from .format.files import Progress, faults_of, files_below, untold
 from .format.headers import is_whole_safetensors
 from .format.json_files import read_mapping
 from .format.links import link_faults
@@ -28,15 +28,18 @@ class Candidate:
     faults: tuple[str, ...]
 
 
-def checkpoint_faults(checkpoint: Path, folder: str, *, rank: int = 0, world_size: int = 1) -> list[str]:
+def checkpoint_faults(
+    checkpoint: Path, folder: str, *, rank: int = 0, world_size: int = 1, on_progress: Progress = untold
+) -> list[str]:
     """What this rank's share of a checkpoint's files has wrong, in words. Every rank reads a part of them.
 
     Args:
         folder: below the checkpoint, in which the manifest lies. A checkpoint without such a folder, of plain Trainer,
             DeepSpeed or FSDP, is checked for whole safetensors files, for all ranks' files, and for a readable trainer state.
+        on_progress: called with the bytes of this rank's share that have been read, and all of them.
     """
     try:
-        return _faults(checkpoint, folder, rank=rank, world_size=world_size)
+        return _faults(checkpoint, folder, rank=rank, world_size=world_size, on_progress=on_progress)
     except CheckpointError as error:
         return [in_words(error)]
     except OSError as error:
@@ -48,7 +51,7 @@ def in_words(error: CheckpointError) -> str:
     return str(error).removeprefix("hf_zero: ").rstrip(".")
 
 
-def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int) -> list[str]:
+def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_progress: Progress) -> list[str]:
     if not checkpoint.is_dir():
         return [f"there is no folder {checkpoint}"]
     faults = link_faults(checkpoint)
@@ -59,7 +62,7 @@ def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int) -> lis
         return _faults_of_plain(checkpoint)
     manifest = Manifest.read(checkpoint / folder)
     chunks = own_chunks(checkpoint, manifest, rank=rank, world_size=world_size)
-    faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks)))
+    faults = list(dict.fromkeys(faults_of(checkpoint, manifest.files, chunks, on_progress)))
     # Of files that are not as they were written, no more is asked.
     return faults if faults or rank else structure_faults(checkpoint, folder, manifest)
 
@@ -82,6 +85,7 @@ def find_good(
     disk: Disk,
     exchange: Exchange,
     further_faults: Callable[[Path], list[str]] = lambda checkpoint: [],
+    on_progress: Progress = untold,
 ) -> tuple[Path | None, list[Candidate]]:
     """The newest good checkpoint, and those passed over with their faults. Collective: the ranks share the reading.
 
@@ -89,11 +93,12 @@ def find_good(
 
     Args:
         further_faults: what else is wrong with a checkpoint whose files are good.
+        on_progress: called with the bytes of a checkpoint that this rank has read, and all that it reads of it.
     """
     passed: list[Candidate] = []
     names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
     for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
-        mine = checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks))
+        mine = checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks), on_progress=on_progress)
         reports = exchange(mine or further_faults(path))
         faults = tuple(dict.fromkeys(fault for report in reports for fault in report))
         if not faults:

@@ -8,10 +8,11 @@ import typer
 
 from ..checkpoint.format.manifest import CheckpointError
 from ..config import parse_bytes
+from ..integrations.checkpoints.progress import progress_of
 from ..integrations.checkpoints.weights import consolidate as consolidate_weights
 from ..integrations.checkpoints.weights import folder_faults
 from ..integrations.hub.card_facts import carry_run
-from .output import Dtype, Json, progress_bar, said_plainly, say, say_json
+from .output import Dtype, Json, said_plainly, say, say_json
 
 
 def consolidate(
@@ -26,10 +27,11 @@ def consolidate(
     """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
     with said_plainly():
         for folder in (checkpoint, *(part or ())):
-            faults = folder_faults(folder)
+            with progress_of(f"checking {folder.name}") as show:
+                faults = folder_faults(folder, show)
             if faults:
                 raise CheckpointError(f"hf_zero: {folder} is not good: {'; '.join(faults[:3])}.")
-        with progress_bar("Writing weights") as show:
+        with progress_of("writing weights") as show:
             files = consolidate_weights(
                 checkpoint,
                 out,

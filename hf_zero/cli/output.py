@@ -1,15 +1,14 @@
-"""What the commands of `hf-zero` print: lines and tables or one JSON document, progress on stderr, errors in one line."""
+"""What the commands of `hf-zero` print: lines and tables or one JSON document, errors in one line."""
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from ..checkpoint.format.manifest import CheckpointError
 from ..checkpoint.format.text import shown
@@ -57,18 +56,3 @@ def said_plainly() -> Iterator[None]:
     except (CheckpointError, ConfigError, HubError, OSError) as error:
         say_error(str(error))
         raise typer.Exit(1) from error
-
-
-@contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with bytes done and bytes in all; there is no bar, and so nothing beside an error, before that."""
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), console=_errors)
-    task = progress.add_task(what, total=None)
-    with ExitStack() as stack:
-
-        def show(done: int, total: int) -> None:
-            if not progress.live.is_started:
-                stack.enter_context(progress)
-            progress.update(task, completed=done, total=total)
-
-        yield show

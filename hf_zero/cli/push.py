@@ -8,9 +8,10 @@ import typer
 from huggingface_hub import HfApi
 
 from ..config import parse_bytes
+from ..integrations.checkpoints.progress import progress_of
 from ..integrations.hub.hub import Destination
 from ..integrations.hub.push import push_model
-from .output import Dtype, Json, progress_bar, said_plainly, say, say_json
+from .output import Dtype, Json, said_plainly, say, say_json
 
 
 def push(
@@ -23,13 +24,14 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Uploads the model to the Hub with a model card, and compares what arrived. Takes the token of `hf auth login`."""
-    with said_plainly(), progress_bar("Writing weights") as show:
+    with said_plainly(), progress_of("checking") as on_check, progress_of("writing weights") as show:
         commit = push_model(
             checkpoint,
             Destination(repo_id=repo_id, private=private, revision=revision),
             api=HfApi(library_name="hf_zero"),
             dtype=None if dtype is None else getattr(torch, dtype.value),
             max_shard_bytes=parse_bytes("--max-shard-size", max_shard_size),
+            on_check=on_check,
             on_progress=show,
         )
     if as_json:

@@ -2,6 +2,7 @@
 
 import typer
 
+from ..integrations.checkpoints.progress import progress_of
 from ..integrations.checkpoints.weights import folder_faults, is_checkpoint_of_ours
 from .output import Folder, Json, said_plainly, say, say_error, say_json
 
@@ -11,7 +12,8 @@ _FAULTS_SHOWN = 50
 def verify(folder: Folder, as_json: Json = False) -> None:
     """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
     with said_plainly():
-        faults = folder_faults(folder)
+        with progress_of(f"checking {folder.name}") as show:
+            faults = folder_faults(folder, show)
         of_ours = is_checkpoint_of_ours(folder)
     if as_json:
         say_json({"folder": folder, "good": not faults, "faults": faults, "has_manifest": of_ours})

@@ -1,6 +1,6 @@
 """The engine: one object that trains one model with sharded state. The only file that knows all of engine/."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
 from .buckets.bucket import rows_with_gradient
 from .build.assemble import Parts, assemble
+from .catch_up import CatchUp
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_reference import attach, detach
 from .engine_state import EngineState
@@ -38,6 +39,7 @@ class ZeroEngine:
         entry: what the script calls in place of `model`, where that is another module (a compiled one).
         device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
             then moves its shard only.
+        on_progress: called with the bytes of parameters that are in buckets, and those of the model.
 
     Raises:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
@@ -56,11 +58,12 @@ class ZeroEngine:
         *,
         entry: nn.Module | None = None,
         device: torch.device | None = None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
         self.model = model
         self.entry = entry or model
         self._trials: tuple[Trial, ...] = ()
-        self._start(assemble(model, optimizers, ZeroConfig.of(config), device), optimizers)
+        self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
 
     def _start(self, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         meeting = parts.meeting
@@ -97,6 +100,11 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """How a rank takes part in the rest of a pass that has failed there, at stage 3 with `out_of_memory: halve`."""
+        return self._step.catch_up
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:

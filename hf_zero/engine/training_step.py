@@ -13,6 +13,7 @@ from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
 from .buckets.memory import UnshardedMemory
 from .build.assemble import Parts
+from .catch_up import choose_catch_up
 from .engine_state import EngineState
 from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
@@ -41,6 +42,7 @@ class TrainingStep:
         bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
+        catch_up: how a rank takes part in the rest of a pass that has failed there, where the others would wait in its middle.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -61,6 +63,7 @@ class TrainingStep:
             parts.meeting.peers.world_size,
             self._end_backward,
         )
+        self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()
         self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
@@ -185,6 +188,9 @@ class TrainingStep:
             return False
         self._gradients.recover()
         self._gradients.drop()
+        if self.catch_up is not None:
+            # What the failed rank has gathered last is of no use, and all ranks have to gather alike.
+            self._parts.sharded.schedule.reshard_all()
         self._batches.forget()
         return True
 

@@ -47,6 +47,7 @@ from .accelerator.states import folder_to_fill, numbered_states
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .checkpoints.progress import progress_of
 from .elastic.last_good import warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
@@ -252,13 +253,15 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             former.close()
             self.zero_engines.remove(former)
         try:
-            engine = ZeroEngine(
-                model,
-                optimizers,
-                replace(resolve_casts(self.zero_config, self.mixed_precision), report=False),
-                entry=prepared if prepared is not model else None,
-                device=self.device if self.zero_config.stage == 3 else None,
-            )
+            with progress_of("building", is_main=self.is_main_process) as show:
+                engine = ZeroEngine(
+                    model,
+                    optimizers,
+                    replace(resolve_casts(self.zero_config, self.mixed_precision), report=False),
+                    entry=prepared if prepared is not model else None,
+                    device=self.device if self.zero_config.stage == 3 else None,
+                    on_progress=show,
+                )
         except Exception:
             self._forget(prepared, optimizers)
             raise

@@ -45,7 +45,11 @@ class Node:
 
     @property
     def prefix(self) -> list[str]:
-        return [] if self.namespace is None else ["ip", "netns", "exec", self.namespace]
+        """Before a command: it runs in this node's network, with a /dev/shm that goes with its last process."""
+        if self.namespace is None:
+            return []
+        own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", own_memory, "sh"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,8 @@ class MicroBatch:
     rows: list[int]
     loss: str
     at: float
+    ready_s: float = 0.0
+    disk_bytes: int = 0
 
 
 @dataclass
@@ -137,7 +143,7 @@ def starts_in(log: Path, apart_s: float = 4.0) -> list[Start]:
         for line in logged:
             micro = sum(step == line["step"] and rank == head["rank"] for step, rank, _ in starts[-1].steps)
             key = (line["step"], head["rank"], micro)
-            starts[-1].steps[key] = MicroBatch(line["rows"], line["loss"], line["at"])
+            starts[-1].steps[key] = MicroBatch(**{name: line[name] for name in line if name != "step"})
     return starts
 
 
@@ -200,6 +206,8 @@ class Outcome:
     statuses: list[int | None]
     starts: list[Start]
     in_memory: bool = False
+    ready_s: float = float("nan")
+    disk_bytes: int = 0
 
     @property
     def ended(self) -> bool:
@@ -231,6 +239,7 @@ def killed_run(
         time.sleep(pause_s)
         at_s, at_step = time.time(), _furthest(log, len(network.nodes))
         kill_with_children(agents[killed])
+        _evict(folder / "out")
         while any(a.poll() is None for n, a in enumerate(agents) if n != killed) and in_time():
             pass
         statuses = [agent.poll() for agent in agents]
@@ -246,8 +255,21 @@ def killed_run(
         recovery_s=first_s - at_s,
         statuses=statuses,
         starts=starts,
-        in_memory="out of memory of the nodes" in said,
+        in_memory="comes from the nodes' memory" in said,
+        ready_s=max((each.ready_s for each in after.steps.values()), default=0) if after else float("nan"),
+        disk_bytes=sum(each.disk_bytes for each in after.steps.values()) if after else 0,
     )
+
+
+def _evict(folder: Path) -> None:
+    """Has the system forget what it remembers of the checkpoints' files: a node that restarts them may not have read them."""
+    os.sync()
+    for path in folder.glob("checkpoint-*/**/*"):
+        try:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            continue
 
 
 def _furthest(log: Path, world_size: int) -> int:
@@ -296,6 +318,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--save_steps", type=int, default=5)
     parser.add_argument("--neighbour", action="store_true", help="`checkpoint.replicate: neighbour`, every 2 steps")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
@@ -304,7 +327,7 @@ def main() -> None:
     plain: dict[str, object] = {
         "max_steps": options.steps,
         "width": options.width,
-        "save_steps": 5,
+        "save_steps": options.save_steps,
         "logging_steps": 5,
         "disable_tqdm": True,
         "report_to": "none",
@@ -321,6 +344,9 @@ def main() -> None:
         "goes on at",
         "ranks",
         "s to next step",
+        "s of them in train()",
+        "MiB off disk",
+        "from",
         "as by hand",
         "rows once",
     ):
@@ -337,7 +363,7 @@ def main() -> None:
                 pause_s=chance.uniform(0, 0.5),
             )
             same = "-"
-            if outcome.ended and outcome.resumed_at >= 0 and not outcome.in_memory:
+            if outcome.ended and outcome.resumed_at >= 0:
                 same = _compared(folder, outcome, plain, options.agents)
             once = is_each_row_once(rows_trained(outcome.starts), 480)
             figures.append(
@@ -348,13 +374,15 @@ def main() -> None:
                     "resumed_at": outcome.resumed_at,
                     "ranks_after": outcome.ranks_after,
                     "recovery_s": round(outcome.recovery_s, 2),
+                    "ready_s": round(outcome.ready_s, 2),
+                    "disk_mib": round(outcome.disk_bytes / 2**20, 1),
+                    "from": "memory" if outcome.in_memory else "disk",
                     "as_by_hand": same,
-                    "in_memory": outcome.in_memory,
                     "rows_once": once,
                 }
             )
             print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
-            table.add_row(str(number), *(str(value) for name, value in figures[-1].items() if name != "in_memory"))
+            table.add_row(str(number), *(str(value) for value in figures[-1].values()))
             if not outcome.ended:
                 for path in folder.glob("agent-*.log"):
                     print(path.read_text(errors="replace")[-3000:], file=sys.stderr)
@@ -372,7 +400,7 @@ def _compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agent
     shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": a_rank // 4, "zero": 2}
     checkpoint = folder / "out" / f"checkpoint-{outcome.resumed_at}"
     if not checkpoint.is_dir():
-        return "began at 0"
+        return "not on disk"
     by_hand = run_by_hand(folder / "hand", checkpoint, plain | shape, outcome.ranks_after)
     after = outcome.starts[-1]
     if after.steps.keys() != by_hand.steps.keys():

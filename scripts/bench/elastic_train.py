@@ -41,16 +41,35 @@ class LoggingTrainer(Trainer):
         self._log = (log / f"{time.time_ns()}-{rank}-of-{world}.jsonl").open("w", buffering=1)
         self._say(rank=rank, world_size=world, restarts=os.environ.get("TORCHELASTIC_RESTART_COUNT"))
         self.add_callback(_Pause(step_s))
+        self._first: dict[str, float] = {}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._began is not None:
+            seconds, read = time.perf_counter() - self._began, bytes_from_disk() - self._read_before
+            self._first, self._began = {"ready_s": round(seconds, 3), "disk_bytes": read}, None
+        return super().training_step(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._began: float | None = time.perf_counter()
+        self._read_before = bytes_from_disk()
+        return super().train(*args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         rows = inputs.pop("row").tolist()
         answer = super().compute_loss(model, inputs, *args, **kwargs)
         loss = answer[0] if isinstance(answer, tuple) else answer
-        self._say(step=self.state.global_step, rows=rows, loss=loss.item().hex(), at=time.time())
+        self._say(step=self.state.global_step, rows=rows, loss=loss.item().hex(), at=time.time(), **self._first)
+        self._first = {}
         return answer
 
     def _say(self, **said: Any) -> None:
         self._log.write(json.dumps(said) + "\n")
+
+
+def bytes_from_disk() -> int:
+    """What this process has had the disk read for it."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
 
 
 class _Pause(TrainerCallback):

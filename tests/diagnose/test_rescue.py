@@ -137,15 +137,6 @@ def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too():
     run_ranks(later_micro_batch, world_size=2, time_limit_s=90)
 
 
-def refused_at_stage_3(rank: int, world_size: int) -> None:
-    with pytest.raises(ConfigError, match="`stage: 3` is for one rank, and there are 2"):
-        Run(rank, world_size, {"stage": 3, **HALVE})
-
-
-def test_stage_3_on_several_ranks_is_refused():
-    run_ranks(refused_at_stage_3, world_size=2, time_limit_s=60)
-
-
 def ends_at_one_row(rank: int, world_size: int) -> str:
     run = Run(rank, world_size, {"stage": 2, **HALVE})
     runs_out(run.model.transformer.h[0], 0, here=rank == 1)

@@ -1,7 +1,7 @@
 """The files of a checkpoint: what is recorded of each when it is written, and what is found wrong when it is read."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
@@ -16,6 +16,9 @@ _LONGEST_PATH = 1024
 _LONGEST_PART = 255
 """Of a name between two slashes, in bytes: what file systems take."""
 _WINDOW_CHUNKS = 64
+
+Progress = Callable[[int, int], None]
+"""Is called with the bytes that are done and the bytes in all."""
 
 Chunk = tuple[str, int]
 """A file's name, and which of its runs of `CHUNK_BYTES` is meant."""
@@ -39,8 +42,16 @@ def chunks_in(size: int) -> int:
     return max(1, -(-size // CHUNK_BYTES))
 
 
-def hashes_of(path: Path, indices: Iterable[int]) -> dict[int, str]:
-    """Index → XXH3 64-bit hash, in hexadecimal, of these chunks of a file, read in order."""
+def untold(_done_bytes: int, _total_bytes: int) -> None:
+    """For work whose progress nobody looks at."""
+
+
+def hashes_of(path: Path, indices: Iterable[int], on_read: Callable[[int], None] = lambda _: None) -> dict[int, str]:
+    """Index → XXH3 64-bit hash, in hexadecimal, of these chunks of a file, read in order.
+
+    Args:
+        on_read: is told the bytes of each chunk.
+    """
     hashes = {}
     # One buffer for all: fresh memory for each chunk costs more than hashing it.
     buffer = memoryview(bytearray(CHUNK_BYTES))
@@ -53,6 +64,7 @@ def hashes_of(path: Path, indices: Iterable[int]) -> dict[int, str]:
                 while read := file.readinto(buffer[filled:]):
                     filled += read
                 hashes[index] = xxhash.xxh3_64_hexdigest(buffer[:filled])
+                on_read(filled)
     return hashes
 
 
@@ -115,16 +127,28 @@ def is_inside(name: str) -> bool:
     )
 
 
-def faults_of(folder: Path, records: Mapping[str, FileRecord], chunks: Iterable[Chunk]) -> list[str]:
+def faults_of(
+    folder: Path, records: Mapping[str, FileRecord], chunks: Sequence[Chunk], on_progress: Progress = untold
+) -> list[str]:
     """What is wrong with these chunks of recorded files, in words: absent, of another size, of other contents."""
+    total = sum(min(CHUNK_BYTES, records[name].size - index * CHUNK_BYTES) for name, index in chunks)
+    done = 0
+
+    def on_read(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        on_progress(min(done, total), total)
+
     return [
         fault
         for name, indices in by_file(chunks).items()
-        for fault in _faults_of_file(folder, name, records[name], indices)
+        for fault in _faults_of_file(folder, name, records[name], indices, on_read)
     ]
 
 
-def _faults_of_file(folder: Path, name: str, record: FileRecord, indices: Sequence[int]) -> list[str]:
+def _faults_of_file(
+    folder: Path, name: str, record: FileRecord, indices: Sequence[int], on_read: Callable[[int], None]
+) -> list[str]:
     path = folder / name
     if not is_inside(name):
         return [f"the manifest names {name!r}, which is not inside the folder"]
@@ -133,7 +157,7 @@ def _faults_of_file(folder: Path, name: str, record: FileRecord, indices: Sequen
     if path.stat().st_size != record.size:
         return [f"{name} has {path.stat().st_size} bytes instead of {record.size}"]
     try:
-        bad = [index for index, found in hashes_of(path, indices).items() if found != record.xxh3[index]]
+        bad = [index for index, found in hashes_of(path, indices, on_read).items() if found != record.xxh3[index]]
     except OSError as error:
         return [f"{name} cannot be read ({error})"]
     if not bad:

@@ -1,6 +1,6 @@
 """Builds the parts of an engine from a model, its optimizers and the config."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from ..state.replicas import ReplicaCheck
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
+from ..travel.repeatable import RepeatableTransport
 from ..travel.wire import Wire, choose_wire
 from ..units.copy_checks import CopyChecks
 from ..units.exact_weights import ExactWeights
@@ -123,11 +124,12 @@ def assemble(
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
     device: torch.device | None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Parts:
     """Moves a model into buckets and makes what trains it. Collective.
 
     Args:
-        device: see `ZeroEngine`.
+        device, on_progress: see `ZeroEngine`.
 
     Raises:
         ValueError, ConfigError, MemoryError, OSError: it cannot be trained so; on every rank alike.
@@ -146,7 +148,7 @@ def assemble(
     split = SplitModel(model, optimizers)
     try:
         refuse_beside_split(split, config, optimizers)
-        return _assemble(model, optimizers, config, device, split)
+        return _assemble(model, optimizers, config, device, split, on_progress)
     except Exception:
         split.give_back()
         raise
@@ -158,6 +160,7 @@ def _assemble(
     config: ZeroConfig,
     device: torch.device | None,
     split: SplitModel,
+    on_progress: Callable[[int, int], None],
 ) -> Parts:
     owner = owners(model, optimizers)
     meeting = _meet(model, optimizers, config, device, split)
@@ -180,7 +183,7 @@ def _assemble(
         device=device,
         tier=tier,
         parameter_tier=parameter_tier,
-        adopt=holder.adopt,
+        adopt=_adopting(model, holder, on_progress),
     )
     sharded = _sharded_model(model, of_units, meeting, wire, holder)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
@@ -224,6 +227,23 @@ def _choose_norm(meeting: Meeting, buckets: Sequence[Bucket], copies: CopyChecks
     among, is_same = meeting.agreement
     norm = choose_norm(meeting.config, buckets, among, replicated=is_same, device=meeting.device)
     return norm if meeting.split.is_empty else NormOfCopies(norm, copies.counted)
+
+
+def _adopting(
+    model: nn.Module, holder: StateHolder, on_progress: Callable[[int, int], None]
+) -> Callable[[Bucket], None]:
+    """Gives each bucket to `holder`, and tells how much of the model is in buckets."""
+    # As they are before: at stage 3 they have no memory afterwards.
+    nbytes_of = {parameter: parameter.nbytes for parameter in model.parameters()}
+    total, done = sum(nbytes_of.values()), 0
+
+    def adopt(bucket: Bucket) -> None:
+        nonlocal done
+        holder.adopt(bucket)
+        done += sum(nbytes_of.get(slot.parameter, 0) for slot in bucket.slots)
+        on_progress(done, total)
+
+    return adopt
 
 
 def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
@@ -289,6 +309,8 @@ def _meet(
     step_transport = choose_step_transport(transport, groups, placed, timeout_s)
     refuse_disagreement(describe(model, optimizers, config), transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
+    if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
+        transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     return Meeting(
         config=config,

@@ -18,6 +18,12 @@ def refuse_beside_split(split: SplitModel, config: ZeroConfig, optimizers: Seque
             f"hf_zero config: `comm.sync_every` is {config.comm.sync_every}, and the model is split over ranks (tensor or expert "
             "parallel), all of which take each step together. Leave `comm.sync_every` at 1."
         )
+    if config.out_of_memory == "halve":
+        raise ConfigError(
+            "hf_zero config: `out_of_memory: halve` does not go with a model that is split over ranks (tensor or expert "
+            "parallel): in the middle of a forward, the others would wait for the results of the rank that has failed. Leave "
+            "`out_of_memory` at stop."
+        )
     for optimizer in optimizers:
         if reach_of(optimizer) in (Reach.PARAMETER, Reach.MODEL):
             raise ConfigError(

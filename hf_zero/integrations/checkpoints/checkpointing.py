@@ -17,7 +17,7 @@ from ...comm.all_or_none import Exchange
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import EngineState, SavedState
 from .load_state import SavedOptimizers, load_state
-from .progress import progress_bar
+from .progress import progress_bar, progress_of
 
 ZERO_FOLDER = "zero"
 
@@ -99,7 +99,8 @@ def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
 def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
     groups = engine.groups
-    mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size)
+    with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
+        mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
     faults = list(dict.fromkeys(fault for theirs in engine.transport.exchange(mine) for fault in theirs))
     if faults:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from ...checkpoint.folder.commit import abandon, begin, commit, seal
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.foreign.find import open_foreign
 from ...checkpoint.foreign.states import ForeignCheckpoint
+from ...checkpoint.format.files import Progress, untold
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.settings import plain_settings
@@ -97,7 +98,9 @@ def load_foreign_weights(model: nn.Module, folder: Path) -> Any:
     return model.load_state_dict(dict(foreign.weights()), strict=False)
 
 
-def convert(source: Path, out: Path, *, config_folder: Path | None, optimizer: str) -> str:
+def convert(
+    source: Path, out: Path, *, config_folder: Path | None, optimizer: str, on_progress: Progress = untold
+) -> str:
     """Makes one of our checkpoint folders of a DeepSpeed or FSDP one; returns in words what it was.
 
     The folder holds the weights as `from_pretrained` reads them, in the precision of the masters, masters and optimizer state
@@ -108,6 +111,7 @@ def convert(source: Path, out: Path, *, config_folder: Path | None, optimizer: s
         out: new or empty; appears when it is whole.
         config_folder: with the model's config.json; None is the source.
         optimizer: class name, which neither format records.
+        on_progress: called with bytes of state read and written, and both in all.
 
     Raises:
         CheckpointError: damaged, not covered, or not of the config's model.
@@ -116,16 +120,11 @@ def convert(source: Path, out: Path, *, config_folder: Path | None, optimizer: s
         raise CheckpointError(f"hf_zero: {out} is not an empty folder; give one that is new or empty.")
     foreign = open_foreign(source)
     model = _with_weights(foreign, config_folder or source)
-    rows = [
-        (
-            kind,
-            name,
-            Interval(0, torch.Size(shape).numel()),
-            foreign.read(kind, name, Interval(0, torch.Size(shape).numel())),
-        )
-        for name, shape in foreign.shapes.items()
-        for kind in foreign.kinds_of(name)
-    ]
+    moved = _Moved(foreign, on_progress)
+    rows = []
+    for kind, name, interval in moved.rows:
+        rows.append((kind, name, interval, foreign.read(kind, name, interval)))
+        moved.by(rows[-1][-1].nbytes)
     needed_bytes = sum(tensor.nbytes for *_, tensor in rows) * 2
     disk = Disk.shared()
     temporary = begin(out, needed_bytes=needed_bytes, disk=disk, exchange=_alone)
@@ -143,13 +142,31 @@ def convert(source: Path, out: Path, *, config_folder: Path | None, optimizer: s
             optimizers=[{"class": optimizer, "groups": _groups_of(foreign)}],
             exchange=_alone,
         )
-        write_pieces(pieces, temporary / ZERO_FOLDER, _alone)
+        write_pieces(pieces, temporary / ZERO_FOLDER, _alone, moved.by)
         seal(temporary, manifest, folder=ZERO_FOLDER, within="", disk=disk, exchange=_alone)
         commit(temporary, out, disk=disk, exchange=_alone)
     except BaseException:
         abandon(temporary, disk=disk)
         raise
     return foreign.origin
+
+
+class _Moved:
+    """Tells how much of a checkpoint's optimizer state has been read and written: each row is both, in fp32."""
+
+    def __init__(self, foreign: ForeignCheckpoint, on_progress: Progress):
+        self.rows = [
+            (kind, name, Interval(0, torch.Size(shape).numel()))
+            for name, shape in foreign.shapes.items()
+            for kind in foreign.kinds_of(name)
+        ]
+        self._total = 2 * sum(4 * interval.numel for *_, interval in self.rows)
+        self._done = 0
+        self._on_progress = on_progress
+
+    def by(self, nbytes: int) -> None:
+        self._done = min(self._done + nbytes, self._total)
+        self._on_progress(self._done, self._total)
 
 
 def _alone(value: object) -> list:

@@ -13,6 +13,7 @@ from ...engine.engine import ZeroEngine
 from ...layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
 from .placed_weights import saved_tensors_of
+from .progress import progress_bar
 
 _THEN = "Nothing was trained; resume from another checkpoint."
 
@@ -36,9 +37,14 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     def load_own() -> list[str]:
         with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
             name_of = _names(reader.manifest, tensors, checkpoint)
-            engine.state.load_weights(
-                lambda parameter, interval: reader.read(WEIGHTS, name_of[id(parameter)], interval)
-            )
+            with progress_bar("reading weights", is_main=engine.groups.rank == 0) as show:
+
+                def read(parameter: torch.Tensor, interval: Interval) -> torch.Tensor:
+                    values = reader.read(WEIGHTS, name_of[id(parameter)], interval)
+                    show(values.nbytes)
+                    return values
+
+                engine.state.load_weights(read)
             others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
             for name in others if engine.groups.rank == 0 else ():
                 values = reader.read(WEIGHTS, name, Interval(0, tensors[name].numel()))

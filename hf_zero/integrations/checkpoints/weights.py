@@ -5,7 +5,7 @@ import math
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
 )
 
-from ...checkpoint.format.files import is_inside
+from ...checkpoint.format.files import Progress, is_inside, untold
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import link_faults, refuse_links
 from ...checkpoint.format.manifest import WEIGHTS, CheckpointError
@@ -219,10 +219,14 @@ def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
     return RowWeights(folder, others) if has_row_weights(folder) else FileWeights(folder)
 
 
-def folder_faults(folder: Path) -> list[str]:
-    """What a checkpoint or model folder has wrong, in words: first by its manifest, then its weights against its config."""
+def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
+    """What a checkpoint or model folder has wrong, in words: first by its manifest, then its weights against its config.
+
+    Args:
+        on_progress: called with bytes read and bytes in all.
+    """
     if is_checkpoint_of_ours(folder) or not folder.is_dir():
-        faults = checkpoint_faults(folder, ZERO_FOLDER)
+        faults = checkpoint_faults(folder, ZERO_FOLDER, on_progress=on_progress)
         if faults:
             return faults
     return list(dict.fromkeys(weight_faults(folder)))
@@ -274,7 +278,7 @@ def consolidate(
     masters: bool = False,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Progress = untold,
 ) -> list[str]:
     """Writes the model of a checkpoint as an ordinary Hugging Face folder; returns the weights files' names.
 

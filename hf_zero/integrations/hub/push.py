@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from ...checkpoint.format.files import Progress, untold
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ..checkpoints.checkpointing import ZERO_FOLDER
@@ -27,7 +28,8 @@ def push_model(
     api: HfApi,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    on_progress: Callable[[int, int], None],
+    on_check: Progress = untold,
+    on_progress: Progress = untold,
 ) -> CommitInfo:
     """Pushes the model of a checkpoint, or a model folder.
 
@@ -35,12 +37,15 @@ def push_model(
     otherwise a folder's files go as they are. All of it is checked before a byte is sent. The folder's own README.md is the
     card, where it has one.
 
+    Args:
+        on_check, on_progress: called with bytes checked, and bytes of weights written, and bytes in all.
+
     Raises:
         CheckpointError: there is no model, or it has faults; nothing was sent then.
         HubError: it did not arrive.
     """
     checked_token(to)
-    refuse_faults(source)
+    refuse_faults(source, on_progress=on_check)
     with staging_folder(source.resolve().parent) as staged:
         of_a_run = is_checkpoint_of_ours(source) or (source / "trainer_state.json").is_file()
         if (of_a_run or dtype is not None) and not (source / "adapter_config.json").is_file():
@@ -53,9 +58,9 @@ def push_model(
         return push_folder(staged, to, api=api, message="Upload model with hf_zero")
 
 
-def refuse_faults(folder: Path, *, of: Path | None = None) -> None:
+def refuse_faults(folder: Path, *, of: Path | None = None, on_progress: Progress = untold) -> None:
     """Raises `CheckpointError` unless the folder holds a good checkpoint or model. `of` is what the folder was made of."""
-    faults = folder_faults(folder)
+    faults = folder_faults(folder, on_progress)
     if faults:
         raise CheckpointError(f"hf_zero: {of or folder} is not good, and nothing was pushed: {'; '.join(faults[:3])}.")
 

@@ -54,7 +54,10 @@ class CheckpointSaver:
 
     Attributes:
         engine: whose state is saved.
+        keeps_for_users: what is saved is a checkpoint of the user's, which may be the best one or go to the Hub.
     """
+
+    keeps_for_users = True
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
         self._trainer = trainer
@@ -98,7 +101,7 @@ class CheckpointSaver:
         began_s = time.perf_counter()
         self.finish()
         trainer = self._trainer
-        run_folder = Path(trainer._get_output_dir(trial=trial))
+        run_folder = self._run_folder(trial)
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
@@ -106,6 +109,16 @@ class CheckpointSaver:
         with self.engine.transport.watch.log.at("save"), self._on_failure():
             self._save(run_folder, final, position)
         self._held_up(began_s, "save")
+
+    def _run_folder(self, trial: object) -> Path:
+        return Path(self._trainer._get_output_dir(trial=trial))
+
+    def _finish_folder(self, temporary: Path, exchange: Exchange) -> None:
+        """Does what is left when all files are sealed, before the checkpoint is committed. Collective."""
+
+    def _kept(self) -> int | None:
+        """How many checkpoints stay."""
+        return self._trainer.args.save_total_limit
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
@@ -169,7 +182,8 @@ class CheckpointSaver:
                 base=self._base.checksum(),
                 step=trainer.state.global_step,
             )
-            _note_best(trainer, run_folder, final)
+            if self.keeps_for_users:
+                _note_best(trainer, run_folder, final)
             on_all_ranks(
                 exchange,
                 lambda: _write_the_rest(trainer, temporary, disk, position),
@@ -190,7 +204,7 @@ class CheckpointSaver:
         else:
             with self._shown_from_here():
                 complete(exchange=exchange)
-            if trainer.args.push_to_hub:
+            if trainer.args.push_to_hub and self.keeps_for_users:
                 trainer._push_from_checkpoint(str(final))
 
     def _before_step(self, *_args: object) -> None:
@@ -259,12 +273,13 @@ class CheckpointSaver:
         try:
             write_live(live, temporary, exchange)
             seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
+            self._finish_folder(temporary, exchange)
             commit(temporary, final, disk=disk, exchange=exchange)
         except CheckpointError:
             abandon(temporary, disk=disk)
             raise
         if disk.leads:
-            _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
+            _rotate(final.parent, final, limit=self._kept(), best=best)
 
 
 def _not_told(_nbytes: int) -> None:

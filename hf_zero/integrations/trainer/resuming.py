@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from transformers import Trainer, TrainerState, logging
@@ -13,6 +13,7 @@ from ...checkpoint.folder.commit import clear_leftovers
 from ...checkpoint.folder.disks import disk_with, find_disk
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.folder.run_lock import held_alone
+from ...checkpoint.format.files import Progress
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.text import shown
@@ -20,6 +21,7 @@ from ...checkpoint.structure import STATE_NAME
 from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
 from ...checkpoint.writer import row_file
 from ..checkpoints.checkpointing import ZERO_FOLDER
+from ..checkpoints.progress import progress_of
 from ..elastic.exchange import exchange_between_ranks
 
 logger = logging.get_logger(__name__)
@@ -65,7 +67,7 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
     """
     output_dir, rank = Path(trainer.args.output_dir), trainer.args.process_index
     if goes_on and asked is not False:
-        found, passed = _newest_good(output_dir, rank)
+        found, passed = _newest_good(trainer, output_dir)
         if found is None and passed:
             raise ValueError(
                 f"hf_zero: `checkpoint.resume: auto` finds no good checkpoint in {output_dir}: {_in_words(passed)}. Nothing was "
@@ -77,9 +79,9 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
         _warn_of_beginning_again(output_dir, rank)
         return None
     if asked is not True and asked != LAST_GOOD:
-        _refuse_faulty(Path(asked), output_dir, rank)
+        _refuse_faulty(trainer, Path(asked), output_dir)
         return str(asked)
-    found, passed = _newest_good(output_dir, rank)
+    found, passed = _newest_good(trainer, output_dir)
     said = _in_words(passed)
     if found is None and asked is True:
         raise ValueError(f"No valid checkpoint found in output directory ({output_dir}){': ' if said else ''}{said}")
@@ -88,9 +90,10 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
     return found
 
 
-def _refuse_faulty(asked: Path, output_dir: Path, rank: int) -> None:
-    disk = disk_with(asked, rank, exchange_between_ranks)
-    mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks))
+def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
+    disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
+    with _checking(trainer) as show:
+        mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks), on_progress=show)
     mine = checkpoints_inside(asked) or mine or state_faults(asked)
     faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
     if faults:
@@ -102,8 +105,9 @@ def _refuse_faulty(asked: Path, output_dir: Path, rank: int) -> None:
         )
 
 
-def _newest_good(output_dir: Path, rank: int) -> tuple[str | None, list[Candidate]]:
+def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[Candidate]]:
     """The newest good checkpoint of a folder, and the newer ones with their faults. Collective."""
+    rank = trainer.args.process_index
     disk = find_disk(output_dir, rank, exchange_between_ranks, then=_THEN)
     on_all_ranks(
         exchange_between_ranks,
@@ -111,13 +115,17 @@ def _newest_good(output_dir: Path, rank: int) -> tuple[str | None, list[Candidat
         doing=f"clear {output_dir} of what killed runs left",
         then=_THEN,
     )
-    found, passed = find_good(
-        output_dir,
-        ZERO_FOLDER,
-        disk=disk,
-        exchange=exchange_between_ranks,
-        further_faults=lambda path: state_faults(path) or parts_elsewhere(path / ZERO_FOLDER, rank, disk.world_size),
-    )
+    with _checking(trainer) as show:
+        found, passed = find_good(
+            output_dir,
+            ZERO_FOLDER,
+            disk=disk,
+            exchange=exchange_between_ranks,
+            further_faults=lambda path: (
+                state_faults(path) or parts_elsewhere(path / ZERO_FOLDER, rank, disk.world_size)
+            ),
+            on_progress=show,
+        )
     if rank == 0 and found is not None and passed:
         logger.warning(f"hf_zero: resuming from {found}. Passed over: {_in_words(passed)}")
     return None if found is None else str(found), passed
@@ -145,6 +153,12 @@ def _warn_of_beginning_again(output_dir: Path, rank: int) -> None:
             f"hf_zero: the launcher has restarted this run ({restarts} times), and training begins again at step 0 beside the "
             f"checkpoints in {output_dir}. Set `checkpoint.resume: auto` to go on from the newest good one."
         )
+
+
+def _checking(trainer: Trainer) -> AbstractContextManager[Progress]:
+    return progress_of(
+        "checking the checkpoint", is_main=trainer.args.process_index == 0 and not trainer.args.disable_tqdm
+    )
 
 
 def _in_words(passed: list[Candidate]) -> str:
