@@ -1,6 +1,7 @@
 """What a run cannot resume from, or cannot save to, is said before it trains: the thing, its value, and the way out."""
 
 import errno
+import json
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,9 @@ from cells import short_rows
 from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
 from training import bert
+from transformers import TrainerState
+
+from hf_zero.integrations.trainer.resuming import state_faults
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
 
@@ -109,3 +113,15 @@ def loads_the_parent(rank: int, world_size: int, folder: str) -> str:
 def test_load_state_of_a_parent_folder_names_the_state_inside(trained):
     [said] = run_ranks(loads_the_parent, world_size=1, time_limit_s=100, keyword_arguments={"folder": str(trained)})
     assert f"checkpoint-2 is inside: load_state('{trained}/checkpoint-2')." in said
+
+
+def test_a_trainers_state_without_the_batch_size_that_it_calculates_with_is_a_fault(tmp_path):
+    path = tmp_path / "trainer_state.json"
+    TrainerState(train_batch_size=4).save_to_json(str(path))
+    assert state_faults(tmp_path) == []
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"train_batch_size": None}))
+    assert state_faults(tmp_path) == ["train_batch_size in trainer_state.json is None, which no Trainer writes"]
+    del content["train_batch_size"]
+    path.write_text(json.dumps(content))
+    assert state_faults(tmp_path) == ["trainer_state.json lacks train_batch_size, which every Trainer writes"]

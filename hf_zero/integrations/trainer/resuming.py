@@ -42,7 +42,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "logging_steps": _NUMBER,
     "eval_steps": _NUMBER,
     "save_steps": _NUMBER,
-    "train_batch_size": (int, type(None)),
+    "train_batch_size": int,
     "num_input_tokens_seen": _NUMBER,
     "total_flos": _NUMBER,
     "best_metric": (*_NUMBER, type(None)),
@@ -53,6 +53,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "log_history": (list, type(None)),
 }
 """Fields of a Trainer's state, and what they may be."""
+_NEEDED = ("train_batch_size",)
+"""Fields that a Trainer calculates with as it resumes, and that are None where its file lacks them."""
 
 
 def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on: bool = False) -> str | None:
@@ -203,6 +205,7 @@ def state_faults(checkpoint: Path) -> list[str]:
         return [in_words(error)]
     known = {field.name for field in dataclasses.fields(TrainerState)}
     faults = [f"{STATE_NAME} has {name!r}, which Trainer does not know" for name in content if name not in known]
+    faults += [f"{STATE_NAME} lacks {name}, which every Trainer writes" for name in _NEEDED if name not in content]
     for name, kinds in _KINDS.items():
         value = content.get(name)
         if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
