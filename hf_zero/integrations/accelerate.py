@@ -252,12 +252,17 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if former is not None:
             former.close()
             self.zero_engines.remove(former)
+        config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
+        # Here, not above: what it traces with takes long to import.
+        from .planning.at_start import forecast_at_start
+
+        at_start = forecast_at_start(self, model, optimizers, config) if optimizers else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
                 engine = ZeroEngine(
                     model,
                     optimizers,
-                    replace(resolve_casts(self.zero_config, self.mixed_precision), report=False),
+                    config,
                     entry=prepared if prepared is not model else None,
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
@@ -272,7 +277,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine.config.nonfinite != "stop":
             tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
-        announce(engine, casts, rows_of_a_step(self))
+        announce(engine, casts, rows_of_a_step(self), at_start)
         begin_in_loop(self, engine)
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:

@@ -122,6 +122,20 @@ class Forecast:
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class AtStart:
+    """What is said at the start of a run of a rank's memory when most is there.
+
+    Attributes:
+        batch: the shape of the micro-batch that it is for, in words; or why it is not known.
+        ours, ddp: with this engine and under DDP; None where it is not known.
+    """
+
+    batch: str
+    ours: Forecast | None = None
+    ddp: Forecast | None = None
+
+
 STATE_KINDS = ("parameters", "frozen", "gradients", "masters", "optimizer state", "residuals", "copies")
 PASSING_KINDS = ("gradient buffers", "gathered", "activations", "step", "runtime")
 KINDS = (*STATE_KINDS, *PASSING_KINDS)

@@ -13,6 +13,8 @@ from ...engine.engine import ZeroEngine
 from ...engine.report_tables import IN_FILES, in_units, render
 from ...engine.travel.outer import anchor_numel
 from ...offload.budget import available_host_bytes
+from ...plan.forecast import AtStart, Forecast
+from ...plan.room import FORECAST_ERROR
 from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 
 
@@ -27,12 +29,15 @@ def ddp_state(engine: ZeroEngine) -> DdpState:
     return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
 
 
-def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = None) -> None:
+def announce(
+    engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = None, at_start: AtStart | None = None
+) -> None:
     """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
 
     Args:
         cast_owner: who casts to a lower precision, in words.
         rows_of_a_step: on all ranks together, in words, where it is known.
+        at_start: activations and the peak; None leaves them out.
     """
     if engine.groups.rank != 0:
         return
@@ -55,7 +60,7 @@ def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = N
         *_kernel_rows(engine),
         *_offload_rows(engine),
     ]
-    state = _state_rows(engine, plan, ddp_state(engine))
+    state = [*_state_rows(engine, plan, ddp_state(engine)), *_peak_rows(at_start)]
     tables = [
         render("hf_zero plan", ("what", "for each rank"), rows),
         render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
@@ -107,6 +112,26 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
         *only_ours,
         ("all that lasts", f"{known}{in_units(plan.total)}{_not_in_memory(engine)}", f"{known}{in_units(ddp.total)}"),
     ]
+
+
+def _peak_rows(at_start: AtStart | None) -> list[tuple[str, str, str]]:
+    """What a step takes beside it."""
+    if at_start is None:
+        return []
+    if at_start.ours is None or at_start.ddp is None:
+        return [("activations", f"not known: {at_start.batch}", "")]
+    ours, ddp = at_start.ours, at_start.ddp
+    of_batch = [in_units(each.device.get("activations", 0)) for each in (ours, ddp)]
+    return [
+        (f"activations (first rows, {at_start.batch})", of_batch[0], of_batch[1]),
+        (f"peak of a step, to {FORECAST_ERROR:.0%}", _peak(ours), _peak(ddp)),
+    ]
+
+
+def _peak(forecast: Forecast) -> str:
+    known = f"not counting {', '.join(forecast.unknown)}: " if forecast.unknown else ""
+    beside = f" and {in_units(forecast.host_bytes)} in host memory" if forecast.host_bytes else ""
+    return f"{known}{in_units(forecast.device_bytes)}{beside}"
 
 
 def _dtypes(engine: ZeroEngine) -> str:

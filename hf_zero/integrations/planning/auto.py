@@ -129,7 +129,7 @@ def choose_config(
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     kept, decides = _kept(config), not together or dist.get_rank() == 0
     # First: what a trace loads stays in memory, and is not free then.
-    traced = _activations(model, batch, mixed_precision) if decides else (None, None)
+    traced = _activations(model, batch, mixed_precision, config.param_dtype) if decides else (None, None)
     mine = _Free(
         device=free_for_training(device) + _held_bytes(model, device),
         host=free_on_host(),
@@ -241,7 +241,9 @@ def _held_bytes(model: nn.Module, device: torch.device) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.type)
 
 
-def _activations(model: nn.Module, batch: MicroBatch, mixed_precision: str) -> tuple[Activations | None, str | None]:
+def _activations(
+    model: nn.Module, batch: MicroBatch, mixed_precision: str, param_dtype: str
+) -> tuple[Activations | None, str | None]:
     try:
         traced = trace(
             model,
@@ -249,6 +251,7 @@ def _activations(model: nn.Module, batch: MicroBatch, mixed_precision: str) -> t
             shape=f"{batch.rows} x {batch.length}",
             tokens=batch.rows * batch.length,
             autocast=_AUTOCAST.get(mixed_precision),
+            param_dtype=param_dtype,
         )
     except PlanError as error:
         return None, str(error).removeprefix("hf_zero: ")

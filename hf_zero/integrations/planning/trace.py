@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ...config import AUTO
 from ...plan.errors import PlanError
 from ...plan.forecast import Activations
 
@@ -38,6 +39,7 @@ def trace(
     shape: str,
     tokens: int,
     autocast: torch.dtype | None = None,
+    param_dtype: str = AUTO,
 ) -> Activations:
     """Counts what a forward and a backward of `model` hold, without touching it or any memory.
 
@@ -45,6 +47,7 @@ def trace(
         batch: keyword arguments of the model's forward; tensors on the meta device will do. A function makes them inside.
         shape: of the micro-batch, in words; `tokens`: its elements.
         autocast: the dtype of mixed precision, if any.
+        param_dtype: of floating-point parameters, as the config says it; `auto` leaves them as they are.
 
     Raises:
         PlanError: the model cannot be copied, or its forward needs values.
@@ -52,7 +55,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     living = _LivingBytes()
     try:
-        fake = _without_memory(model, mode, living)
+        fake = _without_memory(model, mode, living, None if param_dtype == AUTO else getattr(torch, param_dtype))
         with mode:
             made = batch() if callable(batch) else batch
             inputs = tree_map(lambda value: _like(value) if isinstance(value, torch.Tensor) else value, dict(made))
@@ -96,16 +99,20 @@ def _loss_of(outputs: Any) -> torch.Tensor:
     return sums[0]
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=_HOST)
+def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Its shape on the host, of another dtype if it holds floating-point numbers."""
+    is_cast = dtype is not None and tensor.is_floating_point()
+    return torch.empty(tensor.shape, dtype=dtype if is_cast else tensor.dtype, device=_HOST)
 
 
-def _without_memory(model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes") -> nn.Module:
+def _without_memory(
+    model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None
+) -> nn.Module:
     """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come."""
     copies: dict[int, Any] = {}
     with mode:
         for parameter in model.parameters():
-            copies[id(parameter)] = nn.Parameter(_like(parameter), requires_grad=parameter.requires_grad)
+            copies[id(parameter)] = nn.Parameter(_like(parameter, dtype), requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             copies[id(buffer)] = _like(buffer)
     for each in copies.values():

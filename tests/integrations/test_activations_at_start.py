@@ -1,0 +1,85 @@
+"""The table at the start of a run forecasts activations and the peak, where the data tells a micro-batch, and costs no batch."""
+
+import contextlib
+import io
+import logging
+import os
+import random
+
+import pytest
+import torch
+from accelerate_job import Texts
+from ranks import run_ranks
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from training import LENGTH, gpt2
+
+from hf_zero import ZeroPlugin, make_plan
+
+pytestmark = pytest.mark.timeout(150)
+
+
+class Stream(IterableDataset):
+    """Rows that have no numbers."""
+
+    def __iter__(self):
+        return iter(Texts(8))
+
+
+def drawing(rows):
+    """Collates, and draws from every source of random numbers, as collators that mask tokens do."""
+    torch.rand(3)
+    random.random()
+    return default_collate(rows)
+
+
+def failing(rows):
+    raise KeyError("a column")
+
+
+def starts(rank: int, world_size: int) -> dict[str, str]:
+    """What is said at the start of runs with these data loaders."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "true"}
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, PartialState
+
+    loaders = {
+        "rows": DataLoader(Texts(16), batch_size=2, collate_fn=drawing),
+        "none": None,
+        "tuples": DataLoader(TensorDataset(torch.zeros(8, LENGTH, dtype=torch.long)), batch_size=2),
+        "stream": DataLoader(Stream(), batch_size=2),
+        "failing": DataLoader(Texts(16), batch_size=2, collate_fn=failing),
+        "quiet": DataLoader(Texts(16), batch_size=2),
+    }
+    said = {}
+    for name, loader in loaders.items():
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+        logging.getLogger("hf_zero").setLevel(logging.ERROR if name == "quiet" else logging.NOTSET)
+        accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters())
+        drawn = torch.get_rng_state(), random.getstate()
+        stderr = io.StringIO()
+        with contextlib.redirect_stderr(stderr):
+            accelerator.prepare(model, optimizer, *([] if loader is None else [loader]))
+        assert torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
+        said[name] = " ".join(stderr.getvalue().replace("│", " ").split())
+        accelerator.free_memory()
+    return said
+
+
+def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
+    here, other = run_ranks(starts, world_size=2, time_limit_s=120)
+    assert not any(other.values())
+    assert f"activations (first rows, 2 x {LENGTH})" in here["rows"] and "peak of a step, to 15%" in here["rows"]
+    rows = {name: value[:2] for name, value in default_collate([Texts(2)[0], Texts(2)[1]]).items()}
+    plan = make_plan(gpt2(), batch=rows, gpus=2, on_cpu=True, gpu_memory="1GB", kept={"stage": 2})
+    [candidate] = plan.candidates
+    peak = candidate.forecast.device_bytes / 2**20
+    assert f"{peak:.1f} MiB" in here["rows"].partition("peak of a step")[2]
+    assert "not known: no data loader was prepared" in here["none"]
+    assert "not known: batches are not the keyword arguments" in here["tuples"]
+    assert "not known: the data set has no rows to be asked for by number" in here["stream"]
+    assert "cannot be collated (KeyError" in here["failing"]
+    assert "hf_zero plan: bytes" in here["quiet"] and "activations" not in here["quiet"]
