@@ -296,8 +296,7 @@ def in_one_line(error: BaseException) -> str:
 def _loss_in(outputs: object) -> torch.Tensor | None:
     """The scalar that a model of transformers, or one that returns its loss alone, has given."""
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
-    is_scalar = isinstance(found, torch.Tensor) and found.numel() == 1
-    return found.detach() if is_scalar else None
+    return found.detach() if isinstance(found, torch.Tensor) and found.numel() == 1 else None
 
 
 def _number(value: object) -> float | int | None:
