@@ -23,8 +23,10 @@ _HOME_OF = {
     "gathered": "integrations.gathered",
     "init": "integrations.checkpoints.init",
     "migrate": "config.migration.migrate",
+    "last_good_state": "integrations.elastic.last_good",
     "make_plan": "integrations.planning.planner",
     "parity": "diagnose.parity",
+    "same_global_batch": "integrations.elastic.global_batch",
     "Rescue": "diagnose.rescue",
     "RunRecorder": "report.recorder",
     "unsharded": "integrations.gathered",
@@ -47,9 +49,11 @@ __all__ = [
     "engine_of",
     "gathered",
     "init",
+    "last_good_state",
     "make_plan",
     "migrate",
     "parity",
+    "same_global_batch",
     "unsharded",
     "with_zero",
 ]
@@ -66,6 +70,8 @@ if TYPE_CHECKING:
     from .integrations.arguments import ZeroTrainingArguments, with_zero
     from .integrations.callback import ZeroCallback
     from .integrations.checkpoints.init import init
+    from .integrations.elastic.global_batch import same_global_batch
+    from .integrations.elastic.last_good import last_good_state
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
     from .integrations.planning.planner import make_plan

@@ -2,6 +2,10 @@
 
     accelerate launch scripts/finetune_accelerate.py --zero 2 --checkpointing_steps 100
     accelerate launch scripts/finetune_accelerate.py --zero 2 --resume_from_checkpoint outputs/accelerate/step_100
+    torchrun --nnodes 2:4 --max-restarts 10 ... scripts/finetune_accelerate.py --zero 2 --checkpointing_steps 100 \
+        --resume_from_checkpoint auto --global_batch_size 96
+
+The last goes on by itself after a restart, on whatever number of ranks: from the newest good state, with the same rows a step.
 
 Without `--zero` it runs under stock DDP.
 """
@@ -13,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, PartialState
 from finetune_bert import load_model
 from recipes.arguments import ModelArguments, parse_arguments
 from recipes.classification import ClassificationArguments, class_names, load_classification, tokenize
@@ -27,7 +31,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import DataCollatorWithPadding, get_scheduler, set_seed
 
-from hf_zero import ZeroPlugin, engine_of, init
+from hf_zero import ZeroPlugin, engine_of, init, last_good_state, same_global_batch
 
 FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_batch_size": 16, "num_warmup_steps": 40}
 
@@ -41,6 +45,10 @@ class LoopArguments:
     per_device_train_batch_size: int = field(default=8, metadata={"help": "Rows of a training batch."})
     per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of an evaluation batch."})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches that make up one step."})
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows of a step on all ranks together, by accumulation and smaller batches where need be."},
+    )
     num_train_epochs: int = field(default=3, metadata={"help": "Passes over the training data."})
     learning_rate: float = field(default=5e-5, metadata={"help": "Highest learning rate, after the warm-up."})
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
@@ -51,7 +59,9 @@ class LoopArguments:
     checkpointing_steps: int | None = field(
         default=None, metadata={"help": "Save the whole state every so many steps."}
     )
-    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A folder `step_…` to go on from."})
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "A folder `step_…` to go on from, or auto."}
+    )
 
 
 def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> dict[str, float]:
@@ -76,7 +86,8 @@ def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> 
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), run.max_grad_norm)
                 optimizer.step()
-                scheduler.step()
+                if accelerator.sync_gradients:
+                    scheduler.step()
                 optimizer.zero_grad()
             rows = len(batch["labels"])
             seen += torch.stack([loss.detach() * rows, torch.tensor(float(rows), device=accelerator.device)])
@@ -107,6 +118,17 @@ def evaluate(accelerator, model, loader) -> float:
     return torch.cat(hits).float().mean().item()
 
 
+def share_global_batch(run: LoopArguments) -> None:
+    """Deals the global batch, where one is asked for, to the ranks that there are."""
+    if run.global_batch_size is None:
+        return
+    ranks = PartialState().num_processes
+    batch = same_global_batch(run.global_batch_size, rows=run.per_device_train_batch_size, world_size=ranks)
+    run.per_device_train_batch_size, run.gradient_accumulation_steps = batch.rows, batch.accumulation
+    if batch.global_rows != run.global_batch_size and PartialState().is_main_process:
+        print(f"{run.global_batch_size} rows cannot be shared evenly by {ranks} ranks: a step takes {batch}.")
+
+
 @one_paragraph()
 @ranks_together()
 def main():
@@ -114,16 +136,21 @@ def main():
         ModelArguments, ClassificationArguments, LoopArguments, defaults={}, from_scratch=FROM_SCRATCH
     )
     check_writable(run.output_dir)
-    first_step = step_to_resume(run.resume_from_checkpoint)
     set_seed(run.seed)
+    share_global_batch(run)
 
     plugin = ZeroPlugin(run.zero) if run.zero is not None else None
     accelerator = Accelerator(
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         # The order of an epoch follows from seed and epoch alone, so that a resumed run skips what was really seen.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        # Else accelerate steps the schedule once for each process, and another number of them stands elsewhere in it.
+        step_scheduler_with_optimizer=False,
         parallelism_config=plugin,
     )
+    if run.resume_from_checkpoint == "auto":
+        run.resume_from_checkpoint = last_good_state(accelerator, run.output_dir)
+    first_step = step_to_resume(run.resume_from_checkpoint)
 
     with accelerator.local_main_process_first():
         splits = load_classification(data_args, run.seed)
@@ -146,9 +173,8 @@ def main():
     scheduler = get_scheduler(
         run.lr_scheduler_type,
         optimizer,
-        # accelerate steps a schedule once for every process.
-        num_warmup_steps=run.num_warmup_steps * accelerator.num_processes,
-        num_training_steps=steps * accelerator.num_processes,
+        num_warmup_steps=run.num_warmup_steps,
+        num_training_steps=steps,
     )
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     if first_step:

@@ -24,6 +24,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import cpu_times  # noqa: E402
 import ranks  # noqa: E402
 import small_units  # noqa: E402, F401
 
@@ -37,28 +38,55 @@ ranks.PRELOADED_MODULES += [
     "trainer_job",
     "accelerate_job",
     "small_units",
+    "split_runs",
     "warm_start",
 ]
 ranks.PRELOAD_FOLDERS.append(SUPPORT)
 
 
-# Longest first, so that no process of pytest's is left with one of them when the others have ended. By far the longest alone.
+# Longest first (`--cpu-times` shows them), so that no process of pytest's is left with one of them when the others have ended,
+# and with them those that mostly wait, beside which others compute.
 LONGEST_FIRST = (
-    *("test_kernels.py", "test_standin_device.py", "test_recipes.py", "test_trainer.py", "test_equivalence.py"),
-    *("test_accelerate.py", "test_nvme.py", "test_bench.py", "test_docs.py", "test_foreign_runs.py", "test_offload.py"),
-    *("test_standin_doors.py", "test_stage3.py", "test_commit.py", "test_moments.py", "test_kernel_steps.py"),
-    *("test_families.py", "test_hub.py", "test_configs.py", "test_offload_params.py"),
+    *(
+        "test_docs.py",
+        "test_faults.py",
+        "test_kernels.py",
+        "test_standin_device.py",
+        "test_stage3.py",
+        "test_late_ranks.py",
+    ),
+    *("test_trainer.py", "test_recipes.py", "test_offload_runs.py", "test_commit.py", "test_kernel_steps.py"),
+    *(
+        "test_families.py",
+        "test_equivalence.py",
+        "test_nvme.py",
+        "test_unmodified_scripts.py",
+        "test_whole_parameters.py",
+    ),
+    *(
+        "test_moments.py",
+        "test_offload.py",
+        "test_offload_params.py",
+        "test_accelerate.py",
+        "test_sharded_checkpoints.py",
+    ),
+    *("test_foreign_runs.py", "test_bench.py", "test_hub.py", "test_cli.py", "test_random_modules.py", "test_comm.py"),
 )
 
-# Examples of a property: the short run tries the same thirty each time, the long one a hundred at random. How long one takes says
+# Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
 # more of what else the machine does.
 hypothesis.settings.register_profile("long", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile(
-    "short", hypothesis.settings.get_profile("long"), max_examples=30, derandomize=True, database=None
+    "short", hypothesis.settings.get_profile("long"), max_examples=20, derandomize=True, database=None
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu-times", action="store_true", help="CPU seconds of every test, file and folder, at the end")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(cpu_times.CpuTimes(config), "cpu_times")
     hypothesis.settings.load_profile("short" if config.getoption("markexpr") == "not slow" else "long")
 
 

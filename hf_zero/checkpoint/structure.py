@@ -14,6 +14,7 @@ from .format.manifest import MANIFEST_NAME, WEIGHTS, Manifest, SavedRow
 from .format.text import shown
 
 STATE_NAME = "trainer_state.json"
+POSITION_NAME = "data_position.json"
 
 _READ_BACK = (
     "model.safetensors",
@@ -33,6 +34,7 @@ _READ_BACK = (
     "random_states_*.pkl",
     "custom_checkpoint_*.pkl",
     STATE_NAME,
+    POSITION_NAME,
 )
 """Files beside the manifest's folder that a resume or `from_pretrained` would read."""
 

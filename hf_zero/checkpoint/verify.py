@@ -96,8 +96,8 @@ def find_good(
         on_progress: called with the bytes of a checkpoint that this rank has read, and all that it reads of it.
     """
     passed: list[Candidate] = []
-    names = exchange([path.name for path in newest_first(output_dir)])[0]
-    for path in (output_dir / name for name in names):
+    names = {path.name for theirs in exchange(list(newest_first(output_dir))) for path in theirs}
+    for path in sorted((output_dir / name for name in names), key=step_of, reverse=True):
         mine = checkpoint_faults(path, folder, rank=disk.place, world_size=len(disk.ranks), on_progress=on_progress)
         reports = exchange(mine or further_faults(path))
         faults = tuple(dict.fromkeys(fault for report in reports for fault in report))

@@ -26,6 +26,11 @@ _THEN = (
 )
 
 
+def row_file(rank: int, world_size: int) -> str:
+    """The name of the file that a rank writes its rows to."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
 def plan_rows(
     folder: Path,
     *,
@@ -50,7 +55,7 @@ def plan_rows(
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed. No manifest is there then.
     """
-    file = f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    file = row_file(rank, world_size)
 
     def lay_out_own() -> dict[str, Any]:
         folder.mkdir(parents=True, exist_ok=True)

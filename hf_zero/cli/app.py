@@ -15,12 +15,13 @@ from .output import console
 from .parity import parity
 from .plan import plan
 from .push import push
+from .rendezvous import rendezvous
 from .report import report
 from .run import SCRIPT_WORDS, run
 from .verify import verify
 
 app = typer.Typer(help="Training with hf_zero, and its checkpoints.", no_args_is_help=True, add_completion=False)
-for command in (verify, inspect, consolidate, push, card, convert, migrate, plan, report, doctor):
+for command in (verify, inspect, consolidate, push, card, convert, migrate, plan, report, doctor, rendezvous):
     app.command()(command)
 app.command(context_settings=SCRIPT_WORDS)(run)
 app.command(context_settings=SCRIPT_WORDS)(parity)

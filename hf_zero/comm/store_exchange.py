@@ -45,6 +45,15 @@ class StoreExchange:
         """
         if self._groups.world_size == 1:
             return [value]
+        try:
+            return self._exchange(value)
+        except dist.DistNetworkError as error:
+            raise CommunicationError(
+                f"hf_zero: the launcher's store is gone, so the ranks cannot finish a checkpoint together ({error}). The host "
+                "that kept it was lost or has ended; its own error is the reason."
+            ) from error
+
+    def _exchange(self, value: Value) -> list[Value]:
         self._count += 1
         self._store.set(self._key(self._groups.rank), pickle.dumps(value))
         values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -56,10 +56,15 @@ class Transport(ABC):
             is summed. Elsewhere the sum is rounded to that dtype first.
     """
 
-    adds_in_wider: ClassVar[bool] = False
+    adds_in_wider: bool = False
 
     def __init__(self, ledger: Ledger | None = None):
         self.ledger = ledger or Ledger()
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return type(self).__name__
 
     @property
     def watch(self) -> Watch:

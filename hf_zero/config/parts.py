@@ -260,12 +260,36 @@ class CheckpointConfig:
     snapshot_bytes: int | str = AUTO
     """Host memory that a rank may take to copy what is not written yet when the next optimizer step would change it; what
     does not fit is written before that step. `auto` is half of what is free, and nothing where `offload.optimizer` is nvme."""
+    resume: str = "asked"
+    """Whether Trainer resumes only where `resume_from_checkpoint` says so (`asked`), or goes on from the newest good checkpoint
+    of `output_dir` where there is one (`auto`), with the rows a step that it was saved with, as a restarted run has to."""
+    replicate: str = "none"
+    """`neighbour`: Trainer also keeps each node's shards in the host memory (/dev/shm) of this node and the next, every
+    `replicate_every` steps, so that a run which has lost one node goes on from there. Wants `resume: auto`."""
+    replicate_every: int = 10
+    """Steps between those: what the loss of a node loses at most."""
 
     def __post_init__(self):
         to_python_numbers(self)
+        one_of("checkpoint.resume", self.resume, ("asked", AUTO))
+        self._check_replicate()
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
         one_of("checkpoint.async_save", self.async_save, (True, False))
         if not is_auto(self.snapshot_bytes):
             object.__setattr__(self, "snapshot_bytes", parse_bytes("checkpoint.snapshot_bytes", self.snapshot_bytes))
+
+    def _check_replicate(self) -> None:
+        one_of("checkpoint.replicate", self.replicate, ("none", "neighbour"))
+        whole_number("checkpoint.replicate_every", self.replicate_every, 1, what=" of steps,")
+        if self.replicate == "none" and self.replicate_every != type(self).replicate_every:
+            raise ConfigError(
+                f"hf_zero config: `checkpoint.replicate_every` is {self.replicate_every}, and nothing is kept with "
+                "`checkpoint.replicate: none`. Set that to neighbour, or leave it out."
+            )
+        if self.replicate != "none" and self.resume != AUTO:
+            raise ConfigError(
+                f"hf_zero config: `checkpoint.replicate: {self.replicate}` is for runs that go on by themselves, and "
+                f"`checkpoint.resume: {self.resume}` goes on where it is told to. Set `checkpoint.resume: auto`."
+            )

@@ -73,7 +73,7 @@ class ZeroConfig:
         snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
             step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
-            `hf_zero.Rescue`; at stage 3 on one rank only.
+            `hf_zero.Rescue`.
         report: keep a log of the run on rank 0, and make a page of it at the end: true in Trainer's `output_dir`, or accelerate's
             `logging_dir` or `project_dir`; or the path of another folder. `hf-zero report` makes the page of any run.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
@@ -182,7 +182,7 @@ class ZeroConfig:
 
     def _check_out_of_memory(self) -> None:
         one_of("out_of_memory", self.out_of_memory, ("stop", "halve"))
-        hindrances = {
+        hindrances: dict[str, tuple[Any, Any, str]] = {
             "comm.gradients": (
                 self.comm.gradients,
                 "none",
@@ -195,6 +195,15 @@ class ZeroConfig:
                 "the step before ends while gradients come that are to be dropped",
             ),
         }
+        if self.stage == 3:
+            again = (
+                "a rank that has failed takes part in the rest of a pass by repeating it, which is not built for that"
+            )
+            hindrances |= {
+                "comm.peer_memory": (self.comm.peer_memory, "none", again),
+                "comm.shard_group_size": (self.comm.shard_group_size, AUTO, again),
+                "comm.secondary_shard": (self.comm.secondary_shard, "none", again),
+            }
         for name, (value, without, reason) in hindrances.items():
             if self.out_of_memory == "halve" and value != without:
                 raise ConfigError(

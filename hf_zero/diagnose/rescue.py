@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ..config import ConfigError
 from ..engine.engine import ZeroEngine
 from .parts_of_batch import cut, rows_of
 
@@ -32,23 +31,15 @@ class Rescue:
 
     All ranks cut alike, since a backward is collective. From then on each micro-batch is taken in as many parts.
 
-    Args:
-        engine: at stage 3 of one rank only: others would wait in gathers for the one that failed in the middle of a forward.
+    At stage 3 the others would wait in gathers for a rank that has failed: it takes the same pass once more with a single row,
+    for their sake, and all throw it away. So a pass may go through this engine's model only, and not through that of another
+    engine.
 
     Attributes:
         parts: into which a micro-batch is cut.
-
-    Raises:
-        ConfigError: stage 3 on several ranks.
     """
 
     def __init__(self, engine: ZeroEngine):
-        if engine.config.stage == 3 and engine.groups.world_size > 1:
-            raise ConfigError(
-                "hf_zero config: `out_of_memory: halve` at `stage: 3` is for one rank, and there are "
-                f"{engine.groups.world_size}: a rank that runs out of memory in a forward leaves the others waiting in gathers "
-                "of its next layers. Use `stage: 2`, activation checkpointing, or a smaller batch with more accumulation."
-            )
         self._engine = engine
         self._taken: list[_MicroBatch] = []
         self.parts = 1
@@ -64,7 +55,8 @@ class Rescue:
             ends_step: the optimizer's step follows.
 
         Raises:
-            torch.OutOfMemoryError: on all ranks: single rows, or a batch that cannot be cut.
+            torch.OutOfMemoryError: on all ranks: single rows, or a batch that cannot be cut. At stage 3 of several ranks on the
+                one alone that has not memory for a single row; the others hear that it has ended.
         """
         self._taken.append(_MicroBatch(batch=batch, run=run))
         todo = self._taken[-1:]
@@ -90,13 +82,37 @@ class Rescue:
                 is_last = each is todo[-1] and place == len(pieces) - 1
                 ended = self._engine.ended_backwards
                 with nullcontext() if is_last else self._engine.no_sync():
-                    part, failure = _tried(each.run, inputs, weight)
+                    part, failure = self._pass(each.run, inputs, weight)
                     if self._engine.drop_failed(ended, failed=part is None):
                         _free_memory()
                         return None, failure or "on another rank"
                 assert part is not None
                 loss = part if loss is None else loss + part
         return loss, None
+
+    def _pass(self, run: Pass, inputs: Any, weight: float) -> tuple[torch.Tensor | None, str | None]:
+        """The loss, or why there is none; the collectives of a forward and a backward are taken part in all the same."""
+        catch_up, ended = self._engine.catch_up, self._engine.ended_backwards
+        if catch_up is None:
+            return _tried(run, inputs, weight)
+        catch_up.begin_pass()
+        part, failure = _tried(run, inputs, weight)
+        if failure is not None and self._engine.ended_backwards == ended:
+            _free_memory()
+            rows = rows_of(inputs)
+            if rows is None or not catch_up.is_possible:
+                self._taken = []
+                why = (
+                    "its tensors do not have the same number of rows" if rows is None else "a collective was half begun"
+                )
+                raise torch.OutOfMemoryError(
+                    f"hf_zero: a micro-batch ran out of memory. It cannot be halved: {why}. Use activation checkpointing, "
+                    f"`offload`, or shorter rows. What ran out: {failure}"
+                )
+            row = cut(inputs, rows)[0]
+            with catch_up.again():
+                run(row.inputs, row.weight)
+        return part, failure
 
     def _cut_more(self, reason: str) -> None:
         """Doubles the parts, if any micro-batch of the step has as many rows on some rank."""

@@ -11,6 +11,7 @@ from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
 from .buckets.bucket import rows_with_gradient
 from .build.assemble import Parts, assemble
+from .catch_up import CatchUp
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_reference import attach, detach
 from .engine_state import EngineState
@@ -99,6 +100,11 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
+
+    @property
+    def catch_up(self) -> CatchUp | None:
+        """How a rank takes part in the rest of a pass that has failed there, at stage 3 with `out_of_memory: halve`."""
+        return self._step.catch_up
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:
@@ -260,6 +266,11 @@ class ZeroEngine:
         Raises:
             ValueError: the model has no such method.
         """
+        if not self._parts.meeting.split.is_empty:
+            raise ValueError(
+                "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
+                "model and save it before it is loaded with tp_size."
+            )
         if not hasattr(self.model, "resize_token_embeddings"):
             raise ValueError(f"hf_zero: {type(self.model).__name__} has no resize_token_embeddings to call.")
         states = {slot.name: on_host(self.full_state(slot.parameter)) for slot in self._parts.slot_of.values()}
@@ -288,3 +299,4 @@ class ZeroEngine:
         for optimizer in self.optimizers:
             optimizer.release()
         detach((self.model, self.entry, *self.model.parameters()))
+        self._parts.meeting.split.give_back()

@@ -13,6 +13,7 @@ from ..device import Arrival
 from .buckets.bucket import Bucket, rows_with_gradient
 from .buckets.memory import UnshardedMemory
 from .build.assemble import Parts
+from .catch_up import choose_catch_up
 from .engine_state import EngineState
 from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
@@ -41,6 +42,7 @@ class TrainingStep:
         bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
+        catch_up: how a rank takes part in the rest of a pass that has failed there, where the others would wait in its middle.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -61,6 +63,7 @@ class TrainingStep:
             parts.meeting.peers.world_size,
             self._end_backward,
         )
+        self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()
         self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
@@ -105,9 +108,21 @@ class TrainingStep:
             entry.register_forward_hook(
                 WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
             ),
+            *self._watch_batches(entry),
             *self._parts.parameter_places.watch(entry),
             *self.row_writes.watch(self._model, optimizers, self._config),
         ]
+
+    def _watch_batches(self, entry: nn.Module) -> list:
+        if self._parts.meeting.split.is_empty:
+            return []
+        hook = WeakHook(self, TrainingStep._compare_batches)
+        return [entry.register_forward_pre_hook(hook, with_kwargs=True)]
+
+    def _compare_batches(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
+        copies = self._parts.copies
+        if copies.compares_batches and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            copies.compare_batches(args, kwargs)
 
     def drop_gradients(self) -> None:
         """Forgets a pass that has not ended."""
@@ -166,10 +181,16 @@ class TrainingStep:
         if failed and self._gradients.ended == ended_before:
             self._gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
-        if not self._parts.meeting.step_transport.agree_max(mine, _FAILED).item():
+        among = (
+            self._parts.meeting.step_transport if self._parts.meeting.split.is_empty else self._parts.meeting.everyone
+        )
+        if not among.agree_max(mine, _FAILED).item():
             return False
         self._gradients.recover()
         self._gradients.drop()
+        if self.catch_up is not None:
+            # What the failed rank has gathered last is of no use, and all ranks have to gather alike.
+            self._parts.sharded.schedule.reshard_all()
         self._batches.forget()
         return True
 
@@ -269,9 +290,17 @@ class TrainingStep:
         self._parts.model_buffers.after_step()
         self._log.step += is_first
         self._log.site = "between steps"
-        if is_first and self._parts.replicas.is_due(self._log.step):
-            self._parts.parameter_gather.finish_all()
-            self._parts.replicas.compare(self._log.step)
+        if is_first:
+            self._compare_copies(self._log.step)
+
+    def _compare_copies(self, step: int) -> None:
+        parts = self._parts
+        if parts.replicas.is_due(step):
+            parts.parameter_gather.finish_all()
+            parts.replicas.compare(step)
+        if parts.copies.is_due(step, every=self._config.check_replicas_every):
+            parts.parameter_gather.finish_all()
+            parts.copies.compare_values(step)
 
     def _hand_over(self, buckets: Sequence[Bucket]) -> None:
         parts = self._parts

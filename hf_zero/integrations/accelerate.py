@@ -48,6 +48,7 @@ from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .checkpoints.progress import progress_of
+from .elastic.last_good import warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
 
@@ -390,6 +391,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if self.zero_engines:
             say_resumed(self.zero_engines[0], folder)
             self.resume_report(folder)
+            warn_of_scaled_schedule(self, folder)
 
     def free_memory(self, *objects):
         for engine in self.zero_engines:

@@ -357,6 +357,20 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
+        names=("_maybe_log_save_evaluate",),
+        where=("integrations/trainer/trainer",),
+        why="What is kept in memory is as a checkpoint of the same step on the disk: behind its log entry and its evaluation.",
+        test="test_node_memory.py::test_a_run_that_has_lost_a_node_goes_on_from_memory_as_from_the_disk",
+    ),
+    Seam(
+        owner="transformers:Trainer",
+        names=("_init_training_state", "_train_batch_size"),
+        where=("integrations/trainer/trainer", "integrations/trainer/rows_of_a_step"),
+        why="A run that goes on on other ranks takes other micro-batches, and begins where it stood in its data.",
+        test="test_elastic_resume.py::test_a_restart_on_fewer_ranks_takes_the_rows_that_come_next_in_steps_of_the_same_size",
+    ),
+    Seam(
+        owner="transformers:Trainer",
         names=(
             "_load_from_checkpoint",
             "_load_optimizer_and_scheduler",

@@ -6,22 +6,8 @@ from typing import Any
 
 from .errors import PlanError
 from .forecast import DDP, Forecast
+from .room import CLOSE, FITS, TOO_LARGE, Room, size
 from .simulate import StepTime
-
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """Bytes that a rank may take. None: not limited, as far as is known.
-
-    Attributes:
-        host: for each rank of a node. `disk` likewise.
-        margin: the part of the device that a forecast leaves free.
-    """
-
-    device: int
-    host: int | None = None
-    disk: int | None = None
-    margin: float = 0.08
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +26,23 @@ class Candidate:
         """DDP, or stage 0 by this engine, which shards nothing either."""
         return self.name == DDP or self.forecast.settings.get("stage") == 0
 
-    def lacks(self, room: Room) -> str | None:
-        """What is too small for it, in words; None where it fits."""
-        needs = (
-            ("the device", self.forecast.device_bytes, int(room.device * (1 - room.margin))),
-            ("host memory", max(self.forecast.host_bytes, 0), room.host),
-            ("the disk", self.forecast.disk_bytes, room.disk),
-        )
-        for what, needed, there in needs:
-            if there is not None and needed > there:
-                return f"{what}: {size(needed)} of {size(there)}"
-        return None
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """What a planner recommends.
 
     Attributes:
-        candidate: the recommended one; None where nothing fits.
-        rejected: the one before it in speed that does not fit, if any.
+        candidate: the recommended one; None where all are too large.
+        rejected: the fastest of those that are too large, if any; where all are, the one that needs least.
+        close: the fastest of those that are close and not recommended, if any.
+        has_others: others fit, too.
         why: lines.
     """
 
     candidate: Candidate | None
     rejected: Candidate | None
+    close: Candidate | None
+    has_others: bool
     why: tuple[str, ...]
 
 
@@ -72,54 +50,70 @@ _SIMPLER = 0.03
 """A step that is so much shorter is no reason for a higher stage or another tier."""
 
 
-def size(nbytes: float) -> str:
-    """In words: 12.3 MB, 4.56 GB."""
-    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e9 else f"{gb(nbytes)} GB"
-
-
-def gb(nbytes: float) -> str:
-    """A number of GB."""
-    return f"{nbytes / 1e9:.2f}" if nbytes < 10e9 else f"{nbytes / 1e9:.1f}"
-
-
 def choose(candidates: Sequence[Candidate], room: Room) -> Choice:
-    """The fastest that fits; of those as fast as it, the one that stands first: the simplest.
+    """The fastest that fits; of those as fast as it, the one that stands first: the simplest. Where none fits, of those that
+    are close the one that needs least.
 
     Raises:
         PlanError: there is nothing to choose from.
     """
     if not candidates:
         raise PlanError("hf_zero: no set-up goes with the settings that are kept.")
-    fitting = [each for each in candidates if each.lacks(room) is None]
-    if not fitting:
-        least = min(candidates, key=lambda each: each.forecast.device_bytes)
-        return Choice(candidate=None, rejected=least, why=_nothing_fits(least, room))
-    quickest = min(_seconds(each) for each in fitting)
-    chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + _SIMPLER))
-    too_large = [each for each in candidates if each.lacks(room) is not None]
-    simpler = candidates[: candidates.index(chosen)]
-    rejected = next((each for each in reversed(simpler) if each in too_large), None)
-    return Choice(candidate=chosen, rejected=rejected, why=_reasons(chosen, rejected, fitting, room))
+    of_class: dict[str, list[Candidate]] = {FITS: [], CLOSE: [], TOO_LARGE: []}
+    for each in candidates:
+        of_class[room.fit_of(each.forecast)].append(each)
+    fitting, close, too_large = of_class[FITS], of_class[CLOSE], of_class[TOO_LARGE]
+    if not fitting and not close:
+        least = min(candidates, key=_bytes)
+        return Choice(candidate=None, rejected=least, close=None, has_others=False, why=_nothing_fits(least, room))
+    if fitting:
+        quickest = min(_seconds(each) for each in fitting)
+        chosen = next(each for each in fitting if _seconds(each) <= quickest * (1 + _SIMPLER))
+    else:
+        chosen = min(close, key=_bytes)
+    left = [each for each in close if each is not chosen]
+    rejected, close_one = min(too_large, key=_speed, default=None), min(left, key=_speed, default=None)
+    return Choice(
+        candidate=chosen,
+        rejected=rejected,
+        close=close_one,
+        has_others=len(fitting) > 1,
+        why=_reasons(chosen, rejected, close_one, fitting, room),
+    )
+
+
+def _bytes(candidate: Candidate) -> int:
+    return candidate.forecast.device_bytes
 
 
 def _seconds(candidate: Candidate) -> float:
     return candidate.step.step_s if candidate.step is not None else 0.0
 
 
+def _speed(candidate: Candidate) -> tuple[float, int]:
+    return _seconds(candidate), _bytes(candidate)
+
+
 def _reasons(
-    chosen: Candidate, rejected: Candidate | None, fitting: Sequence[Candidate], room: Room
+    chosen: Candidate,
+    rejected: Candidate | None,
+    close: Candidate | None,
+    fitting: Sequence[Candidate],
+    room: Room,
 ) -> tuple[str, ...]:
-    free = room.device - chosen.forecast.device_bytes
-    name = f"{chosen.name} fits and is fastest" if len(fitting) > 1 else f"{chosen.name} is all that fits"
-    lines = [f"{name}: {size(chosen.forecast.device_bytes)} of {size(room.device)} a rank, {size(free)} to spare."]
-    if rejected is not None:
-        lines.append(f"{rejected.name} does not fit {rejected.lacks(room)}.")
+    needs = f"{size(_bytes(chosen))} of {size(room.device)} a rank"
+    if not fitting:
+        lines = [f"{chosen.name} may run out of memory: {needs}. Nothing fits, and of what is close it needs least."]
+    else:
+        name = f"{chosen.name} fits and is fastest" if len(fitting) > 1 else f"{chosen.name} is all that fits"
+        lines = [f"{name}: {needs}, {size(room.device - _bytes(chosen))} to spare."]
+    lines += [f"{each.name} is {room.describe(each.forecast)}." for each in (close, rejected) if each is not None]
     slower = [each for each in fitting if each is not chosen and each.step is not None]
     if slower and chosen.step is not None:
-        other = min(slower, key=lambda each: each.forecast.device_bytes)
-        if other.forecast.device_bytes < chosen.forecast.device_bytes:
+        other = min(slower, key=_bytes)
+        if _bytes(other) < _bytes(chosen):
             lines.append(
-                f"Less memory: {other.name} needs {size(other.forecast.device_bytes)}, with a step of "
+                f"Less memory: {other.name} needs {size(_bytes(other))}, with a step of "
                 f"{_time(other.step)} in place of {_time(chosen.step)}."
             )
     if chosen.forecast.unknown:
@@ -140,6 +134,6 @@ def _nothing_fits(least: Candidate, room: Room) -> tuple[str, ...]:
     }
     remedy = remedies.get(largest, "Use more ranks, more memory, or state in host memory or in files.")
     return (
-        f"Nothing fits. The least is {least.name}, which lacks {least.lacks(room)}.",
+        f"Nothing fits. The least is {least.name}, which is {room.describe(least.forecast)}.",
         f"Most of that are {largest}: {size(device[largest])}. {remedy}",
     )

@@ -5,8 +5,9 @@
 
 A case is a model and the memory that each rank gets: a control group of the ranks has a limit of that above what they
 hold before there is a model. The ranks ask the planner, train three steps with what it has chosen, and then, as fresh ranks in
-the same group, three steps with the set-up that it left out as too large: the kernel is to end those. Needs root and memory
-control groups of version 1 or 2; without them it says so, and ends with status 0.
+the same group, three steps with the fastest set-up that it calls too large: the kernel is to end those. Where all are too large,
+nothing is chosen, and the one that needs least is to be ended. Needs root and memory control groups of version 1 or 2; without
+them it says so, and ends with status 0.
 
 Exits with status 1 if more than one case does not come out so.
 """
@@ -45,6 +46,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.planning.auto import assume, choose_config
 from hf_zero.integrations.planning.inputs import batch_of
+from hf_zero.plan.errors import NothingFitsError
 
 STEPS, ROWS, LENGTH = 3, 2, 32
 MOST_WRONG = 1
@@ -72,15 +74,20 @@ def _llama() -> PreTrainedModel:
 
 MODELS = {"gpt2": _gpt2, "bert": _bert, "llama": _llama}
 CASES = [
-    *("gpt2:715:memory:3", "gpt2:560:memory:3", "gpt2:705:bf16:2", "gpt2:342:nvme:2"),
-    *("bert:718:memory:3", "bert:562:memory:3", "bert:708:bf16:2", "bert:344:nvme:2"),
-    *("llama:738:memory:3", "llama:572:memory:3", "llama:728:bf16:2", "llama:375:nvme:2"),
+    *(f"{model}:{case}" for model in MODELS for case in ("520:memory:2", "640:memory:2", "450:memory:3")),
+    *("gpt2:600:bf16:2", "bert:400:nvme:2", "llama:400:nvme:2"),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and the MB of a rank: what was chosen and left out, and how runs of both ended."""
+    """A model and the MB of a rank: what was chosen and left out, and how runs of both ended.
+
+    Attributes:
+        lines: what auto said.
+        chosen_fits: None where all set-ups were too large.
+        rejected_fails: None where none was.
+    """
 
     model: str
     mb: int
@@ -88,11 +95,14 @@ class Case:
     ranks: int
     chosen: str
     rejected: str
-    chosen_fits: bool
+    lines: list[str]
+    chosen_fits: bool | None
     rejected_fails: bool | None
 
     @property
     def is_right(self) -> bool:
+        if self.chosen_fits is None:
+            return self.rejected_fails is True
         return self.chosen_fits and self.rejected_fails is not False
 
 
@@ -133,19 +143,22 @@ def train(
     torch.manual_seed(0)
     made = MODELS[model]().train()
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
-    rejected, said = None, settings
+    rejected, said, lines = None, settings, []
     if settings is None:
         kept = {"nvme": {"offload": {"optimizer": "nvme", "nvme_path": folder}}, "bf16": {"param_dtype": "bfloat16"}}
         open_config = ZeroConfig.from_dict({"stage": "auto", **kept.get(tier, {})})
-        chosen = choose_config(
-            open_config,
-            made,
-            [optimizer],
-            device=torch.device("cpu"),
-            mixed_precision="no",
-            batch=assume(made, ROWS, LENGTH),
-        )
-        settings, rejected = chosen.config.to_dict(), chosen.rejected
+        try:
+            chosen = choose_config(
+                open_config,
+                made,
+                [optimizer],
+                device=torch.device("cpu"),
+                mixed_precision="no",
+                batch=assume(made, ROWS, LENGTH),
+            )
+        except NothingFitsError as error:
+            return {"settings": None, "rejected": dict(error.least), "lines": [str(error)]}
+        settings, rejected, lines = chosen.config.to_dict(), chosen.rejected, list(chosen.lines)
         said = dict(chosen.settings)
     engine = ZeroEngine(made, [optimizer], ZeroConfig.from_dict(settings))
     for _ in range(STEPS):
@@ -154,7 +167,7 @@ def train(
         optimizer.zero_grad()
     engine.finish_parameters()
     engine.close()
-    return {"settings": said, "rejected": rejected}
+    return {"settings": said, "rejected": rejected, "lines": lines}
 
 
 def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_s: float) -> Case:
@@ -168,8 +181,8 @@ def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_
 
     with tempfile.TemporaryDirectory(prefix="auto-") as folder:
         chosen = run(None, folder)
-        fits = isinstance(chosen, dict)
-        rejected = chosen["rejected"] if fits else None
+        has_told = isinstance(chosen, dict)
+        rejected = chosen["rejected"] if has_told else None
         ended = "" if rejected is None else run(rejected, folder)
         # Out of time is no proof of too little memory.
         fails = None if rejected is None else isinstance(ended, str) and _KILLED in ended
@@ -178,9 +191,10 @@ def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_
         mb=mb,
         tier=tier,
         ranks=ranks,
-        chosen=_words(chosen["settings"]) if fits else chosen.strip().splitlines()[-1][:120],
+        chosen=_words(chosen["settings"]) or "nothing" if has_told else chosen.strip().splitlines()[-1][:120],
         rejected=_words(rejected),
-        chosen_fits=fits,
+        lines=chosen["lines"] if has_told else [],
+        chosen_fits=None if has_told and chosen["settings"] is None else has_told,
         rejected_fails=fails,
     )
 
@@ -194,14 +208,14 @@ def table_of(cases: list[Case]) -> Table:
     for heading in ("model", "MB a rank", "chosen", "it fits", "left out as too large", "that fails"):
         table.add_column(heading)
     for case in cases:
-        fails = {True: "yes", False: "no", None: ""}[case.rejected_fails]
+        said = {True: "yes", False: "no", None: ""}
         table.add_row(
             case.model,
             f"{case.mb}, {case.tier}, {case.ranks} ranks",
             case.chosen,
-            "yes" if case.chosen_fits else "no",
+            said[case.chosen_fits],
             case.rejected,
-            fails,
+            said[case.rejected_fails],
         )
     return table
 

@@ -4,8 +4,8 @@
 #     scripts/bench/hosts.sh                            # every engine at 1gbit
 #     scripts/bench/hosts.sh 200mbit fsdp2 hf_zero2     # these and DDP, at 200 Mbit/s
 #
-# MODEL, ROUNDS, STEPS and TIME_LIMIT_S are read from the environment. Needs root, `ip` and `tc`; without them it says so
-# and exits with status 0.
+# MODEL, ROUNDS, STEPS, TIME_LIMIT_S and JSON (a file for the figures) are read from the environment. Needs root, `ip` and `tc`; without
+# them it says so and exits with status 0.
 set -euo pipefail
 
 rate="${1:-1gbit}"
@@ -61,7 +61,8 @@ for host in 0 1; do
         timeout "${TIME_LIMIT_S:-1800}" \
         python "$bench_folder/hosts_rank.py" \
         --rank "$host" --store-folder "$work_folder" --rate "$rate" --model "${MODEL:-30m}" \
-        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" ${engines[@]+--engines "${engines[@]}"} &
+        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" \
+        ${JSON:+--json "$JSON"} ${engines[@]+--engines "${engines[@]}"} &
     rank_processes+=($!)
 done
 # The first rank to end tells: after a failure (which ends this script) there is nothing left to wait for.

@@ -1,8 +1,10 @@
-"""One rank of hosts.sh: runs in its own network namespace and on its own core; rank 0 prints the table."""
+"""One rank of hosts.sh: runs in its own network namespace and on its own core; rank 0 prints the table and keeps the figures."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from peers import USUAL_ENGINES, chosen_engines
 from ranks import joined_process_group
 from rich.console import Console
 from rounds import measure_rounds
+from step import describe_run
 from summary import summarise
 from table import hosts_table
 from workload import WORKLOADS
@@ -27,6 +30,7 @@ def main() -> None:
     parser.add_argument("--model", choices=WORKLOADS, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
     with joined_process_group(options.rank, WORLD_SIZE, options.store_folder, COLLECTIVE_TIME_LIMIT_S):
@@ -44,7 +48,11 @@ def main() -> None:
         title = (
             f"two hosts at {options.rate}, {options.model} model, medians of {options.rounds} x {options.steps} steps"
         )
-        Console(width=100).print(hosts_table(summarise([figures]), title))
+        summaries = summarise([figures])
+        Console(width=100).print(hosts_table(summaries, title))
+        if options.json is not None:
+            described = describe_run(options) | {"engines": [asdict(each) for each in summaries]}
+            options.json.write_text(json.dumps(described, indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,9 +46,10 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.planning.forecasts import Job
 from hf_zero.integrations.planning.inputs import batch_of
 from hf_zero.integrations.planning.trace import trace
+from hf_zero.plan.room import FORECAST_ERROR
 
 _MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
-MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, 0.15
+MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
 
 
 def _gpt2(**more: Any) -> PreTrainedModel:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cells import short_of
 from ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -127,7 +128,12 @@ def saves_as_transformers_does(rank: int, world_size: int, output_dir: str, sett
 
 
 @pytest.mark.parametrize("model", [pytest.param("bert", marks=pytest.mark.slow), "gpt2"])
-@pytest.mark.parametrize("settings", ["stage=0", "stage=1", "stage=2,param_dtype=bfloat16", "stage=3"])
+@pytest.mark.parametrize(
+    "settings",
+    short_of(
+        ["stage=0", "stage=1", "stage=2,param_dtype=bfloat16", "stage=3"], ["stage=2,param_dtype=bfloat16", "stage=3"]
+    ),
+)
 def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(settings, model, tmp_path):
     gathered = on_ranks(saves_as_transformers_does, output_dir=str(tmp_path), settings=settings, model=model)
     assert gathered == [[0, 0], [0, 0]]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cells import short_of, slow
 from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -72,8 +73,8 @@ def assert_same(state: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
 @pytest.mark.parametrize(
     ("settings", "elsewhere"),
     [
-        ("stage=0", "stage=3"),
-        ("stage=1", "stage=2"),
+        slow("stage=0", "stage=3"),
+        slow("stage=1", "stage=2"),
         ("stage=3", "stage=1"),
         ("stage=2,param_dtype=bfloat16", "stage=3"),
     ],
@@ -158,7 +159,7 @@ def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path)
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", short_of([1, 2], [2]))
 def test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept(world_size, tmp_path):
     every = {"save_steps": 2, "max_steps": 10, "save_total_limit": 1}
     on_ranks(trains, world_size, output_dir=str(tmp_path), settings="stage=2,checkpoint.full_every=4", **every)
@@ -191,7 +192,7 @@ def best_of(rank: int, world_size: int, output_dir: str, settings: str, **overri
 
 @pytest.mark.parametrize(
     ("settings", "save_only_model"),
-    [(f"stage=2,{SHARDED}", True), (f"stage=3,{SHARDED}", False), ("stage=3", True)],
+    [slow(f"stage=2,{SHARDED}", True), (f"stage=3,{SHARDED}", False), slow("stage=3", True)],
 )
 def test_the_best_model_is_loaded_at_the_end(settings, save_only_model, tmp_path):
     outcomes = on_ranks(best_of, output_dir=str(tmp_path), settings=settings, save_only_model=save_only_model)

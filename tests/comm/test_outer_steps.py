@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from ranks import run_ranks
 from torch import nn
 from training import Unruly, fused_adamw, gpt2, gpt2_batch
@@ -118,7 +119,7 @@ def beside_plain_groups(rank: int, world_size: int, size: int, outer: dict) -> l
     [
         (2, 1, OUTER),
         (2, 1, {"lr": 1.0, "momentum": 0.0}),
-        (3, 1, OUTER),
+        slow(3, 1, OUTER),
         pytest.param(4, 2, OUTER, marks=pytest.mark.slow),
     ],
     ids=["1x2", "1x2 plain mean", "1x3", "2x2"],
@@ -163,7 +164,7 @@ def with_offload_and_without(
 @pytest.mark.parametrize(
     ("stage", "world_size", "size"),
     [
-        (1, 2, 1),
+        slow(1, 2, 1),
         (3, 2, 1),
         pytest.param(2, 4, 2, marks=pytest.mark.slow),
         pytest.param(3, 4, 2, marks=pytest.mark.slow),

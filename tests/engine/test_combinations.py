@@ -6,6 +6,7 @@ Where state lives changes no digit, so each combination is compared bit for bit 
 from dataclasses import dataclass, field, replace
 
 import pytest
+from cells import slow
 from offloaded_params import moved
 from ranks import run_ranks
 from scaled_runs import OVERFLOWS, muon_and_adamw
@@ -89,10 +90,10 @@ def test_parameters_elsewhere_are_scaled_and_skipped_the_same(world_size, tmp_pa
     run_ranks(scaled_in_places, world_size=world_size, time_limit_s=170, keyword_arguments={"path": str(tmp_path)})
 
 
-def scaled_in_groups(rank: int, world_size: int) -> tuple[list[bytes], list[float]]:
+def scaled_in_groups(rank: int, world_size: int, cells: list[tuple]) -> tuple[list[bytes], list[float]]:
     """The weights at the end of each run, and its scales."""
     found, scales = [], []
-    for stage, settings, autocast in ((2, {}, True), (3, FLOAT16, False)):
+    for stage, settings, autocast in cells:
         runs = []
         for comm in ({}, GROUPS, GROUPS | {"gradients": "int8"}):
             config = {**STAGE_3, "stage": stage, **settings, "comm": comm}
@@ -108,6 +109,7 @@ def scaled_in_groups(rank: int, world_size: int) -> tuple[list[bytes], list[floa
     return found, scales
 
 
-def test_shard_groups_skip_together_and_stay_alike():
-    first, *others = run_ranks(scaled_in_groups, world_size=4, time_limit_s=170)
+@pytest.mark.parametrize("cells", [[(3, FLOAT16, False)], slow([(2, {}, True)], id="stage 2")], ids=["stage 3", None])
+def test_shard_groups_skip_together_and_stay_alike(cells):
+    first, *others = run_ranks(scaled_in_groups, world_size=4, time_limit_s=170, keyword_arguments={"cells": cells})
     assert all(other == first for other in others)

@@ -6,6 +6,7 @@ import mmap
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from ranks import run_alone, run_ranks
 from resident import resident_bytes, resident_in
 from torch import nn
@@ -137,7 +138,7 @@ def assert_within_formula(held: dict, stage: int, world_size: int) -> None:
     assert rows["gradient buffers"] <= held["planned buffers"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_state_bytes_a_rank(stage, world_size):
     if world_size == 1:
@@ -153,9 +154,11 @@ def test_state_bytes_of_one_rank_among_64(stage):
     assert_within_formula(held_at_fake_world(64, stage), stage, 64)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(64, marks=pytest.mark.slow), 1024])
-def test_gpt2s_state_at_stage_3_on_one_rank_among_many(world_size):
-    held = held_at_fake_world(world_size, 3, make=gpt2_as_published, bucket_bytes="auto")
+@pytest.mark.parametrize(
+    ("make", "world_size"), [slow(gpt2_as_published, 1024), slow(gpt2_as_published, 64), (gpt2_of_four_layers, 64)]
+)
+def test_gpt2s_state_at_stage_3_on_one_rank_among_many(make, world_size):
+    held = held_at_fake_world(world_size, 3, make=make, bucket_bytes="auto")
     assert_within_formula(held, 3, world_size)
 
 

@@ -7,6 +7,7 @@ import pytest
 import standin_device
 import torch
 import torch.distributed as dist
+from cells import slow
 from ranks import run_ranks
 from torch import nn
 from training import bert, bert_batch, fused_adamw, gpt2, gpt2_batch
@@ -85,27 +86,41 @@ def losses(make: Make, make_batch: Callable, settings: dict | None, device: torc
     return found
 
 
-def from_host_memory(rank: int, world_size: int, library: Path, folder: str) -> None:
+# Together all that a model can have: buffers of integers, frozen parameters, small ones, adapters, parameters on the host.
+SOME = ["small frozen parameters kept whole", "adapters", "parameters in host memory"]
+
+
+def from_host_memory(
+    rank: int, world_size: int, library: Path, folder: str, names: list[str], from_files: list[dict]
+) -> None:
     compiled = standin_device.register(library)
     compiled.keep_to(rank + 1)
     device = torch.device(standin_device.NAME, rank + 1)
     with standin_device.process_group(rank, world_size, folder):
-        for name, (make, make_batch, settings) in CASES.items():
+        for name in names:
+            make, make_batch, settings = CASES[name]
             plain = losses(make, make_batch, None, device)
             assert losses(make, make_batch, settings, device) == plain, name
         saved = f"{folder}/saved"
         plain = losses(lambda: half_frozen_bert(saved), bert_batch, None, device)
-        for settings in ({}, {"persist_below_numel": 100}):
+        for settings in from_files:
             with hf_zero.init(3):
                 found = losses(lambda: half_frozen_bert(saved), bert_batch, settings, device)
             assert found == plain, f"from files, {settings}"
     assert compiled.hazards() == compiled.crossings() == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3(world_size, library, tmp_path):
+FROM_FILES = [{"persist_below_numel": 100}, {}]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names", "from_files"),
+    [(2, SOME, FROM_FILES[:1]), slow(2, list(CASES), FROM_FILES), slow(1, list(CASES), FROM_FILES)],
+    ids=["2", "2-every", "1-every"],
+)
+def test_a_model_in_host_memory_is_trained_on_the_device_at_stage_3(world_size, names, from_files, library, tmp_path):
     bert().save_pretrained(tmp_path / "saved")
-    arguments = {"library": library, "folder": str(tmp_path)}
+    arguments = {"library": library, "folder": str(tmp_path), "names": names, "from_files": from_files}
     run_ranks(from_host_memory, world_size=world_size, time_limit_s=200, keyword_arguments=arguments)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from random_modules import BATCH, Case, RandomModule, draw
 from ranks import run_ranks
 from torch import nn
@@ -193,9 +194,9 @@ def check(world_size: int, seeds: list[int], dtype: torch.dtype, time_limit_s: f
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [slow(1), 2, 3, slow(4)])
 def test_a_few_random_modules_train_as_under_ddp(world_size):
-    check(world_size, list(range(world_size, 12 + world_size, 4)), torch.float32, time_limit_s=120)
+    check(world_size, list(range(world_size, 8 + world_size, 4)), torch.float32, time_limit_s=120)
 
 
 @pytest.mark.slow

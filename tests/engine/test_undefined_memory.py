@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cells import slow
 from ranks import run_ranks
 from training import Job, train
 
@@ -42,21 +43,22 @@ def memory_that_holds_anything() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def reads_nothing_undefined(rank: int, world_size: int, stages: list[int]) -> None:
-    for settings in CASES:
-        for stage in stages:
-            if stage == 0 and "comm" in settings:
-                continue
-            job = Job(
-                steps=2, accumulation=2, max_norm=0.5, settings={"stage": stage, "bucket_bytes": "20KiB", **settings}
-            )
-            defined = train(rank, world_size, job)
-            with memory_that_holds_anything():
-                anything = train(rank, world_size, job)
-            assert anything.equals(defined) and anything.norms == defined.norms, (stage, settings, anything.losses)
+def reads_nothing_undefined(rank: int, world_size: int, cells: list[tuple[dict, int]]) -> None:
+    for settings, stage in cells:
+        job = Job(steps=2, accumulation=2, max_norm=0.5, settings={"stage": stage, "bucket_bytes": "20KiB", **settings})
+        defined = train(rank, world_size, job)
+        with memory_that_holds_anything():
+            anything = train(rank, world_size, job)
+        assert anything.equals(defined) and anything.norms == defined.norms, (stage, settings, anything.losses)
 
 
-@pytest.mark.parametrize("stages", [[0, 1], [2, 3]], ids=str)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_memory_held_before_reaches_no_loss(world_size, stages):
-    run_ranks(reads_nothing_undefined, world_size=world_size, time_limit_s=170, keyword_arguments={"stages": stages})
+# Each case once, and each stage at least.
+SOME = list(zip([{}, *CASES], (0, 2, 3, 1, 3, 2, 3), strict=True))
+EVERY = [(settings, stage) for settings in CASES for stage in range(4) if stage or "comm" not in settings]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cells"), [(2, SOME), slow(2, EVERY), slow(3, EVERY)], ids=["2", "2-every", "3-every"]
+)
+def test_what_memory_held_before_reaches_no_loss(world_size, cells):
+    run_ranks(reads_nothing_undefined, world_size=world_size, time_limit_s=170, keyword_arguments={"cells": cells})

@@ -268,6 +268,7 @@ for _ in range(2):
 IGNORED = "hf_zero: HF_ZERO_CONFIG is '1', and SGD steps without the engine: nothing is sharded"
 
 
+@pytest.mark.slow
 def test_the_variable_is_not_ignored_in_silence():
     ran = subprocess.run(
         [sys.executable, "-c", PLAIN_STEPS],

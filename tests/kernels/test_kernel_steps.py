@@ -11,13 +11,15 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import engine_interpreted
 import pytest
 import torch
-from hypothesis import given, settings
+from cells import examples, slow
+from hypothesis import given
 from hypothesis import strategies as st
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
@@ -91,7 +93,7 @@ def worst_errors(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_losses_are_those_of_torchs_steps(world_size):
     for errors in run_ranks(worst_errors, world_size=world_size, time_limit_s=170):
         assert {name: error for name, error in errors.items() if error > 1e-6} == {}
@@ -109,7 +111,7 @@ def lions_beside_ddp(rank: int, world_size: int) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_lion_follows_ddp(world_size):
     for errors in run_ranks(lions_beside_ddp, world_size=world_size, time_limit_s=120):
         # Steps have one size, 1e-3: a sign that another last digit turned would show.
@@ -151,7 +153,7 @@ def of_all_layouts(rank: int, world_size: int) -> list[float]:
     runs = []
     for stage in (0, 1, 2, 3):
         model, optimizer, engine = prepared(stage, param_dtype="bfloat16", grad_accumulation="local")
-        runs.append(steps(model, optimizer, [0] * 4))
+        runs.append(steps(model, optimizer, [0] * 3))
         assert engine.memory_report().kernels.hindrances == ()
         weights = {name: value.clone() for name, value in engine.whole_state_dict(wanted=True).items()}
         masters = [row for row in engine.state.rows() if row.kind == MASTER]
@@ -176,9 +178,12 @@ def prepared(stage: int, *, make_optimizer=fused_adamw, **more) -> tuple[nn.Modu
     return model, optimizer, ZeroEngine(model, [optimizer], settings_for(stage, **{"kernels": "always", **more}))
 
 
-def goes_on(rank: int, world_size: int, folder: str) -> None:
+EVERY_READER = (("never", 1), ("always", 3), ("always", 2))
+
+
+def goes_on(rank: int, world_size: int, folder: str, cells: list[tuple[Callable, tuple]]) -> None:
     """A checkpoint of either way of stepping is gone on with by either, at another stage."""
-    for make_optimizer in (fused_adamw, sgd, lion):
+    for make_optimizer, readers in cells:
         made = partial(prepared, make_optimizer=make_optimizer)
         ends = []
         for writes in ("never", "always"):
@@ -191,7 +196,7 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
             scalars = {str(sorted(state.items())) for state in engine.state.scalars().values()}
             expected = steps(model, optimizer, range(2, 4))
             ends.append((kinds, scalars, expected))
-            for reads, stage in (("never", 1), ("always", 3), ("always", 2)):
+            for reads, stage in readers:
                 model, optimizer, engine = made(stage, kernels=reads)
                 model.load_state_dict(weights)
                 load_engine(engine, f"{root}/zero")
@@ -202,8 +207,16 @@ def goes_on(rank: int, world_size: int, folder: str) -> None:
         assert other_losses == pytest.approx(losses, rel=1e-6)
 
 
-def test_checkpoints_go_from_each_to_each(tmp_path):
-    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path)})
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [(fused_adamw, EVERY_READER[:2]), (lion, EVERY_READER[1:2])],
+        slow([(make, EVERY_READER) for make in (fused_adamw, sgd, lion)]),
+    ],
+    ids=["some", "every"],
+)
+def test_checkpoints_go_from_each_to_each(cells, tmp_path):
+    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path), "cells": cells})
 
 
 def small_steps(model: Small, optimizer: torch.optim.Optimizer, count: int) -> list[float]:
@@ -237,7 +250,7 @@ def test_state_that_is_put_in_mid_run_is_stepped_on(tmp_path):
     assert small_steps(model, optimizer, 2) == first
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 70), st.booleans(), st.integers(0, 1)), min_size=1, max_size=8),
     st.sampled_from(["1KiB", "1MiB"]),

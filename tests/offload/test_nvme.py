@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import slow
 from offload_cells import MATRIX, OPTIMIZERS, assert_equal, clipped_at, in_pairs, one_step
 from ranks import run_ranks
 from torch import nn
@@ -43,12 +44,14 @@ def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_p
         assert_equal(found)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(2, (1, 3)), slow(2, (2,)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
+)
 @pytest.mark.parametrize("more", [{"param_dtype": "bfloat16"}, {"grad_accumulation": "local"}], ids=["bf16", "local"])
-def test_files_are_bitwise_with_masters_and_local_accumulation(more, tmp_path):
-    arguments = {"cells": clipped_at(1, 2, 3), "offload": nvme(tmp_path, window=1), **more}
-    for world_size in (1, 2):
-        for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
-            assert_equal(found)
+def test_files_are_bitwise_with_masters_and_local_accumulation(more, world_size, stages, tmp_path):
+    arguments = {"cells": clipped_at(*stages), "offload": nvme(tmp_path, window=1), **more}
+    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
+        assert_equal(found)
 
 
 def built(offload: dict, stage: int = 2, make_optimizer=fused_adamw, **more):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from cells import slow
 from hypothesis import given
 from hypothesis import strategies as st
 from offload_cells import MATRIX, assert_equal, clipped_at, in_pairs, one_step, settings_of
@@ -34,24 +35,25 @@ def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size, cells):
         assert_equal(found)
 
 
-def test_host_memory_is_bitwise_with_local_accumulation_and_bf16():
-    for more in ({"grad_accumulation": "local"}, {"param_dtype": "bfloat16"}):
-        arguments = {"cells": clipped_at(1, 2, 3), "offload": CPU, **more}
-        if "grad_accumulation" in more:
-            assert_equal(in_pairs(0, 1, **arguments))
-        for found in run_ranks(in_pairs, world_size=2, time_limit_s=80, keyword_arguments=arguments):
-            assert_equal(found)
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(2, (2, 3)), slow(2, (1,)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
+)
+@pytest.mark.parametrize("more", [{"grad_accumulation": "local"}, {"param_dtype": "bfloat16"}], ids=["local", "bf16"])
+def test_host_memory_is_bitwise_with_local_accumulation_and_bf16(more, world_size, stages):
+    arguments = {"cells": clipped_at(*stages), "offload": CPU, **more}
+    for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
+        assert_equal(found)
 
 
 def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, int, Outcome, Outcome]]:
     return [found for case in cases for found in in_pairs(rank, world_size, **case)]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
     host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}
     files = {"offload": {"optimizer": "nvme", "nvme_path": str(tmp_path), "ratio": 0.4}}
-    stages = {1: (0, 2, 3), 2: (1, 2, 3), 3: (3,)}[world_size]
+    stages = {1: (0, 2, 3), 2: (1, 3), 3: (2, 3)}[world_size]
     cases = [{"cells": clipped_at(*stages), "offload": offload} for offload in (host, files)]
     cases.append({"cells": clipped_at(stages[-1]), "offload": host, "param_dtype": "bfloat16"})
     for found in run_ranks(in_turn, world_size=world_size, time_limit_s=120, keyword_arguments={"cases": cases}):

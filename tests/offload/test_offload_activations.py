@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import slow
 from offload_cells import JOBS
 from offloaded_params import BERT, IN_TWO_PLACES, assert_bitwise, compared
 from ranks import run_ranks
@@ -19,22 +20,35 @@ pytestmark = pytest.mark.timeout(180)
 MOVED = {"activations": "cpu"}
 DROPPING = replace(JOBS["clip and accumulation"], steps=2, model_arguments={"dropout": 0.1})
 MANY = {"dropping": DROPPING, **IN_TWO_PLACES, "bert": replace(BERT, steps=2, autocast=True), "odd": JOBS["odd model"]}
+PLACES = [MOVED, MOVED | {"params": "cpu", "optimizer": "cpu"}]
+
+# Stage, jobs, and places for what is saved: each job once, and each stage.
+SOME = [
+    (0, ["bert"], PLACES[:1]),
+    (1, ["bert with dropout"], PLACES[:1]),
+    (2, ["odd"], PLACES[:1]),
+    (3, ["dropping"], PLACES),
+    (3, ["recomputed by hooks", "recomputed in a graph of its own"], PLACES[:1]),
+]
+EVERY = [(0, MANY, PLACES[:1]), (1, ["dropping"], PLACES[:1]), (2, ["dropping"], PLACES[:1]), (3, MANY, PLACES)]
 
 
-def in_each_stage(rank: int, world_size: int) -> list[tuple]:
+def in_stages(rank: int, world_size: int, cells: list[tuple]) -> list[tuple]:
     found = []
-    for stage in (0, 1, 2, 3):
+    for stage, names, places in cells:
         plain = {"stage": stage, "bucket_bytes": "20KiB"}
-        places = [MOVED, MOVED | {"params": "cpu", "optimizer": "cpu"}] if stage == 3 else [MOVED]
-        jobs = MANY if stage in (0, 3) else {"dropping": DROPPING}
+        jobs = {name: MANY[name] for name in names}
         found += compared(rank, world_size, jobs, [{**plain, "offload": place} for place in places], plain)
     return found
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_every_stage_is_bitwise_with_dropout_checkpointing_and_autocast(world_size):
-    for found in run_ranks(in_each_stage, world_size=world_size, time_limit_s=170):
-        assert len(found) == 3 * len(MANY) + 2
+@pytest.mark.parametrize(
+    ("world_size", "cells"), [(2, SOME), slow(2, EVERY), slow(1, EVERY)], ids=["2", "2-every", "1-every"]
+)
+def test_every_stage_is_bitwise_with_dropout_checkpointing_and_autocast(world_size, cells):
+    arguments = {"cells": cells}
+    for found in run_ranks(in_stages, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
+        assert len(found) == sum(len(names) * len(places) for _, names, places in cells)
         assert_bitwise(found)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import ROOT, SUPPORT
+from cells import slow
+from launching import ROOT, SUPPORT, run_forked
 from ranks import run_ranks
 from trainer_job import run
 from training import adamw_in_two_groups, gpt2, gpt2_batch
@@ -67,9 +68,7 @@ def test_memory_grows_by_weights_gradients_and_the_window(early, tmp_path):
     assert moved["anonymous growth of a save"] < moved["state"] / 10
 
 
-@pytest.mark.parametrize(
-    "frozen", [pytest.param(0, marks=pytest.mark.slow, id="all trained"), pytest.param(30, id="base frozen")]
-)
+@pytest.mark.parametrize("frozen", [slow(0, id="all trained"), slow(30, id="base frozen")])
 def test_memory_with_parameters_in_files_is_that_of_the_layers_in_use(frozen, tmp_path):
     plain, moved = measured({}, nvme(tmp_path) | {"params": "nvme"}, frozen=frozen)
     activations = plain["growth"] - plain["frozen"] - plain["weights"] - plain["gradients"] - plain["state"]
@@ -198,6 +197,13 @@ def start(offload: dict, folder: Path, steps: int, **more: str) -> subprocess.Po
     )
 
 
+def forked(offload: dict, folder: Path, steps: int) -> subprocess.CompletedProcess:
+    """The same to its end, by a process that has imported everything."""
+    done = run_forked(JOB, ("train", json.dumps(offload), folder, steps), environment=os.environ, processes=1)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def lines_until(process: subprocess.Popen, word: str) -> list[str]:
     lines = []
     for line in process.stdout:
@@ -215,9 +221,7 @@ def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_
     disk, plain, killed = tmp_path / "disk", tmp_path / "plain", tmp_path / "killed"
     for folder in (disk, plain, killed):
         folder.mkdir()
-    whole = start({}, plain, 6)
-    expected = losses_in(lines_until(whole, "files"))
-    assert whole.wait(60) == 0
+    expected = losses_in(forked({}, plain, 6).stdout.splitlines())
     victim = start(nvme(disk), killed, 4, WAIT_TO_BE_KILLED="1")
     lines = lines_until(victim, "files")
     assert "saved" in lines
@@ -226,12 +230,10 @@ def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_
     victim.send_signal(signal.SIGKILL)
     victim.communicate(timeout=60)
     assert list(left.glob("*.state")), "nothing runs after a SIGKILL"
-    again = start(nvme(disk), killed, 6)
-    out, err = again.communicate(timeout=120)
-    assert again.returncode == 0, err
-    assert f"removed {left}" in err
+    again = forked(nvme(disk), killed, 6)
+    assert f"removed {left}" in again.stderr
     assert not left.exists()
-    resumed = losses_in(out.splitlines())
+    resumed = losses_in(again.stdout.splitlines())
     assert list(resumed) == ["2", "3", "4", "5"]
     assert resumed == {step: expected[step] for step in resumed}
     assert losses_in(lines) == {step: expected[step] for step in losses_in(lines)}

@@ -201,6 +201,7 @@ def test_peaks_are_measured_in_a_process_with_its_own_settings_of_malloc():
     assert list(peaks) == ["ddp"] and peaks["ddp"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_host_time_compares_engines_end_to_end(tmp_path):
     figures_path = tmp_path / "figures.json"
@@ -218,6 +219,7 @@ def test_host_time_says_by_how_much_a_goal_is_missed():
     assert host_time.missed_goals(rows) == {"hf_zero2": "1.100 of ddp > 1.05"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_io_saves_and_resumes_end_to_end(tmp_path):
     figures_path = tmp_path / "io.json"

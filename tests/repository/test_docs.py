@@ -122,13 +122,23 @@ def test_line_runs_as_it_is_typed_after_those_before_it(walk_of, page, line):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-def test_torchrun_itself_starts_a_line_of_the_readme(tmp_path):
-    line = next(line for line in LINES["README.md"] if "torchrun" in line.command and not line.hindrance)
+@pytest.mark.parametrize(
+    ("launcher", "page", "started"),
+    [
+        ("torchrun", "README.md", "torchrun"),
+        ("accelerate", "README.md", "accelerate launch"),
+        ("accelerate", "docs/unmodified-scripts.md", "-m hf_zero.run"),
+        ("python", "docs/parity.md", "python "),
+    ],
+)
+def test_the_launcher_itself_starts_a_line(launcher, page, started, tmp_path):
+    line = next(line for line in LINES[page] if started in line.command and not line.hindrance)
     with HubServer() as hub:
-        folder = Folder(tmp_path, hub, EXAMPLES["README.md"], launchers=["torchrun"])
-        outcome = Walk(PAGES["README.md"], folder).run(line)
+        folder = Folder(tmp_path, hub, EXAMPLES["README.md"], launchers=[launcher])
+        outcome = Walk(PAGES[page], folder).run(line)
     assert outcome.status == 0, outcome.said[-4000:]
-    assert "state over 2 of 2 ranks" in outcome.said and not folder.launchers_left
+    assert launcher == "python" or "state over 2 of 2 ranks" in outcome.said
+    assert not folder.launchers_left
 
 
 def test_only_lines_with_a_visible_reason_are_not_run():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from cells import slow
 
 MEASURE = """
 import time
@@ -42,7 +43,7 @@ def cost_over_accelerate(names: str) -> float:
     return min(seconds, seconds / accelerates / MOST_OF_ACCELERATES * MOST_SECONDS)
 
 
-@pytest.mark.parametrize("names", ["", "hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
+@pytest.mark.parametrize("names", [slow(""), "hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
 def test_import_costs_little_over_accelerate_leaves_transformers_trainer_out_and_has_every_public_name(names):
     # One of a few is enough: whatever else the machine does adds to a process's time and never takes from it.
     found = []

@@ -72,14 +72,14 @@ def test_bert_learns_reloads_and_resumes(zero, tmp_path):
         *("--config_overrides", TINY_BERT, "--max_train_samples", 256, "--max_seq_length", 32),
         *("--disable_tqdm", "true"),
     )
-    schedule = ("--warmup_steps", 0, "--learning_rate", 5e-3, "--save_steps", 8)
+    schedule = ("--warmup_steps", 0, "--learning_rate", 5e-3)
     bert = partial(run, "bert", tmp_path, *size, *schedule, zero=in_configs(zero))
-    first = bert("--max_steps", 8)
+    first = bert("--max_steps", 8, "--save_steps", 8)
     assert first["processes"] == 2
     assert first["train_loss"] == pytest.approx(math.log(len(PACKAGES)), rel=0.1)
     assert first["state_bytes"] > 0 and first["bytes_sent"] > 0
 
-    resumed = bert("--max_steps", 64, "--resume_from_checkpoint", "true")
+    resumed = bert("--max_steps", 64, "--save_steps", 64, "--resume_from_checkpoint", "true")
     assert resumed["train_loss"] < first["train_loss"]
     assert resumed["eval_accuracy"] > 1.5 / len(PACKAGES)
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 64
@@ -98,7 +98,7 @@ def test_bert_learns_reloads_and_resumes(zero, tmp_path):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("zero", ["zero2.yaml", pytest.param(3, marks=pytest.mark.slow)])
 def test_gpt_learns_and_reloads(zero, tmp_path):
-    size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 512, "--max_eval_samples", 64)
+    size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 256, "--max_eval_samples", 32)
     schedule = ("--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true")
     results = run("gpt", tmp_path, *size, *schedule, zero=in_configs(zero))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -109,7 +109,7 @@ def test_help_of_the_script_is_no_error():
 
 
 def test_the_command_starts_the_ranks_by_itself(tmp_path):
-    # docs/unmodified-scripts.md, whose lines are typed by a test, has the other way: `accelerate launch -m hf_zero.run`.
+    # The short suite's one start of `accelerate launch`, and of `-m hf_zero.run` under it, which the command makes.
     path = tmp_path / "losses.json"
     command = [sys.executable, "-c", "from hf_zero.cli.app import main; main()", "run", "--zero", "2", "--cpu"]
     command += ["--num-processes", "2", "--port", str(own_port()), str(SCRIPTS / "plain_loop.py"), str(path)]

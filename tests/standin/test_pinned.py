@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import standin_device
 import torch
+from cells import slow
 from ranks import run_ranks
 from training import fused_adamw, gpt2, gpt2_batch
 
@@ -49,7 +50,7 @@ def pinned_bytes(rank: int, world_size: int, library: Path, folder: str) -> list
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_pinned_memory_is_that_of_masters_and_gradients(world_size, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path)}
     for found in run_ranks(pinned_bytes, world_size=world_size, time_limit_s=100, keyword_arguments=arguments):

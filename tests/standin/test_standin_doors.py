@@ -76,6 +76,7 @@ def test_accelerate_trains_at_stage_2(library, tmp_path):
     compared(library, tmp_path, [("accelerate", {"door": "plugin 2", "steps": STEPS})])
 
 
+@pytest.mark.slow
 def test_four_ranks_train_a_bert_with_buffers_from_host_memory(library, tmp_path):
     compared(library, tmp_path, [accelerate_with_bert("plugin 3", steps=2)], world_size=4)
 

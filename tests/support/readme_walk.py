@@ -34,6 +34,9 @@ LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 
 RUNS_THE_TESTS = "bash scripts/test.sh"
 
+RUN_MODULE = ROOT / "tests" / "run" / "run_module.py"
+"""What `-m hf_zero.run` does, as a file."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
@@ -93,7 +96,7 @@ class Launch:
         found = re.fullmatch(
             r"(?P<settings>(?:[A-Z_]+=\S+ )*)"
             r"(?P<launcher>python|torchrun --standalone --nproc_per_node 2|accelerate launch --config_file \S+/cpu2\.yaml)"
-            r" (?P<script>\S+\.py)(?P<arguments>.*)",
+            r" (?P<script>\S+\.py|-m hf_zero\.run)(?P<arguments>.*)",
             command,
         )
         if found is None or any(sign in command for sign in "|&;<>$"):
@@ -102,7 +105,7 @@ class Launch:
             launcher=found["launcher"].split()[0],
             settings=dict(setting.split("=", 1) for setting in found["settings"].split()),
             processes=1 if found["launcher"] == "python" else 2,
-            script=found["script"],
+            script=str(RUN_MODULE) if found["script"] == "-m hf_zero.run" else found["script"],
             arguments=tuple(shlex.split(found["arguments"])),
         )
 
@@ -139,18 +142,16 @@ def steps_of(text: str) -> Iterator[Block | Line]:
 class Folder:
     """A reader's folder: what a fresh copy of the repository has, as far as lines name it, and the lines typed in it.
 
-    Each of `launchers` really starts the first of its lines. The other scripts run in forked ranks: a launcher and its ranks
+    Each of `launchers` really starts the first of its lines. All other scripts run in forked ranks: a launcher and its ranks
     import torch for a quarter of a minute of CPU time.
 
     Args:
         hub: what `hf-zero push` takes for the Hub.
         examples: of any page, for the lines of all.
-        launchers: "accelerate", "torchrun" or "python". The first two start their ranks by the same code of torch's.
+        launchers: "accelerate", "torchrun" or "python".
     """
 
-    def __init__(
-        self, path: Path, hub: HubServer, examples: Iterable[Block], launchers: Iterable[str] = ("accelerate", "python")
-    ):
+    def __init__(self, path: Path, hub: HubServer, examples: Iterable[Block], launchers: Iterable[str] = ()):
         self.path = path
         self.hub = hub
         self.outcomes: dict[Line, Outcome] = {}

@@ -19,6 +19,10 @@ LOCK_NAME = ".hf_zero.lock"
 PATIENCE_S = 5.0
 """For a run that is about to end, such as the one that a launcher has just killed to start this."""
 
+ELASTIC_PATIENCE_S = 120.0
+"""The same under a launcher that restarts runs: a rank on a host that is lost, or whose agent was killed, may hold the lock until
+its collectives fail, or until the file system's server gives up on its host."""
+
 _GLANCE_S = 0.2
 
 
@@ -54,7 +58,7 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
 
 def _taken(path: Path) -> int:
     """A handle of the file, locked."""
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + _patience_s()
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -75,6 +79,11 @@ def _taken(path: Path) -> int:
             return lock
         # Its last holder has taken the file away meanwhile.
         os.close(lock)
+
+
+def _patience_s() -> float:
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return ELASTIC_PATIENCE_S if restarts not in ("", "0") else PATIENCE_S
 
 
 def _in_words(holder: str) -> str:

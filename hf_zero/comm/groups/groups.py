@@ -65,11 +65,12 @@ class Groups:
 
     The shard group holds one copy of the sharded state between its ranks; the replicate group holds the ranks that own
     the same shard. Stage 0 is a shard group of one rank in a replicate group of all; stages 1 to 3 are a shard group of all,
-    unless `comm.shard_group_size` makes several, of neighbouring ranks. With `comm.sync_every` the shard groups step by
+    unless `comm.shard_group_size` makes several, of neighbouring ranks. Where a model is itself split over ranks (tensor or
+    expert parallel), all of these are of the ranks that hold the same part of it. With `comm.sync_every` the shard groups step by
     themselves most of the time: each replicate group is this rank alone then, and `outer` has those that it was made of.
 
     Attributes:
-        world_size, rank: of all ranks that train the model.
+        world_size, rank: of all ranks that train the model, or where it is split over ranks, the same part of it.
         timeout_s: how long a rank is waited for.
         late_s: after which a rank is late, and all end for it; 0 is never.
         backend: name of the data backend; "local" for one rank without a process group.
@@ -79,7 +80,7 @@ class Groups:
             communicators].
         control: gloo group of the host's small agreements, so that agreeing does not stop a device's queue. Where all goes
             through gloo, it is the group of the world too.
-        nodes: the node of each rank.
+        nodes: the node of each rank of the run.
         node: the ranks of the shard group that are on this rank's node; None where nothing is asked of them.
         outer: the ranks that hold the same shard of models that only outer steps bring together; None where there are none.
         shard_control: as `control`, for the shard group.
@@ -110,10 +111,16 @@ class Groups:
         return self.control
 
     @classmethod
-    def create(cls, *, stage: int, device_type: str, comm: CommConfig) -> "Groups":
+    def create(
+        cls, *, stage: int, device_type: str, comm: CommConfig, apart: Sequence[Sequence[int]] | None = None
+    ) -> "Groups":
         """The groups of this process, with `comm.timeout_s` as their limit. Collective: every rank calls it.
 
         Needs no process group at world size 1. See own_groups.py for why none of them is the default group.
+
+        Args:
+            apart: sets of ranks, in ascending order, as many in each, that have groups of their own; by default all ranks are
+                together.
 
         Raises:
             ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
@@ -121,20 +128,35 @@ class Groups:
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             alone = RankGroup(ranks=(0,), place=0)
             return cls(world_size=1, rank=0, backend="local", world=alone, shard=alone, replicate=alone, gather=alone)
-        world_size, rank = dist.get_world_size(), dist.get_rank()
+        rank, everyone = dist.get_rank(), range(dist.get_world_size())
         timeout = timedelta(seconds=comm.timeout_s)
         backend = _backend_for(device_type)
         has_queue = backend not in ("gloo", "fake")
         # An accelerator's groups take host tensors too, where the default group does.
         kind = "gloo" if backend == "gloo" else None
-        everyone = [range(world_size)]
-        control = None if backend == "fake" else own_group(everyone[0], timeout, "gloo")
-        nodes = _nodes(comm, world_size, control)
-        size = _shard_size(stage, comm, nodes)
-        shards = [range(start, start + size) for start in range(0, world_size, size)]
-        world = _make(everyone, rank, timeout, kind)
+        control = None if backend == "fake" else own_group(everyone, timeout, "gloo")
+        nodes = _nodes(comm, len(everyone), control)
+        sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
+        world_size = len(sets[0])
+        if world_size == 1:
+            alone = RankGroup(ranks=(rank,), place=0)
+            return cls(
+                world_size=1,
+                rank=0,
+                backend="local",
+                world=alone,
+                shard=alone,
+                replicate=alone,
+                gather=alone,
+                nodes=nodes,
+            )
+        if apart is not None and backend != "fake":
+            control = _make(sets, rank, timeout, "gloo").handle
+        size = _shard_size(stage, comm, [nodes[each] for each in sets[0]])
+        shards = [ranks[start : start + size] for ranks in sets for start in range(0, world_size, size)]
+        world = _make(sets, rank, timeout, kind)
         shard = gather = _make(shards, rank, timeout, kind)
-        replicate = _make([range(start, world_size, size) for start in range(size)], rank, timeout, kind)
+        replicate = _make([ranks[start::size] for ranks in sets for start in range(size)], rank, timeout, kind)
         if has_queue and stage > 0 and comm.communicators > 1:
             order_launches()
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
@@ -147,7 +169,7 @@ class Groups:
             node = _make(_within_nodes(shards, nodes), rank, timeout, backend, is_urgent=True)
         return cls(
             world_size=world_size,
-            rank=rank,
+            rank=world.place,
             backend=backend,
             world=world,
             shard=shard,
@@ -213,7 +235,7 @@ def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:
     return size
 
 
-def _within_nodes(shards: Sequence[range], nodes: Sequence[int]) -> list[list[int]]:
+def _within_nodes(shards: Sequence[Sequence[int]], nodes: Sequence[int]) -> list[list[int]]:
     """The ranks of each shard group on each of its nodes.
 
     Raises:

@@ -9,9 +9,11 @@ from torch import nn
 from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups
+from ...comm.local import LocalTransport
+from ...comm.model_copies import Agreement, ModelCopies, OverCopies
 from ...comm.transport import Transport
 from ...comm.trial import Trial
-from ...config import ConfigError, OffloadConfig, ZeroConfig
+from ...config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
 from ...offload.choose import choose_activations, choose_tiers
@@ -20,19 +22,23 @@ from ...offload.tier import Tier
 from ..buckets.bucket import Bucket, ParameterSlot, Row
 from ..buckets.memory import UnshardedMemory
 from ..gradients.nonfinite import NonFiniteCheck
-from ..gradients.norm import GradientNorm, choose_norm
+from ..gradients.norm import GradientNorm, NormOfCopies, choose_norm
 from ..state.full_tensors import FullTensors
 from ..state.holder import StateHolder
 from ..state.replicas import ReplicaCheck
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
+from ..travel.repeatable import RepeatableTransport
 from ..travel.wire import Wire, choose_wire
+from ..units.copy_checks import CopyChecks
 from ..units.exact_weights import ExactWeights
 from ..units.parameter_places import ParameterPlaces
 from ..units.sharded_model import ShardedModel
+from ..units.split_model import SplitModel
 from .agreement import describe, refuse_disagreement
 from .auto_settings import resolve_auto
+from .beside_split import refuse_beside_split
 from .bucketing import build_parts, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 
@@ -48,6 +54,9 @@ class Meeting:
         peers: the ranks that take a step together.
         step_transport: between those.
         device: that the model is trained on, with its index.
+        split: the model's parameters of which a rank has a part, by tensor or expert parallelism.
+        everyone: between all ranks of the run.
+        copy: between the ranks that hold one copy of the model together; this rank alone, unless it is split.
     """
 
     config: ZeroConfig
@@ -57,11 +66,21 @@ class Meeting:
     peers: Groups
     step_transport: Transport
     device: torch.device
+    split: SplitModel
+    everyone: Transport
+    copy: Transport
 
     @property
     def is_replicated(self) -> bool:
         """Whether each rank holds whole rows, as under DDP."""
         return self.groups.shard_size == 1
+
+    @property
+    def agreement(self) -> tuple[Agreement, bool]:
+        """Between the ranks of which each has its share of a step's gradients; and whether each has all."""
+        if self.split.is_empty:
+            return self.step_transport, self.is_replicated
+        return OverCopies(self.step_transport, self.copy, replicated=self.is_replicated), False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +116,7 @@ class Parts:
     activations: Activations
     norm: GradientNorm
     replicas: ReplicaCheck
+    copies: CopyChecks
 
 
 def assemble(
@@ -125,13 +145,31 @@ def assemble(
             'write `with hf_zero.RunRecorder(engine, "runs/first"):` around the loop.'
         )
     check_parameters(model, config)
+    split = SplitModel(model, optimizers)
+    try:
+        refuse_beside_split(split, config, optimizers)
+        return _assemble(model, optimizers, config, device, split, on_progress)
+    except Exception:
+        split.give_back()
+        raise
+
+
+def _assemble(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: ZeroConfig,
+    device: torch.device | None,
+    split: SplitModel,
+    on_progress: Callable[[int, int], None],
+) -> Parts:
     owner = owners(model, optimizers)
-    meeting = _meet(model, optimizers, config, device)
+    meeting = _meet(model, optimizers, config, device, split)
     config, groups, transport, device = meeting.config, meeting.groups, meeting.transport, meeting.device
-    tier, parameter_tier = _choose_tiers(config.offload, device, transport)
+    tier, parameter_tier = _choose_tiers(config.offload, device, meeting.everyone)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, groups)
-    refuse_unless_it_fits(config, needed, transport)
-    nonfinite = NonFiniteCheck(config, meeting.step_transport, replicated=meeting.is_replicated)
+    refuse_unless_it_fits(config, needed, meeting.everyone)
+    among, is_same = meeting.agreement
+    nonfinite = NonFiniteCheck(config, among, replicated=is_same)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
     all_buckets, of_units = build_parts(
@@ -152,6 +190,7 @@ def assemble(
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
     unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
     is_shared = config.broadcast_buffers and meeting.peers.world_size > 1
+    copies = CopyChecks(split, meeting.everyone, meeting.copy, all_buckets)
     return Parts(
         meeting=meeting,
         tier=tier,
@@ -177,10 +216,17 @@ def assemble(
             all_buckets,
             _frozen_whole(model, all_buckets),
             meeting.step_transport,
-            meeting.peers.shard_rank,
+            meeting.peers.shard,
         ),
-        norm=choose_norm(config, buckets, meeting.step_transport, replicated=meeting.is_replicated, device=device),
+        copies=copies,
+        norm=_choose_norm(meeting, buckets, copies),
     )
+
+
+def _choose_norm(meeting: Meeting, buckets: Sequence[Bucket], copies: CopyChecks) -> GradientNorm:
+    among, is_same = meeting.agreement
+    norm = choose_norm(meeting.config, buckets, among, replicated=is_same, device=meeting.device)
+    return norm if meeting.split.is_empty else NormOfCopies(norm, copies.counted)
 
 
 def _adopting(
@@ -242,13 +288,29 @@ def _meet(
     optimizers: Sequence[torch.optim.Optimizer],
     config: ZeroConfig,
     device: torch.device | None,
+    split: SplitModel,
 ) -> Meeting:
     placed = with_index(device or next(model.parameters()).device)
-    groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm)
-    transport = choose_transport(groups, placed, config.comm.timeout_s)
-    step_transport = choose_step_transport(transport, groups, placed, config.comm.timeout_s)
+    timeout_s = config.comm.timeout_s
+    together = CommConfig(timeout_s=timeout_s, late_s=config.comm.late_s, node_size=config.comm.node_size)
+    everyone, copy, apart = None, None, None
+    if not split.is_empty:
+        # All ranks, and those of a copy, have no state of their own to share: they only agree.
+        of_all = Groups.create(stage=1, device_type=placed.type, comm=together)
+        everyone = choose_transport(of_all, placed, timeout_s)
+        copies = ModelCopies.of(everyone.exchange(split.ranks, "ranks of a copy of the model"))
+        apart = copies.alike
+        of_copy = Groups.create(
+            stage=1, device_type=placed.type, comm=together, apart=tuple(map(sorted, copies.copies))
+        )
+        copy = choose_transport(of_copy, placed, timeout_s, everyone.ledger)
+    groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm, apart=apart)
+    transport = choose_transport(groups, placed, timeout_s, everyone.ledger if everyone else None)
+    step_transport = choose_step_transport(transport, groups, placed, timeout_s)
     refuse_disagreement(describe(model, optimizers, config), transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
+    if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
+        transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     return Meeting(
         config=config,
@@ -258,4 +320,7 @@ def _meet(
         peers=groups.of_a_step(),
         step_transport=step_transport,
         device=placed,
+        split=split,
+        everyone=everyone or transport,
+        copy=copy or LocalTransport(transport.ledger),
     )

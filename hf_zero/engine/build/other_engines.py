@@ -1,4 +1,4 @@
-"""Refuses models that DDP, FSDP, DeepSpeed or tensor parallelism have wrapped already."""
+"""Refuses models that DDP, FSDP or DeepSpeed have wrapped already."""
 
 from torch import nn
 
@@ -25,10 +25,4 @@ def refuse_other_engines(model: nn.Module) -> None:
             raise ConfigError(
                 f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one model. "
                 "Give hf_zero the plain model, which a wrapper has as `module`, before anything wraps it."
-            )
-    for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
-            raise ConfigError(
-                f"hf_zero: the parameter {name!r} is a DTensor, split already by FSDP or by a tensor-parallel plan (tp_plan). "
-                "Two engines cannot own one model. Load it without a plan, and leave fully_shard out."
             )

@@ -50,6 +50,7 @@ class Gradients:
     Attributes:
         reducing: False while micro-batches only accumulate.
         ended: backward passes that have come to their end.
+        may_pass_over: buckets may be started before all of their gradients have come; see `_start_passed_over`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Gradients:
         self._touched = False
         # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
         self._passed_over: set[Bucket] = set()
-        self._may_pass_over = True
+        self.may_pass_over = True
         store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
         self.reducing = True
         self.ended = 0
@@ -126,6 +127,19 @@ class Gradients:
         if self.reducing and self._world_size > 1:
             self._finish_pass()
 
+    def begin_again(self, *, passes_over: bool) -> None:
+        """Called on a rank whose forward or backward has failed and is repeated: as it was before, but without gradients.
+
+        Args:
+            passes_over: `may_pass_over` as it was then.
+        """
+        self.end.abandon()
+        self._store.finish_all()
+        self._store.discard_open()
+        self.drop()
+        self.may_pass_over = passes_over
+        self._begin_pass()
+
     def drop(self) -> None:
         """Forgets all gradients, reduced or not."""
         for slot in self._slots:
@@ -174,7 +188,7 @@ class Gradients:
         filling = self._filling_of[bucket]
         if filling.place < self._next:
             self._late.add(bucket)
-            self._may_pass_over &= bucket not in self._passed_over
+            self.may_pass_over &= bucket not in self._passed_over
             self._store.put_late(slot, gradient)
             return
         if not slot.arrived:
@@ -207,7 +221,7 @@ class Gradients:
         order than its buckets, and there nothing is passed over again.
         """
         place = self._filling_of[bucket].place
-        if not self._may_pass_over or self._next >= place:
+        if not self.may_pass_over or self._next >= place:
             return False
         passed_over = self._buckets[self._next]
         begun = [each for each in self._fillings if each.awaited < len(each.bucket.slots)]
@@ -230,15 +244,16 @@ class Gradients:
         self._store.start(bucket)
 
     def _end_pass(self) -> None:
-        self.ended += 1
         if self._touched:
             self._finish_pass()
+        # Now: one that fails in its last collectives has not ended.
+        self.ended += 1
         self._after_pass()
 
     def _finish_pass(self) -> None:
-        rest, self._next = self._buckets[self._next :], len(self._buckets)
-        for bucket in rest:
-            self._start(bucket)
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+            self._next += 1
         for bucket in self._agree():
             self._store.start_again(bucket)
         self._store.finish_all()

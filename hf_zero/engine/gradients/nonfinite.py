@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ...comm.transport import Label, Transport
+from ...comm.model_copies import Agreement
+from ...comm.transport import Label
 from ...config import ZeroConfig
 from ...device import HostValue
 from ..buckets.bucket import Bucket
@@ -35,7 +36,7 @@ class NonFiniteCheck:
             else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
     """
 
-    def __init__(self, config: ZeroConfig, transport: Transport, *, replicated: bool):
+    def __init__(self, config: ZeroConfig, transport: Agreement, *, replicated: bool):
         self._transport = transport
         self._wanted = config.check_nonfinite
         self._reads_at_once = config.nonfinite != "stop"

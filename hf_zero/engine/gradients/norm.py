@@ -8,7 +8,8 @@ from functools import partial
 
 import torch
 
-from ...comm.transport import Label, Transport
+from ...comm.model_copies import Agreement
+from ...comm.transport import Label
 from ...config import ZeroConfig
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.choose import uses_kernels
@@ -57,7 +58,7 @@ class NormByTorch(GradientNorm):
         dtype: of the scalars.
     """
 
-    def __init__(self, transport: Transport, *, replicated: bool, device: torch.device, dtype: torch.dtype):
+    def __init__(self, transport: Agreement, *, replicated: bool, device: torch.device, dtype: torch.dtype):
         self._transport = transport
         self._replicated = replicated
         self._device = device
@@ -87,7 +88,7 @@ class NormByKernels(GradientNorm):
     For the 2-norm. Other norms are `otherwise`'s.
     """
 
-    def __init__(self, otherwise: GradientNorm, transport: Transport, *, replicated: bool, device: torch.device):
+    def __init__(self, otherwise: GradientNorm, transport: Agreement, *, replicated: bool, device: torch.device):
         self._otherwise = otherwise
         self._transport = transport
         self._replicated = replicated
@@ -110,8 +111,24 @@ class NormByKernels(GradientNorm):
         )
 
 
+class NormOfCopies(GradientNorm):
+    """Of a model that is split over ranks: a gradient that several ranks of a copy have counts on one of them.
+
+    Args:
+        norm: measures what it is given.
+        counts: whether this rank is the one for a row.
+    """
+
+    def __init__(self, norm: GradientNorm, counts: Callable[[Row], bool]):
+        self._norm = norm
+        self._counts = counts
+
+    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+        return self._norm.measure(list(filter(self._counts, rows)), norm_type=norm_type, max_norm=max_norm)
+
+
 def choose_norm(
-    config: ZeroConfig, buckets: Sequence[Bucket], transport: Transport, *, replicated: bool, device: torch.device
+    config: ZeroConfig, buckets: Sequence[Bucket], transport: Agreement, *, replicated: bool, device: torch.device
 ) -> GradientNorm:
     """By kernels where they run and take the dtypes of all gradients."""
     dtypes = {bucket.precision.master for bucket in buckets}

@@ -238,8 +238,9 @@ class PooledGradients(ShardedStore):
         return OpenBuffer(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
+        handle = super()._start_reduction(bucket, flat)
         self._in_flight.append(bucket)
-        return super()._start_reduction(bucket, flat)
+        return handle
 
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         precision, is_held = bucket.precision, any(row.tensor.grad is not None for row in bucket.rows)

@@ -157,8 +157,9 @@ class GradientStore(ABC):
             if not slot.arrived:
                 buffer.views[slot.number].zero_()
             slot.arrived = False
-        del self._open[bucket]
+        # In this order: there may be no memory to start it with, and the buffer is discarded as an open one then.
         self._started[bucket] = self._start_reduction(bucket, buffer.flat)
+        del self._open[bucket]
         most = self._landing.most_under_way
         if most is not None and len(self._started) > most:
             self.finish(next(iter(self._started)))

@@ -8,13 +8,12 @@ import torch
 from ..buckets.bucket import Bucket, Row
 from ..gradients.clip import scale_gradients
 from ..gradients.clipped_gradient import Coefficient, clip_later
-from ..gradients.nonfinite import NonFiniteCheck
 from ..report_tables import KernelReport
 from ..state.bucket_state import BucketState
 from ..state.bucket_steps import InPlace, LentStep, OwnStep
 from ..state.step_choice import Assigned, StepChoice
 from .kernel_forms import form_in_blocks_of
-from .kernel_step import KernelStep, KernelStepInBlocks, kernel_of
+from .kernel_step import KernelStep, KernelStepInBlocks, OverflowCheck, kernel_of
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +92,7 @@ class KernelSteps(StepChoice):
         nonfinite: what looks at the gradients before a step.
     """
 
-    def __init__(self, nonfinite: NonFiniteCheck):
+    def __init__(self, nonfinite: OverflowCheck):
         self._nonfinite = nonfinite
         self._share = KernelShare()
 

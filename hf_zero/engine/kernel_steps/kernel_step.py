@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -12,7 +12,6 @@ from ...layout.blocks import is_in_blocks
 from ..buckets.bucket import Bucket, Row
 from ..buckets.contiguous_rows import Run, runs_of
 from ..gradients.clipped_gradient import Coefficient, take_coefficient
-from ..gradients.nonfinite import NonFiniteCheck
 from ..state.bucket_state import Blocks
 from ..state.bucket_steps import BucketStep, OwnStep
 from .flat_state import FlatState
@@ -21,6 +20,17 @@ from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 _log = logging.getLogger(__name__)
 
 _Phase = TypeVar("_Phase", bound=Hashable)
+
+
+class OverflowCheck(Protocol):
+    """What looks at the gradients before a step.
+
+    Attributes:
+        found_inf: one float32 element on the training device, above 0 where they are not finite; None where they are known to
+            be, or the step is to be taken whatever they are.
+    """
+
+    found_inf: torch.Tensor | None
 
 
 class KernelStep(BucketStep):
@@ -34,7 +44,7 @@ class KernelStep(BucketStep):
 
     It also multiplies by the clip coefficient, where nobody has read the gradients since the clip (`ClippedGradient`).
 
-    Where nobody but the device knows yet whether the gradients are finite (`NonFiniteCheck`), the kernel reads it there and
+    Where nobody but the device knows yet whether the gradients are finite (`OverflowCheck`), the kernel reads it there and
     writes nothing if they are not; the count of steps, which the host keeps, goes on.
 
     Args:
@@ -44,7 +54,7 @@ class KernelStep(BucketStep):
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, form: KernelForm, nonfinite: NonFiniteCheck, otherwise: BucketStep
+        self, optimizer: torch.optim.Optimizer, form: KernelForm, nonfinite: OverflowCheck, otherwise: BucketStep
     ):
         self._optimizer = optimizer
         self._form = form
@@ -129,7 +139,7 @@ class KernelStepInBlocks(KernelStep):
         self,
         optimizer: torch.optim.Optimizer,
         form: AdamWForm,
-        nonfinite: NonFiniteCheck,
+        nonfinite: OverflowCheck,
         otherwise: BucketStep,
         blocks: Mapping[Bucket, Blocks],
     ):
@@ -151,7 +161,7 @@ class KernelStepInBlocks(KernelStep):
                 self._form.step(group, number, self._place(bucket, run, states, clip))
 
 
-def kernel_of(optimizer: torch.optim.Optimizer, nonfinite: NonFiniteCheck) -> KernelStep | None:
+def kernel_of(optimizer: torch.optim.Optimizer, nonfinite: OverflowCheck) -> KernelStep | None:
     """The kernel's step on state in float32; None where none does what the optimizer does."""
     form = form_of(optimizer)
     return None if form is None else KernelStep(optimizer, form, nonfinite, OwnStep(optimizer))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ...comm.groups.groups import RankGroup
 from ...comm.transport import Transport
 from ..buckets.bucket import Bucket
 from ..buckets.memory import UnshardedMemory
@@ -27,7 +28,7 @@ class ReplicaCheck:
     Args:
         every: steps between two comparisons; 0 for none.
         frozen: parameters of no bucket, by name.
-        place: of this rank in its shard group: ranks with the same one hold the same shards.
+        shard: this rank's shard group: ranks with the same place in theirs hold the same shards.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class ReplicaCheck:
         buckets: Sequence[Bucket],
         frozen: Iterable[tuple[str, nn.Parameter]],
         transport: Transport,
-        place: int,
+        shard: RankGroup,
     ):
         self._every = every
         self._buckets = buckets
         self._frozen = list(frozen)
         self._transport = transport
-        self._place = place
+        self._place = shard.place
+        self._rank = shard.ranks[shard.place]
 
     def is_due(self, step: int) -> bool:
         """Whether copies are compared behind this step."""
@@ -54,9 +56,9 @@ class ReplicaCheck:
         mine = [self._digest(bucket) for bucket in self._buckets]
         mine += [checksum(parameter.data) for _, parameter in self._frozen]
         found = torch.stack(mine).tolist() if mine else []
-        everyone = self._transport.exchange((self._place, found), "comparison of replicas")
+        everyone = self._transport.exchange((self._rank, self._place, found), "comparison of replicas")
         for index, (name, _) in enumerate(self._names()):
-            values = {rank: (self._group(index, place), theirs[index]) for rank, (place, theirs) in enumerate(everyone)}
+            values = {rank: (self._group(index, place), theirs[index]) for rank, place, theirs in everyone}
             if _differ(values):
                 self._refuse(index, name, values, step)
 

@@ -29,6 +29,9 @@ class ModelBuffers:
     Args:
         device: that the transport sends from.
         wanted: False leaves every rank its own (`broadcast_buffers: false`, or one rank alone).
+
+    Attributes:
+        is_due: the next collective sends them.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, device: torch.device, wanted: bool):
@@ -37,7 +40,7 @@ class ModelBuffers:
         self._transport = transport
         self._device = device
         self._wanted = wanted and next(iter(model.buffers()), None) is not None
-        self._due = self._wanted
+        self.is_due = self._wanted
 
     def before_forward(self) -> None:
         """Collective where it is due: a training forward behind one that was not under no_sync, without a step in between."""
@@ -47,7 +50,7 @@ class ModelBuffers:
     def after_forward(self, *, under_no_sync: bool) -> None:
         """Notes whether ranks' buffers may differ now, and rank 0's are to be sent."""
         if self._is_training:
-            self._due = self._wanted and not under_no_sync
+            self.is_due = self._wanted and not under_no_sync
 
     def after_step(self) -> None:
         """Collective where a training forward came before; see [Note: buffers behind a step]."""
@@ -58,8 +61,8 @@ class ModelBuffers:
         return self._model.training and torch.is_grad_enabled()
 
     def _send(self) -> None:
-        if self._due:
-            self._due = False
+        if self.is_due:
+            self.is_due = False
             _broadcast(self._modules, self._transport, self._device)
 
 

@@ -42,7 +42,7 @@ def announce(engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = N
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
-        ("transport", f"{engine.groups.backend}, {type(engine.transport).__name__}"),
+        ("transport", f"{engine.groups.backend}, {engine.transport.name}"),
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
         ("dtypes", _dtypes(engine)),

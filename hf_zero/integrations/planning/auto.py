@@ -6,7 +6,6 @@ ranks build the same engine. These two exchanges are before training; a step has
 """
 
 import dataclasses
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,14 +19,15 @@ from ...config import AUTO, ConfigError, ZeroConfig
 from ...engine.buckets.precision import resolve_casts
 from ...offload.budget import ranks_on_this_host
 from ...offload.files import free_disk_bytes
-from ...plan.choose import Candidate, Choice, Room, choose, size
-from ...plan.errors import PlanError
+from ...plan.choose import Candidate, Choice, choose
+from ...plan.errors import NothingFitsError, PlanError
 from ...plan.forecast import Activations
 from ...plan.machine import Machine
 from ...plan.request import host_machine
+from ...plan.room import CLOSE, FITS, RESERVE, Room, of, size
 from ...plan.setups import SetUp, set_ups
 from .forecasts import Job
-from .free_memory import free_for_training, free_on_host
+from .free_memory import free_for_training, free_on_host, reserve_on
 from .inputs import batch_of, inner_model, longest
 from .models import optimizer_like_trainers
 from .planner import candidates_of
@@ -37,13 +37,6 @@ _LONGEST = 2048
 _ROWS = 8
 """Of a micro-batch whose data loader is not known."""
 
-_MARGINS = {"accelerator": 0.08, "host": 0.15, "host's heap": 0.3}
-"""[Note: what stays free]
-Allocators keep more than what lives: a caching one rounds up and splits, and glibc keeps freed blocks of up to 32 MiB in its
-heap, unless MALLOC_MMAP_THRESHOLD_ says less. Page tables and sockets of the ranks are on the host's account, too.
-"""
-
-_MARGIN_WITHOUT_ACTIVATIONS = 0.4
 _TRIED_BUCKETS: tuple[int | str, ...] = (AUTO, "8MiB", "64MiB")
 _TRIED_PREFETCH = (1, 2, 0)
 _PAYS = 0.97
@@ -74,7 +67,7 @@ class Chosen:
     Attributes:
         settings: of the config, nested, without those that the user has set.
         lines: what was chosen and why.
-        rejected: the settings of the set-up that does not fit and would have been taken before.
+        rejected: the settings of the fastest set-up that is too large; None where none is.
     """
 
     config: ZeroConfig
@@ -131,7 +124,7 @@ def choose_config(
         optimizers: over the model's parameters; none: AdamW, as Trainer makes it, is planned with.
 
     Raises:
-        PlanError: nothing fits, on every rank alike.
+        PlanError: on every rank alike; `NothingFitsError` where every set-up is too large.
     """
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     kept, decides = _kept(config), not together or dist.get_rank() == 0
@@ -156,6 +149,8 @@ def choose_config(
     answer = answers[0]
     if answer is None:
         raise AssertionError("hf_zero: rank 0 sent no choice; please report this")
+    if answer.fault is not None and answer.rejected is not None:
+        raise NothingFitsError(answer.fault, answer.rejected)
     if answer.fault is not None:
         raise PlanError(answer.fault)
     if decides:
@@ -197,7 +192,7 @@ def _answer(
             device=min(each.device for each in free),
             host=min(each.host for each in free),
             disk=min(disks, default=0),
-            margin=_margin(device) if activations is not None else _MARGIN_WITHOUT_ACTIVATIONS,
+            reserve=reserve_on(device) if activations is not None else RESERVE["activations unknown"],
         )
         machine = _machine(device, len(free))
         wanted = set_ups(
@@ -211,7 +206,11 @@ def _answer(
             raise PlanError(f"hf_zero: stage: auto found no set-up: {'; '.join(faults)}")
         choice = choose(candidates, room)
         if choice.candidate is None:
-            raise PlanError("hf_zero: stage: auto. " + " ".join(choice.why))
+            least = choice.rejected
+            return _Answer(
+                rejected=None if least is None else dict(least.forecast.settings),
+                fault="hf_zero: stage: auto. " + " ".join(choice.why),
+            )
         tuned = _tune(job, choice.candidate, kept, room, machine, batch, mixed_precision)
         return _said(choice, tuned, kept, room, batch, unknown)
     except (ConfigError, ValueError) as error:
@@ -256,13 +255,6 @@ def _activations(model: nn.Module, batch: MicroBatch, mixed_precision: str) -> t
     return traced, None
 
 
-def _margin(device: torch.device) -> float:
-    """The part of the memory that is left, see [Note: what stays free]."""
-    if device.type != "cpu":
-        return _MARGINS["accelerator"]
-    return _MARGINS["host" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "host's heap"]
-
-
 def _machine(device: torch.device, ranks: int) -> Machine:
     here = min(ranks, ranks_on_this_host())
     nodes = max(1, ranks // max(1, here))
@@ -282,8 +274,11 @@ def _tune(
     batch: MicroBatch,
     mixed_precision: str,
 ) -> Candidate:
-    """The same set-up with the bucket size and the prefetch depth that are quickest, of those that the user has not set."""
-    best = chosen
+    """The same set-up with the bucket size and the prefetch depth that are quickest, of those that the user has not set.
+
+    One that is close takes those that need least.
+    """
+    best, is_close = chosen, room.fit_of(chosen.forecast) == CLOSE
     choices: list[dict[str, Any]] = []
     if "bucket_bytes" not in kept:
         choices += [{"bucket_bytes": size} for size in _TRIED_BUCKETS if size != AUTO]
@@ -296,7 +291,8 @@ def _tune(
         )
         for each in tried:
             quicker = each.step is not None and best.step is not None and each.step.step_s < _PAYS * best.step.step_s
-            if quicker and each.lacks(room) is None:
+            smaller = each.forecast.device_bytes < best.forecast.device_bytes
+            if smaller if is_close else quicker and room.fit_of(each.forecast) == FITS:
                 best = each
     return best
 
@@ -307,9 +303,14 @@ def _said(
     settings = dict(tuned.forecast.settings)
     config = resolve_casts(ZeroConfig.from_dict(settings), "no")
     name = f"{tuned.name} (nothing sharded, as DDP)" if settings["stage"] == 0 else tuned.name
-    why = choice.why[0].split(": ")[0].removeprefix(tuned.name).strip()
-    needs, free = tuned.forecast.device_bytes, room.device
-    rejected = choice.rejected
+    fits = room.fit_of(tuned.forecast) == FITS
+    if not fits:
+        why = "may run out of memory: nothing fits, and of what is close it needs least"
+    else:
+        why = "fits and is fastest" if choice.has_others else "is all that fits"
+    left_out = "; ".join(
+        f"{each.name} is {room.describe(each.forecast)}" for each in (choice.close, choice.rejected) if each is not None
+    )
     buckets = "sized for the model" if config.bucket_bytes == AUTO else f"{size(int(config.bucket_bytes))} each"
     ahead = (
         f", {config.prefetch_units} unit{'s' * (config.prefetch_units != 1)} gathered ahead"
@@ -319,18 +320,16 @@ def _said(
     wire = "as they are" if not config.comm.quantises else f"{config.comm.gradients}, weights {config.comm.weights}"
     lines = (
         f"stage: auto is {name}, which {why}",
-        f"it needs {size(needs)} a rank, of {size(free)} on the rank that has least, model included; "
-        f"{room.margin:.0%} stay free",
+        f"it {'fits' if fits else 'is close'}: {of(tuned.forecast.device_bytes, room.device)} on the rank that has least, model "
+        f"included; what fits leaves {room.reserve:.0%} free",
         f"for a micro-batch of {batch.rows} x {batch.length} ({batch.source})"
         + (f"; activations are not counted: {unknown}" if unknown else ""),
-        f"{rejected.name} would not fit: {rejected.lacks(room)}"
-        if rejected
-        else "no simpler set-up had to be left out",
+        f"left out: {left_out}" if left_out else "no other set-up had to be left out",
         f"buckets are {buckets}{ahead}; gradients travel {wire}. To keep this: {_as_flag(settings)}",
     )
     return _Answer(
         settings={key: value for key, value in settings.items() if key not in kept or value != kept[key]},
-        rejected=None if rejected is None else dict(rejected.forecast.settings),
+        rejected=None if choice.rejected is None else dict(choice.rejected.forecast.settings),
         lines=lines,
     )
 

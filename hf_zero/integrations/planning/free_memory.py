@@ -1,5 +1,6 @@
 """Memory that a rank may still take."""
 
+import os
 import resource
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from ...device import free_bytes
 from ...offload.budget import available_host_bytes, ranks_on_this_host
+from ...plan.room import RESERVE
 
 _STATUS = Path("/proc/self/status")
 _LIMITED = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
@@ -25,6 +27,13 @@ def free_for_training(device: torch.device) -> int:
 def free_on_host() -> int:
     """This rank's part of the host's memory, for what is offloaded from an accelerator."""
     return min(available_host_bytes() // ranks_on_this_host(), _within_limits())
+
+
+def reserve_on(device: torch.device) -> float:
+    """The part of a training device that a set-up which fits leaves free, by what this process's allocator gives back."""
+    if device.type != "cpu":
+        return RESERVE["accelerator"]
+    return RESERVE["host" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "host's heap"]
 
 
 def _within_limits() -> int:

@@ -11,13 +11,15 @@ from torch import nn
 
 from ...config import ConfigError
 from ...engine.buckets.precision import resolve_casts
-from ...plan.choose import Candidate, Choice, Room, choose
+from ...plan.choose import Candidate, Choice, choose
 from ...plan.errors import PlanError
 from ...plan.forecast import Activations
 from ...plan.machine import Machine
 from ...plan.request import PlanRequest
+from ...plan.room import Room
 from ...plan.setups import SetUp, set_ups
 from .forecasts import Job
+from .free_memory import reserve_on
 from .inputs import batch_of, longest
 from .models import model_without_memory, optimizer_like_trainers
 from .times import ddp_step_time, step_time
@@ -83,7 +85,12 @@ class Plan:
                 "flops": traced.flops,
             },
             "set_ups": [
-                {**each.forecast.to_dict(), "lacks": each.lacks(self.room), "step": _step(each)}
+                {
+                    **each.forecast.to_dict(),
+                    "class": self.room.fit_of(each.forecast),
+                    "fit": self.room.describe(each.forecast),
+                    "step": _step(each),
+                }
                 for each in self.candidates
             ],
             "recommended": None if chosen is None else chosen.name,
@@ -138,6 +145,7 @@ def make_plan(
         device=request.bytes_of("gpu_memory") or 0,
         host=request.bytes_of("host_memory") or 0,
         disk=request.bytes_of("disk") or 0,
+        reserve=reserve_on(job.device),
     )
     wanted = set_ups(
         kept or {},

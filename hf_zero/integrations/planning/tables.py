@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from ...plan.choose import gb, size
 from ...plan.forecast import KINDS
+from ...plan.room import FITS, gb, size
 from .planner import Plan
 
 _SHOWN = {
@@ -51,7 +51,7 @@ def table_of(plan: Plan) -> Table:
     for each in plan.candidates:
         device = each.forecast.device
         other = each.forecast.device_bytes - sum(device.get(kind, 0) for kind in held)
-        step, lacks = each.step, each.lacks(plan.room)
+        step, fit = each.step, plan.room.fit_of(each.forecast)
         times = ("", "", "") if step is None else (_time(step.step_s), _time(step.exposed_s), f"{step.mfu:.0%}")
         chosen = plan.choice.candidate is each
         table.add_row(
@@ -62,8 +62,8 @@ def table_of(plan: Plan) -> Table:
             *(_gb(n) for n in (each.forecast.host_bytes, each.forecast.disk_bytes)),
             *(_gb(n) for n in (each.forecast.save_bytes, each.forecast.load_bytes)),
             *times,
-            "take this" if chosen else "yes" if lacks is None else f"no: {lacks.split(':')[0]}",
-            style="bold" if chosen else "" if lacks is None else "dim",
+            ("take this, " if chosen else "") + (FITS if fit == FITS else plan.room.describe(each.forecast)),
+            style="bold" if chosen else "" if fit == FITS else "dim",
         )
     return table
 

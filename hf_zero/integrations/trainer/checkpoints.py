@@ -33,6 +33,7 @@ from ..checkpoints.checkpointing import ZERO_FOLDER, plan_state, seal_state, sta
 from ..checkpoints.frozen_base import FrozenBase
 from ..checkpoints.placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
 from ..checkpoints.progress import progress_bar
+from ..elastic.data_position import DataPosition
 from ..hub.card_facts import write_run
 
 logger = logging.get_logger(__name__)
@@ -53,7 +54,10 @@ class CheckpointSaver:
 
     Attributes:
         engine: whose state is saved.
+        keeps_for_users: what is saved is a checkpoint of the user's, which may be the best one or go to the Hub.
     """
+
+    keeps_for_users = True
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
         self._trainer = trainer
@@ -84,8 +88,11 @@ class CheckpointSaver:
         if recorder is not None:
             recorder.stall(stall_s, what)
 
-    def save(self, trial: object) -> None:
+    def save(self, trial: object, position: DataPosition | None) -> None:
         """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
+
+        Args:
+            position: where training stands in its data.
 
         Raises:
             CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
@@ -94,14 +101,24 @@ class CheckpointSaver:
         began_s = time.perf_counter()
         self.finish()
         trainer = self._trainer
-        run_folder = Path(trainer._get_output_dir(trial=trial))
+        run_folder = self._run_folder(trial)
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         self._former_best = trainer.state.best_model_checkpoint
         with self.engine.transport.watch.log.at("save"), self._on_failure():
-            self._save(run_folder, final)
+            self._save(run_folder, final, position)
         self._held_up(began_s, "save")
+
+    def _run_folder(self, trial: object) -> Path:
+        return Path(self._trainer._get_output_dir(trial=trial))
+
+    def _finish_folder(self, temporary: Path, exchange: Exchange) -> None:
+        """Does what is left when all files are sealed, before the checkpoint is committed. Collective."""
+
+    def _kept(self) -> int | None:
+        """How many checkpoints stay."""
+        return self._trainer.args.save_total_limit
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
@@ -145,7 +162,7 @@ class CheckpointSaver:
                 raise
             logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
 
-    def _save(self, run_folder: Path, final: Path) -> None:
+    def _save(self, run_folder: Path, final: Path, position: DataPosition | None) -> None:
         engine, trainer = self.engine, self._trainer
         engine.synchronise()
         exchange = engine.transport.exchange
@@ -165,10 +182,11 @@ class CheckpointSaver:
                 base=self._base.checksum(),
                 step=trainer.state.global_step,
             )
-            _note_best(trainer, run_folder, final)
+            if self.keeps_for_users:
+                _note_best(trainer, run_folder, final)
             on_all_ranks(
                 exchange,
-                lambda: _write_the_rest(trainer, temporary, disk),
+                lambda: _write_the_rest(trainer, temporary, disk, position),
                 doing=f"write trainer state to {temporary}",
                 then=_THEN,
             )
@@ -186,7 +204,7 @@ class CheckpointSaver:
         else:
             with self._shown_from_here():
                 complete(exchange=exchange)
-            if trainer.args.push_to_hub:
+            if trainer.args.push_to_hub and self.keeps_for_users:
                 trainer._push_from_checkpoint(str(final))
 
     def _before_step(self, *_args: object) -> None:
@@ -255,12 +273,13 @@ class CheckpointSaver:
         try:
             write_live(live, temporary, exchange)
             seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
+            self._finish_folder(temporary, exchange)
             commit(temporary, final, disk=disk, exchange=exchange)
         except CheckpointError:
             abandon(temporary, disk=disk)
             raise
         if disk.leads:
-            _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
+            _rotate(final.parent, final, limit=self._kept(), best=best)
 
 
 def _not_told(_nbytes: int) -> None:
@@ -314,7 +333,7 @@ def _note_best(trainer: Trainer, run_folder: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = str(best)
 
 
-def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
+def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk, position: DataPosition | None) -> None:
     """Scheduler, scaler, random states and trainer state, as Trainer itself writes them."""
     if not trainer.args.save_only_model:
         with disk_asked(folder):
@@ -332,4 +351,6 @@ def _write_the_rest(trainer: Trainer, folder: Path, disk: Disk) -> None:
                 else:
                     held[name] = callback.state()
         trainer.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+        if position is not None:
+            position.write(folder)
         write_run(trainer, folder)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import examples, short_of
 from deepspeed_folder import WholeState, write_deepspeed
 from deepspeed_run import UNTIED, Tiny, ids_of
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from launching import SUPPORT
 from safetensors.torch import load_file
@@ -98,7 +99,7 @@ def whole_states(draw) -> WholeState:
     spaced=st.booleans(),
     cut=st.floats(0, 1),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_every_element_of_any_deepspeed_folder_comes_back(
     whole, stage, world_size, sub_group_numel, spaced, cut, tmp_path_factory
 ):
@@ -281,7 +282,7 @@ def takes_in(rank: int, world_size: int) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", short_of([1, 2, 3], [2]))
 def test_deepspeeds_checkpoints_enter_engines_of_any_stage_and_number_of_ranks_bit_for_bit(world_size):
     assert on_ranks(takes_in, world_size) == [[]] * world_size
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from cells import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from small_kernel_steps import Small, small
 from torch import nn
@@ -151,7 +152,7 @@ ACTS = {
 
 
 @given(acts=st.lists(st.sampled_from(sorted(ACTS)), min_size=1, max_size=8), setting=st.sampled_from(sorted(WITH_ROWS)))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
     ends = []
     for at_once in (False, True):

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from cells import short_of
 from ranks import run_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
@@ -59,7 +60,7 @@ def several_backwards(rank: int, world_size: int, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_several_backward_calls_add_up(stage):
     run_on_ranks(several_backwards, stage=stage)
 
@@ -78,7 +79,7 @@ def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["model", "optimizer"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_zero_grad_drops_what_was_reduced(stage, by):
     run_on_ranks(zeroed_between, stage=stage, by=by)
 
@@ -162,7 +163,7 @@ def sets_by_hand(rank: int, world_size: int, stage: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", short_of([1, 2, 3], [2, 3]))
 def test_a_gradient_set_by_hand_is_not_passed_over(stage):
     run_ranks(sets_by_hand, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
 
@@ -230,7 +231,7 @@ def poisoned(rank: int, world_size: int, stage: int, clip: bool) -> str:
 
 
 @pytest.mark.parametrize("clip", [True, False])
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_a_nan_on_one_rank_stops_all_ranks_before_the_step(stage, clip):
     messages = run_on_ranks(poisoned, stage=stage, clip=clip)
     assert messages[0] == messages[1]
@@ -245,7 +246,7 @@ def unused_keep_none(rank: int, world_size: int, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_a_parameter_that_no_rank_used_keeps_no_gradient(stage):
     run_on_ranks(unused_keep_none, stage=stage)
 
@@ -266,7 +267,7 @@ def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_autograd_grad_and_losses_past_the_root(stage):
     run_on_ranks(grad_api_and_bypass, stage=stage)
 
@@ -300,7 +301,7 @@ def full_state(rank: int, world_size: int, stage: int) -> None:
     torch.testing.assert_close(state["exp_avg"], expected * 0.1, rtol=1e-4, atol=1e-8)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
 def test_full_state_of_a_parameter(stage):
     run_on_ranks(full_state, stage=stage)
 
@@ -446,6 +447,6 @@ def trained_state_dict(rank: int, world_size: int, stage: int) -> dict:
         optimizer.load_state_dict(marked)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [1, 2]))
 def test_state_dict_of_a_sharded_optimizer_fits_its_own_shard_only(stage):
     run_on_ranks(trained_state_dict, stage=stage)

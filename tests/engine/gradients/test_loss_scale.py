@@ -6,7 +6,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
-from hypothesis import given, settings
+from cells import examples, short_of
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from scaled_runs import OVERFLOWS, SCALE, muon_and_adamw, train
@@ -24,13 +25,17 @@ pytestmark = pytest.mark.timeout(180)
 STAGES = [{"stage": stage, "bucket_bytes": "20KiB"} for stage in (0, 1, 2, 3)]
 
 
-def follow_ddp(rank: int, world_size: int) -> list[float]:
-    early = {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}}
-    for change, configs in (
-        ({}, (*STAGES, early)),
-        ({"max_norm": 1e3}, (STAGES[3], early)),
-        ({"make_optimizer": muon_and_adamw}, (STAGES[2],)),
-    ):
+EARLY = {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1GiB"}}
+SOME = [({}, STAGES[::3]), ({"max_norm": 1e3}, [STAGES[2], EARLY])]
+EVERY = [
+    ({}, [*STAGES, EARLY]),
+    ({"max_norm": 1e3}, [STAGES[3], EARLY]),
+    ({"make_optimizer": muon_and_adamw}, [STAGES[2]]),
+]
+
+
+def follow_ddp(rank: int, world_size: int, cells: list[tuple[dict, list[dict]]]) -> list[float]:
+    for change, configs in cells:
         plain = train(rank, None, **change)
         assert plain.skipped == [step in OVERFLOWS for step in range(12)]
         for config in configs:
@@ -39,8 +44,9 @@ def follow_ddp(rank: int, world_size: int) -> list[float]:
     return run.scales
 
 
-def test_autocast_in_fp16_is_ddps_bit_for_bit_with_overflows_on_either_rank():
-    first, second = run_ranks(follow_ddp, world_size=2, time_limit_s=170)
+@pytest.mark.parametrize("cells", short_of([SOME, EVERY], [SOME]), ids=["some", "every"])
+def test_autocast_in_fp16_is_ddps_bit_for_bit_with_overflows_on_either_rank(cells):
+    first, second = run_ranks(follow_ddp, world_size=2, time_limit_s=170, keyword_arguments={"cells": cells})
     assert first == second
 
 
@@ -168,7 +174,7 @@ class Rows:
         return values + float(self.elsewhere)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=14),
     st.integers(1, 4),

@@ -7,8 +7,9 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from cells import examples
 from early_courses import OPTIMIZERS, WIDTH, small_model
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -125,7 +126,7 @@ def same(ours: list, theirs: list) -> bool:
 PLACES = ({}, {"optimizer": "nvme"}, {"params": "nvme"}, {"optimizer": "nvme", "params": "nvme"})
 
 
-@settings(max_examples=15, deadline=None)
+@examples(30)
 @given(
     name=st.sampled_from(sorted(OPTIMIZERS)),
     stage=st.integers(0, 3),

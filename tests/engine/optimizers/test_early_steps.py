@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from cells import examples
 from early_courses import EARLY, IN_TIME, OPTIMIZERS, STEPS, WIDTH, built, course, one_step, random_courses, same
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import nn
@@ -21,7 +22,7 @@ from hf_zero.integrations.accelerator.announce import announce
 pytestmark = pytest.mark.timeout(180)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(25)
 @given(name=st.sampled_from(sorted(OPTIMIZERS)), stage=st.integers(0, 3), plan=STEPS)
 def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(name, stage, plan):
     expected, _ = course(0, IN_TIME, name, stage, plan)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import slow
 from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
 from ranks import run_ranks
 from saved_engines import save_engine
@@ -195,10 +196,9 @@ def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Calla
 @pytest.mark.parametrize(
     "place",
     [
-        "device",
         "by chance",
         "kernels with masters",
-        *(pytest.param(place, marks=pytest.mark.slow) for place in ("host", "partly host")),
+        *(slow(place) for place in ("device", "host", "partly host")),
     ],
 )
 def test_blocks_are_the_same_on_every_layout(place):
@@ -242,7 +242,7 @@ def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> 
     return differ + (["a late step came in its time"] if late.equals(in_time) else [])
 
 
-@pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), (2, "float32")])
+@pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), slow(2, "float32")])
 def test_blocks_are_the_same_wherever_they_are_and_whenever_they_are_stepped(world_size, dtype, tmp_path):
     arguments = {"path": str(tmp_path), "dtype": dtype}
     found = run_ranks(wherever_and_whenever, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
@@ -256,7 +256,10 @@ def test_matrices_that_are_not_cut_have_the_same_blocks_too():
     assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=arguments) == [alone, alone]
 
 
-def goes_on(rank: int, world_size: int, folder: str, kernels: str) -> None:
+LAYOUTS = [{"stage": 3}, {"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 1}, {"stage": 0}]
+
+
+def goes_on(rank: int, world_size: int, folder: str, kernels: str, layouts: list[dict]) -> None:
     """Saves at stage 2, and goes on at other stages with the bits and the losses of the run that was not stopped."""
     in_8_bits = {**IN_8_BITS, "kernels": kernels}
     model, optimizer, engine = prepared({**in_8_bits, "stage": 2, "bucket_bytes": "60KiB"})
@@ -270,7 +273,7 @@ def goes_on(rank: int, world_size: int, folder: str, kernels: str) -> None:
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     expected = steps(model, optimizer, range(3, 6))
     end = whole_states(engine, model)
-    for more in ({"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 3}, {"stage": 1}, {"stage": 0}):
+    for more in layouts:
         model, optimizer, engine = prepared({**in_8_bits, **more})
         model.load_state_dict(weights)
         load_engine(engine, f"{folder}/zero")
@@ -305,10 +308,13 @@ def resumed_on_another_world_size(rank: int, world_size: int, folder: str) -> No
         assert all(loss < 6 for loss in steps(model, optimizer, range(3, 5)))
 
 
-@pytest.mark.parametrize("kernels", [pytest.param("never", marks=pytest.mark.slow), "always"])
-def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels):
+@pytest.mark.parametrize(
+    ("kernels", "layouts"), [("always", LAYOUTS[:1]), slow("always", LAYOUTS[1:]), slow("never", LAYOUTS)]
+)
+def test_a_run_goes_on_bit_for_bit_and_its_moments_at_any_world_size(tmp_path, kernels, layouts):
     folder = {"folder": str(tmp_path)}
-    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments={**folder, "kernels": kernels})
+    arguments = {**folder, "kernels": kernels, "layouts": layouts}
+    run_ranks(goes_on, world_size=2, time_limit_s=120, keyword_arguments=arguments)
     run_ranks(resumed_on_another_world_size, world_size=3, time_limit_s=60, keyword_arguments=folder)
     resumed_on_another_world_size(0, 1, **folder)
 

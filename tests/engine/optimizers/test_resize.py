@@ -1,8 +1,11 @@
 """Growing and shrinking the vocabulary in the middle of training."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from cells import short_rows
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 from training import VOCABULARY, fused_adamw, gpt2, gpt2_batch
@@ -44,8 +47,13 @@ def trained_across_a_resize(rank: int, world_size: int, settings: dict | None, v
     return {"losses": losses, "tensors": {name: value.numpy().copy() for name, value in model.state_dict().items()}}
 
 
-@pytest.mark.parametrize("vocabulary", [VOCABULARY + 30, VOCABULARY - 11])
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+LARGER, SMALLER = VOCABULARY + 30, VOCABULARY - 11
+
+
+@pytest.mark.parametrize(
+    ("stage", "vocabulary"),
+    short_rows(itertools.product((1, 2, 3), (LARGER, SMALLER)), [(1, LARGER), (3, SMALLER)]),
+)
 def test_training_goes_on_as_under_ddp(stage, vocabulary):
     arguments = {"settings": None, "vocabulary": vocabulary}
     expected = run_ranks(trained_across_a_resize, world_size=2, time_limit_s=60, keyword_arguments=arguments)

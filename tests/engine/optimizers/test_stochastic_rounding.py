@@ -23,7 +23,7 @@ NEAREST = {"param_dtype": "bfloat16", "grad_accumulation": "local"}
 
 def on_all_layouts(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """The losses, by chance and from masters, of the same batch on every rank."""
-    job = Job(make_batch=of_one_seed, steps=12)
+    job = Job(make_batch=of_one_seed, steps=6)
     runs: list[Outcome] = []
     for more in (
         {"stage": 0},
@@ -43,7 +43,7 @@ def test_bits_depend_on_the_parameter_and_the_step_alone():
         assert other == losses
     # One run in bfloat16 beside another: as near as its digits allow, and learning.
     assert losses == pytest.approx(exact, rel=0.02)
-    assert losses[-1] < losses[0] - 0.4
+    assert losses[-1] < losses[0] - 0.2
 
 
 def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from cells import short_of, slow
 from ranks import run_ranks
 from saved_engines import save_engine
 from torch import nn
@@ -118,13 +119,24 @@ def assert_equal(found: list[tuple[str, dict, Outcome, Outcome]]) -> None:
         assert sharded.equals(plain), f"{name}, {settings}: losses differ by {sharded.loss_error(plain)}"
 
 
-def test_trajectories_are_ddps_bit_for_bit_at_two_ranks():
-    everywhere = [name for name in OPTIMIZERS if name in ("muon and adamw", "adafactor of torch")]
-    others = [name for name in OPTIMIZERS if name not in everywhere]
-    for names, variants in ((everywhere, STAGES), (others, STAGES[2:])):
-        arguments = {"names": names, "variants": variants}
-        for found in run_ranks(in_pairs, world_size=2, time_limit_s=120, keyword_arguments=arguments):
-            assert_equal(found)
+EVERYWHERE = ["muon and adamw", "adafactor of torch"]
+OTHERS = [name for name in OPTIMIZERS if name not in EVERYWHERE]
+
+
+@pytest.mark.parametrize(
+    ("names", "variants"),
+    [
+        (EVERYWHERE[:1], STAGES[1:]),
+        (EVERYWHERE[1:] + OTHERS, STAGES[3:]),
+        slow(EVERYWHERE, STAGES),
+        slow(OTHERS, STAGES[2:]),
+    ],
+    ids=["muon", "others at stage 3", "everywhere", "others"],
+)
+def test_trajectories_are_ddps_bit_for_bit_at_two_ranks(names, variants):
+    arguments = {"names": names, "variants": variants}
+    for found in run_ranks(in_pairs, world_size=2, time_limit_s=120, keyword_arguments=arguments):
+        assert_equal(found)
 
 
 def test_their_state_may_lie_in_files(tmp_path):
@@ -222,10 +234,14 @@ def loads(rank: int, world_size: int, folder: str, stage: int, more: dict) -> di
     return after
 
 
-def test_their_state_goes_on_at_other_world_sizes_stages_and_tiers(tmp_path):
+WHERE = [(2, 3, HOST), (3, 3, {}), (1, 0, {})]
+
+
+@pytest.mark.parametrize("places", short_of([WHERE[:2], WHERE], [WHERE[:2]]), ids=["some", "every"])
+def test_their_state_goes_on_at_other_world_sizes_stages_and_tiers(places, tmp_path):
     arguments = {"folder": str(tmp_path)}
     expected = run_ranks(saves, world_size=2, time_limit_s=100, keyword_arguments=arguments)
-    for world_size, stage, more in ((2, 3, HOST), (3, 3, {}), (1, 0, {})):
+    for world_size, stage, more in places:
         where = {**arguments, "stage": stage, "more": more}
         after = run_ranks(loads, world_size=world_size, time_limit_s=100, keyword_arguments=where)
         assert world_size != 2 or after == expected

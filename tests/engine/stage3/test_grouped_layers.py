@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from cells import short_of, slow
 from ddp_outcomes import assert_bitwise, assert_close, checkpoint_activations
 from ranks import run_ranks
 from torch import nn
@@ -79,7 +80,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", short_of(JOBS, ["gpt2", "t5", "two streams"]))
 def test_trains_to_the_bits_of_ddp(name):
     assert_bitwise(JOBS[name], [TOGETHER, IN_PAIRS])
 
@@ -89,8 +90,7 @@ def test_whatever_is_gathered_ahead_or_kept_trains_to_the_bits_of_ddp():
     assert_bitwise(JOBS["t5"], [{**IN_PAIRS, **settings} for settings in others])
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize(("name", "reentrant"), [("gpt2", False), ("t5", True), slow("gpt2", True), slow("t5", False)])
 def test_recomputed_layers_train_to_the_bits_of_ddp(name, reentrant):
     checkpointing = partial(checkpoint_activations, reentrant=reentrant)
     assert_bitwise(replace(JOBS[name], prepare=checkpointing), [TOGETHER, IN_PAIRS])
@@ -100,6 +100,7 @@ def test_offloaded_parameters_train_to_the_bits_of_ddp():
     assert_bitwise(JOBS["gpt2"], [{**IN_PAIRS, "offload": {"params": "cpu", "optimizer": "cpu"}}])
 
 
+@pytest.mark.slow
 def test_accumulation_on_three_ranks_is_close():
     assert_close(replace(JOBS["bert"], accumulation=2, max_norm=0.3), [TOGETHER, IN_PAIRS], world_size=3)
 

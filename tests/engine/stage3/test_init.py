@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cells import short_of
 from ranks import RankFailedError, run_ranks
 from training import fused_adamw, gpt2, gpt2_batch
 from transformers import (
@@ -73,7 +74,7 @@ def trained(rank: int, world_size: int, folder: str, dtype: torch.dtype, with_in
     return {"losses": losses, "tensors": tensors, "dtypes": {str(p.dtype) for p in model.parameters()}}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", short_of([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_trains_as_after_an_ordinary_load(folder, dtype):
     arguments = {"folder": folder, "dtype": dtype}
     ordinary = on_ranks(trained, **arguments, with_init=False)
@@ -137,7 +138,7 @@ def growth(rank: int, world_size: int, folder: str, dtype: torch.dtype) -> dict:
     return {"grown": max(most, anonymous_mib()) - before, "held": held / 2**20, "unit": unit / 2**20}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", short_of([torch.float32, torch.bfloat16], [torch.float32]))
 def test_memory_grows_by_the_shard_and_no_more_than_a_unit(tmp_path, dtype):
     sizes = {"vocab_size": 20_000, "n_embd": 512, "n_layer": 12, "n_head": 8, "n_positions": 128}
     GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).save_pretrained(tmp_path)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from cells import slow
 from stage3_runs import (
     FAR_AHEAD,
     KEPT,
@@ -104,7 +105,7 @@ def generates(rank: int, world_size: int, make) -> list[int]:
     return lengths
 
 
-@pytest.mark.parametrize("make", [talkative_gpt2, talkative_t5])
+@pytest.mark.parametrize("make", [talkative_gpt2, slow(talkative_t5)])
 def test_generate_gives_the_whole_models_tokens_where_ranks_stop_at_different_lengths(make):
     lengths = run_on_ranks(generates, make=make)
     assert all(early != late for early, late in zip(*lengths)), lengths
@@ -182,11 +183,11 @@ def adapting(run: Run) -> None:
         run.step()
 
 
-def adapts(rank: int, world_size: int, make) -> None:
+def adapts(rank: int, world_size: int, make, ways: tuple[str, ...]) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
     make_batch = bert_batch if make is bert else gpt2_batch
-    for checkpointing in ("none", "reentrant", "non-reentrant"):
+    for checkpointing in ways:
         prepared = partial(with_lora, make, checkpointing)
         ddp, *sharded = (Run(rank, prepared, settings, make_batch=make_batch) for settings in (None, SHARDED, KEPT))
         for run in (ddp, *sharded):
@@ -219,9 +220,16 @@ def assert_base_is_only_a_shard(run: Run) -> None:
     assert all(p.grad is None for p in frozen)
 
 
-@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
-def test_lora_trains_over_a_sharded_frozen_base_and_its_adapter_reloads(make):
-    run_on_ranks(adapts, make=make)
+@pytest.mark.parametrize(
+    ("make", "ways"),
+    [
+        (gpt2, ("none", "reentrant")),
+        slow(gpt2, ("non-reentrant",)),
+        slow(bert, ("none", "reentrant", "non-reentrant")),
+    ],
+)
+def test_lora_trains_over_a_sharded_frozen_base_and_its_adapter_reloads(make, ways):
+    run_on_ranks(adapts, make=make, ways=ways)
 
 
 # ---- looking and editing ----
@@ -324,10 +332,10 @@ def prepared_with(part: Callable[[nn.Module], nn.Module] | None, dtype: torch.dt
     return model
 
 
-def goes_on_from(rank: int, world_size: int, edits: list, variants: list[dict], dtypes: list[torch.dtype]) -> list[str]:
+def goes_on_from(rank: int, world_size: int, edits: list, cells: list[tuple]) -> list[str]:
     """Of each edit, how training after it differs from a run that began with the edited weights: "" where it does not."""
     found = [""] * len(edits)
-    for settings, dtype, part in itertools.product(variants, dtypes, (whole_model, second_block)):
+    for settings, dtype, part in cells:
         begun = Run(rank, partial(prepared_with, part, dtype), settings)
         values = values_for(part(begun.model))
         begun.evaluate()
@@ -349,11 +357,21 @@ def goes_on_from(rank: int, world_size: int, edits: list, variants: list[dict], 
     return found
 
 
-@pytest.fixture(scope="module")
-def after_edits() -> dict[Callable, list[str]]:
+# Settings, dtype, and what is edited.
+DTYPES, PARTS = (torch.float32, torch.bfloat16), (whole_model, second_block)
+EDITED = [(SHARDED, torch.float32, second_block), (SHARDED, torch.bfloat16, whole_model)]
+BELOW_3 = [{**SHARDED, "stage": stage} for stage in (0, 1, 2)]
+EDITED_BELOW_3 = [(settings, torch.bfloat16, PARTS[settings["stage"] % 2]) for settings in BELOW_3]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[EDITED, slow(list(itertools.product([SHARDED], DTYPES, PARTS)))],
+    ids=["some", "every"],
+)
+def after_edits(request) -> dict[Callable, list[str]]:
     """Edit → what each rank found."""
-    arguments = {"edits": EDITS, "variants": [SHARDED], "dtypes": [torch.float32, torch.bfloat16]}
-    return dict(zip(EDITS, zip(*run_on_ranks(goes_on_from, **arguments))))
+    return dict(zip(EDITS, zip(*run_on_ranks(goes_on_from, edits=EDITS, cells=request.param))))
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -361,11 +379,14 @@ def test_training_goes_on_from_edited_weights_as_if_it_had_begun_there(edit, aft
     assert set(after_edits[edit]) == {""}
 
 
-@pytest.fixture(scope="module")
-def after_edits_below_stage_3() -> dict[Callable, list[str]]:
-    variants = [{**SHARDED, "stage": stage} for stage in (0, 1, 2)]
-    arguments = {"edits": GATHERED_EDITS, "variants": variants, "dtypes": [torch.bfloat16]}
-    return dict(zip(GATHERED_EDITS, zip(*run_on_ranks(goes_on_from, **arguments))))
+@pytest.fixture(
+    scope="module",
+    params=[EDITED_BELOW_3, slow(list(itertools.product(BELOW_3, DTYPES[1:], PARTS)))],
+    ids=["some", "every"],
+)
+def after_edits_below_stage_3(request) -> dict[Callable, list[str]]:
+    found = run_on_ranks(goes_on_from, edits=GATHERED_EDITS, cells=request.param)
+    return dict(zip(GATHERED_EDITS, zip(*found)))
 
 
 @pytest.mark.parametrize("edit", GATHERED_EDITS)
@@ -528,7 +549,7 @@ def uses_memory_as_an_accelerator_does(rank: int, world_size: int) -> None:
         for reentrant in (False, True):
             make = partial(checkpointed_gpt2, reentrant)
             same_as_ddp(rank, world_size, evaluating_between_steps, [SHARDED, KEPT], make=make)
-        assert goes_on_from(rank, world_size, [edit_on_rank_0], [SHARDED], [torch.float32, torch.bfloat16]) == [""]
+        assert goes_on_from(rank, world_size, [edit_on_rank_0], EDITED) == [""]
         closes(rank, world_size, rank0_only=False)
 
 

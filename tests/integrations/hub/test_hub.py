@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import short_rows
 from command_runs import hf_zero, refusals
 from hub_server import CLIENT_SETTINGS, TOKEN, USER, Fault, HubServer, talk_to
 from huggingface_hub import HfApi, constants
@@ -473,6 +474,7 @@ def test_the_template_at_the_top_is_the_one_that_is_installed():
     assert top.read_text() == TEMPLATE.read_text()
 
 
+@pytest.mark.slow
 def test_an_installed_package_has_the_template(tmp_path):
     root = Path(__file__).resolve().parents[3]
     pytest.importorskip("setuptools", reason="the package is built here without fetching its build tool")
@@ -529,7 +531,12 @@ def push_from_ranks(world_size: int, **arguments: object) -> list[dict]:
     return run_ranks(trains_and_pushes, world_size=world_size, time_limit_s=100, keyword_arguments=arguments)
 
 
-@pytest.mark.parametrize(("world_size", "settings"), [(1, "2"), (2, "1"), (2, "stage=3,checkpoint.layout=sharded")])
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    short_rows(
+        [(1, "2"), (2, "1"), (2, "stage=3,checkpoint.layout=sharded")], [(2, "stage=3,checkpoint.layout=sharded")]
+    ),
+)
 def test_trainer_pushes_the_model_of_each_checkpoint_and_the_last(world_size, settings, server, tmp_path):
     output_dir = tmp_path / "model"
     outcomes = push_from_ranks(

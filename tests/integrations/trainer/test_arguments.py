@@ -2,14 +2,14 @@
 
 import copy
 import json
+import os
 import pickle
-import subprocess
-import sys
 from dataclasses import dataclass, field, fields, is_dataclass
 
 import numpy as np
 import pytest
 import torch
+from launching import run_forked
 from ranks import run_ranks
 from trainer_job import MODELS, as_launched, history
 from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
@@ -115,8 +115,10 @@ print(type(arguments).__name__, arguments.parallelism_config.config.stage, argum
 def test_a_saved_file_is_read_by_a_fresh_process(tmp_path):
     arguments = parsed(with_zero(Seq2SeqTrainingArguments), tmp_path, "--zero", "3", "--predict_with_generate", "true")
     torch.save(arguments, tmp_path / "training_args.bin")
-    command = [sys.executable, "-c", LOADED, str(tmp_path / "training_args.bin")]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    script = tmp_path / "loaded.py"
+    script.write_text(LOADED)
+    # Forked from one that has never made this class.
+    ran = run_forked(script, [tmp_path / "training_args.bin"], environment=os.environ, processes=1)
     assert ran.stdout.split() == ["ZeroSeq2SeqTrainingArguments", "3", "True"], ran.stderr
 
 

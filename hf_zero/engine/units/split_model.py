@@ -1,0 +1,269 @@
+"""A model that tensor or expert parallelism has split over ranks: its DTensors become plain parameters of this rank's part.
+
+[Note: plain parameters, DTensors in forward]
+Buckets, tiers, kernels and stages need to know of plain tensors only, so each DTensor gives its place to a plain parameter of
+the same name, which holds this rank's part. What splits the model wants DTensors all the same: while a module's forward runs,
+it finds them under the names of its parameters, made of the plain ones by an operation that autograd knows. Backward so takes
+gradients, in the layout of the parameter, to the plain ones.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor
+
+from ...config import ConfigError
+from ...layout.boxes import Box
+
+_SUMS_GRADIENTS = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
+"""transformers' forward of a norm over a split axis, which hooks its parameters to sum their gradients over the ranks."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SplitParameter:
+    """This rank's part of a parameter that was a DTensor.
+
+    Attributes:
+        box: which part.
+        mesh, placements: of the DTensor.
+    """
+
+    box: Box
+    mesh: DeviceMesh
+    placements: tuple[Any, ...]
+
+    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+        """The whole tensor that `local` is this rank's part of; its gradient comes back to `local`."""
+        stride = torch.empty(self.box.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.box.shape), stride=stride
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the tensor is split over, in the order of the mesh."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        ranks = self.mesh.mesh
+        # From the last: those before keep their numbers.
+        for dim in reversed(range(self.mesh.ndim)):
+            if not _splits(self.placements[dim]) and self.mesh.ndim > 1:
+                ranks = ranks.select(dim, coordinate[dim])
+        return tuple(ranks.reshape(-1).tolist())
+
+
+class SplitModel:
+    """The parameters of a model that are split over ranks. Empty for a model of which each rank has all.
+
+    Args:
+        model: its DTensors are replaced by plain parameters, as are those in the groups of `optimizers`.
+
+    Attributes:
+        parts: of each plain parameter that stands for a DTensor.
+        names: theirs in the model.
+
+    Raises:
+        ConfigError: the model has DTensors and none is split, or one in a way that is not known.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+        self._model = model
+        self._optimizers = list(optimizers)
+        self.parts: dict[nn.Parameter, SplitParameter] = {}
+        self.names: dict[nn.Parameter, str] = {}
+        self._undo: list[Callable[[], None]] = []
+        found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        parts = {name: _part_of(name, dtensor) for name, dtensor in found.items()}
+        if not found:
+            return
+        if not any(map(_splits, (placement for part in parts.values() for placement in part.placements))):
+            name = next(iter(found))
+            raise ConfigError(
+                f"hf_zero: the parameter {name!r} is a DTensor that is the same on all ranks of its mesh, as all of the model's "
+                "are. Load the model without a plan, or with one that splits it over ranks (tp_size, ep_size)."
+            )
+        self._swap({id(dtensor): self._replace(name, dtensor, parts[name]) for name, dtensor in found.items()})
+        for module in model.modules():
+            self._prepare(module)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.parts
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that hold one copy of the model together, in the order of their parts.
+
+        Raises:
+            ConfigError: parameters are split over sets of ranks of which none has the others in it.
+        """
+        if self.is_empty:
+            return (dist.get_rank(),) if dist.is_initialized() else (0,)
+        most = max((part.ranks for part in self.parts.values()), key=len)
+        for parameter, part in self.parts.items():
+            if len(part.ranks) > 1 and set(part.ranks) != set(most):
+                raise ConfigError(
+                    f"hf_zero: {self.names[parameter]!r} is split over ranks {list(part.ranks)}, and other parameters over ranks "
+                    f"{list(most)}. All parameters that are split have to be so over the same ranks: with experts, give ep_size "
+                    "the value of tp_size."
+                )
+        return most
+
+    def box_of(self, parameter: torch.Tensor) -> Box:
+        """Which part of the whole parameter this rank has."""
+        part = self.parts.get(parameter) if isinstance(parameter, nn.Parameter) else None
+        return Box.whole(parameter.shape) if part is None else part.box
+
+    def boxes(self) -> dict[str, Box]:
+        """`box_of` each of the model's parameters, by name."""
+        return {name: self.box_of(parameter) for name, parameter in self._model.named_parameters()}
+
+    def give_back(self) -> None:
+        """Puts the DTensors back, with the values that the plain parameters have now."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        dtensor_of = {}
+        for plain, part in self.parts.items():
+            if not plain.is_meta:
+                now = part.as_dtensor(plain.detach())
+                dtensor_of[id(plain)] = nn.Parameter(now, requires_grad=plain.requires_grad)
+        self._swap(dtensor_of)
+        self.parts.clear()
+        self.names.clear()
+
+    def _replace(self, name: str, dtensor: nn.Parameter, part: SplitParameter) -> nn.Parameter:
+        local = dtensor.detach().to_local()  # type: ignore[attr-defined]  # A DTensor, which nn.Parameter does not say.
+        plain = nn.Parameter(local, requires_grad=dtensor.requires_grad)
+        plain.__dict__.update(dtensor.__dict__)
+        self.parts[plain], self.names[plain] = part, name
+        return plain
+
+    def _swap(self, others: Mapping[int, nn.Parameter]) -> None:
+        """Puts other parameters, by the `id` of what they stand for, into the model and the optimizers."""
+        for module in self._model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in others:
+                    module._parameters[name] = others[id(parameter)]
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+            for held in [each for each in optimizer.state if id(each) in others]:
+                optimizer.state[others[id(held)]] = _as_local(optimizer.state.pop(held))
+
+    def _prepare(self, module: nn.Module) -> None:
+        """Has a module's forward see DTensors, and its `state_dict` hold them."""
+        own = {name: self.parts[p] for name, p in module._parameters.items() if p in self.parts}
+        stock = module.forward
+        is_summing = getattr(stock, "__qualname__", "") == _SUMS_GRADIENTS
+        if not own and not is_summing:
+            return
+        had_own = "forward" in module.__dict__
+        convert: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            name: part.as_dtensor for name, part in own.items()
+        }
+        run = stock
+        if is_summing:
+            # Its hooks would come behind the engine's own, which take gradients away.
+            nonlocals = inspect.getclosurevars(stock).nonlocals
+            mesh = inspect.getclosurevars(nonlocals["_all_reduce_grad"]).nonlocals["mesh"]
+            run, group = nonlocals["original_forward"], mesh.get_group()
+            summed = [name for name, p in module._parameters.items() if p is not None and name not in own]
+            convert |= {name: _sum_of_gradients_over(group) for name in summed}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # A read may wait for a gather, and then leaves the module with another dict.
+            held = {name: module._parameters[name] for name in convert}
+            before: Any = module.__dict__["_parameters"]
+            shown = {name: convert[name](value) for name, value in held.items() if value is not None}
+            module.__dict__["_parameters"] = {**before, **shown}
+            try:
+                return run(*args, **kwargs)
+            finally:
+                module.__dict__["_parameters"] = before
+
+        def undo() -> None:
+            if module.__dict__.get("forward") is forward:
+                if had_own:
+                    changed.forward = stock
+                else:
+                    del module.__dict__["forward"]
+
+        changed: Any = module
+        changed.forward = forward
+        self._undo.append(undo)
+        if own:
+            hook = module.register_state_dict_post_hook(_StateDictHook(own))
+            self._undo.append(hook.remove)
+
+
+class _StateDictHook:
+    """Has a module's `state_dict` hold DTensors, as the model's did, so that savers know them for parts."""
+
+    def __init__(self, own: Mapping[str, SplitParameter]):
+        self._own = own
+
+    def __call__(self, _module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: object) -> None:
+        for name, part in self._own.items():
+            value = state_dict.get(f"{prefix}{name}")
+            # With `keep_vars` parameters are asked for themselves.
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | DTensor):
+                state_dict[f"{prefix}{name}"] = part.as_dtensor(value)
+
+
+class _SumGradients(torch.autograd.Function):
+    """Returns its input; backward sums the gradient over the ranks of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        summed = gradients[0].contiguous().clone()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+def _sum_of_gradients_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda value: _SumGradients.apply(value, group)
+
+
+def _as_local(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def _splits(placement: Any) -> bool:
+    return not placement.is_replicate()
+
+
+def _part_of(name: str, dtensor: Any) -> SplitParameter:
+    mesh, box = dtensor.device_mesh, Box.whole(dtensor.shape)
+    coordinate = mesh.get_coordinate()
+    for dim, placement in enumerate(dtensor.placements):
+        # transformers' packed weights are in `_StridedShard`s, which in some releases of torch are no `Shard`s.
+        along = getattr(placement, "dim", None)
+        if placement.is_replicate():
+            continue
+        if along is None or placement.is_partial():
+            raise _unknown(name, dtensor, "")
+        repeats = getattr(placement, "split_factor", 1)
+        box = box.split(along % dtensor.ndim, mesh.size(dim), coordinate[dim], repeats=repeats)
+    if box.local_shape != tuple(dtensor.to_local().shape):
+        raise _unknown(name, dtensor, f", and has {tuple(dtensor.to_local().shape)} of {tuple(dtensor.shape)} here")
+    return SplitParameter(box=box, mesh=mesh, placements=tuple(dtensor.placements))
+
+
+def _unknown(name: str, dtensor: Any, more: str) -> ConfigError:
+    return ConfigError(
+        f"hf_zero: {name!r} is a DTensor of placements {tuple(dtensor.placements)}{more}. Allowed are Shard and Replicate, as "
+        "tensor and expert parallelism of transformers make them (DistributedConfig with tp_size and ep_size)."
+    )

@@ -1,0 +1,1 @@
+"""Runs that go on, on other ranks, after a launcher has restarted them."""

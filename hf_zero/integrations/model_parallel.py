@@ -1,0 +1,51 @@
+"""Models that transformers splits over ranks (tensor and expert parallelism), with hf_zero over the others."""
+
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+
+from ..config import ConfigError
+
+
+class ZeroDistributedConfig(DistributedConfig):
+    """A `DistributedConfig` whose data axis is hf_zero's: transformers splits the model, and leaves FSDP out."""
+
+    @property
+    def dp_size(self) -> int:
+        # transformers asks for this one to decide on FSDP, and for `dp_replicate_size` to lay out its mesh.
+        return 1
+
+
+def parallel_config(*, tp_size: int, ep_size: int = 1, **kwargs) -> DistributedConfig:
+    """What to load a model with that is split over `tp_size` ranks, with hf_zero over all others.
+
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=hf_zero.parallel_config(tp_size=2))
+
+    Args:
+        tp_size: ranks that hold one copy of the model together.
+        ep_size: ranks over which experts are split: 1, where they are split as other layers, or `tp_size`.
+        kwargs: of transformers' `DistributedConfig`, such as `tp_plan`.
+
+    Raises:
+        ConfigError: sizes that do not fit the ranks, or axes that hf_zero cannot be combined with.
+    """
+    others = {"pp_size": "a pipeline", "fsdp_size": "FSDP", "dp_replicate_size": "replicas of FSDP"}
+    for name, what in others.items():
+        if kwargs.get(name) not in (None, 1):
+            raise ConfigError(
+                f"hf_zero: {name}={kwargs[name]} ({what}) cannot be combined with hf_zero. Leave it out: hf_zero shards over all "
+                "ranks that tp_size leaves." + (_OF_PIPELINES if name == "pp_size" else "")
+            )
+    ranks = dist.get_world_size() if dist.is_initialized() else tp_size
+    if ranks % tp_size:
+        raise ConfigError(f"hf_zero: tp_size is {tp_size}, which does not divide the {ranks} ranks of this run.")
+    if ep_size not in (1, tp_size):
+        raise ConfigError(
+            f"hf_zero: ep_size is {ep_size} and tp_size {tp_size}; allowed for ep_size: 1, {tp_size}. Experts split over more "
+            "ranks than other layers would be shared by other ranks than those."
+        )
+    if not hasattr(DistributedConfig, "dp_size"):
+        raise ConfigError("hf_zero: models that are split over ranks need transformers 5.23 or newer.")
+    return ZeroDistributedConfig(tp_size=tp_size, ep_size=ep_size, dp_replicate_size=ranks // tp_size, **kwargs)
+
+
+_OF_PIPELINES = " (transformers' pipeline is for generating: what its stages send each other carries no gradient back.)"

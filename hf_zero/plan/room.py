@@ -1,0 +1,76 @@
+"""Memory that a rank may take, and whether a forecast fits, is close to it, or is too large."""
+
+from dataclasses import dataclass
+
+from .forecast import Forecast
+
+FITS, CLOSE, TOO_LARGE = "fits", "close", "too large"
+"""What may be said of a set-up, see [Note: three classes]."""
+
+FORECAST_ERROR = 0.15
+"""By so much at most a forecast differs from the peak that is measured: the bound of scripts/bench/planned_peaks.py, whose cells
+lie between 5 % below the measured peak and 14 % above it."""
+
+RESERVE = {"accelerator": 0.08, "host": 0.15, "host's heap": 0.3, "activations unknown": 0.4}
+"""The part of free memory that a set-up which *fits* leaves, set by hand, by what takes it.
+
+A caching allocator rounds up and splits. On a host there are page tables and sockets of the ranks, on the same account, and a
+forecast may be 5 % low. glibc keeps freed blocks of up to 32 MiB in its heap, unless MALLOC_MMAP_THRESHOLD_ says less.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """Bytes that a rank may take. None: not limited, as far as is known.
+
+    [Note: three classes]
+    A set-up *fits* if its forecast leaves the reserve of the device. It is *too large* if its forecast is above the device by
+    more than a forecast has been wrong. Between the two it is *close*: it may run, or run out of memory. What is offloaded is
+    counted, not estimated, so host memory and the disk know no *close*.
+
+    Attributes:
+        host: for each rank of a node. `disk` likewise.
+        reserve: the part of the device that a set-up which fits leaves free.
+    """
+
+    device: int
+    host: int | None = None
+    disk: int | None = None
+    reserve: float = RESERVE["accelerator"]
+
+    def fit_of(self, forecast: Forecast) -> str:
+        """FITS, CLOSE or TOO_LARGE."""
+        needed = forecast.device_bytes
+        if self._short_beside_device(forecast) or needed > self.device * (1 + FORECAST_ERROR):
+            return TOO_LARGE
+        return FITS if needed <= self.device * (1 - self.reserve) else CLOSE
+
+    def describe(self, forecast: Forecast) -> str:
+        """The class with what decides it: `close: 390 of 390 MB`."""
+        where, needed, there = self._short_beside_device(forecast) or ("", forecast.device_bytes, self.device)
+        return f"{self.fit_of(forecast)}: {where}{of(needed, there)}"
+
+    def _short_beside_device(self, forecast: Forecast) -> tuple[str, int, int] | None:
+        """Where what is offloaded does not go: the place, what is needed, and what is there."""
+        needs = (("host memory, ", forecast.host_bytes, self.host), ("disk, ", forecast.disk_bytes, self.disk))
+        for where, needed, there in needs:
+            if there is not None and needed > there:
+                return where, needed, there
+        return None
+
+
+def size(nbytes: float) -> str:
+    """In words: 12.3 MB, 4.56 GB."""
+    return f"{nbytes / 1e6:.1f} MB" if nbytes < 1e9 else f"{gb(nbytes)} GB"
+
+
+def gb(nbytes: float) -> str:
+    """A number of GB."""
+    return f"{nbytes / 1e9:.2f}" if nbytes < 10e9 else f"{nbytes / 1e9:.1f}"
+
+
+def of(part: float, whole: float) -> str:
+    """In words: 390 of 410 MB."""
+    if max(part, whole) < 1e9:
+        return f"{part / 1e6:.0f} of {whole / 1e6:.0f} MB"
+    return f"{gb(part)} of {gb(whole)} GB"

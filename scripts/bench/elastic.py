@@ -1,0 +1,417 @@
+"""Kills agents of elastic runs at random moments, and shows that each run goes on by itself as one resumed by hand would.
+
+    python scripts/bench/elastic.py                          # 10 runs of 3 agents, one kill each, and their table
+    python scripts/bench/elastic.py --runs 3 --neighbour     # shards in a neighbour's memory, in place of the disk
+
+Each agent is a node of its own: in a network namespace where root may make them, else on the loopback address.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from hf_zero.comm.control.rendezvous_store import keep_store
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("elastic_train.py")
+RENDEZVOUS = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+LIMIT_S = 600.0
+_GLANCE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where an agent runs: a namespace with an address and an interface of its own, or the loopback."""
+
+    address: str = "127.0.0.1"
+    namespace: str | None = None
+    interface: str = "lo"
+
+    @property
+    def prefix(self) -> list[str]:
+        """Before a command: it runs in this node's network, with a /dev/shm that goes with its last process."""
+        if self.namespace is None:
+            return []
+        own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+        return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", own_memory, "sh"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """Nodes, and the address at which they find what runs on none of them."""
+
+    nodes: list[Node]
+    address: str = "127.0.0.1"
+
+
+@contextmanager
+def own_network(count: int) -> Iterator[Network]:
+    """Nodes in namespaces, joined by a bridge; on the loopback where this user cannot make such."""
+    name = f"el{os.getpid()}"
+    made: list[list[str]] = []
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        try:
+            ip("link", "add", name, "type", "bridge")
+            made.append(["link", "delete", name])
+            ip("address", "add", "10.97.0.254/24", "dev", name)
+            ip("link", "set", name, "up")
+            nodes = []
+            for number in range(count):
+                space, inside, outside = f"{name}-{number}", f"{name}-{number}", f"{name}b{number}"
+                ip("netns", "add", space)
+                made.append(["netns", "delete", space])
+                ip("link", "add", inside, "netns", space, "type", "veth", "peer", "name", outside)
+                ip("link", "set", outside, "master", name, "up")
+                ip("-n", space, "address", "add", f"10.97.0.{number + 1}/24", "dev", inside)
+                ip("-n", space, "link", "set", "lo", "up")
+                ip("-n", space, "link", "set", inside, "up")
+                nodes.append(Node(f"10.97.0.{number + 1}", space, inside))
+            network = Network(nodes, "10.97.0.254")
+        except (OSError, subprocess.CalledProcessError):
+            network = Network([Node() for _ in range(count)])
+        yield network
+    finally:
+        for words in reversed(made):
+            subprocess.run(["ip", *words], check=False, capture_output=True)
+
+
+@dataclass
+class MicroBatch:
+    """What a rank has logged of one."""
+
+    rows: list[int]
+    loss: str
+    at: float
+    ready_s: float = 0.0
+    disk_bytes: int = 0
+
+
+@dataclass
+class Start:
+    """What the ranks of one start of the workers have logged, by step, rank and micro-batch."""
+
+    world_size: int
+    began_s: float
+    steps: dict[tuple[int, int, int], MicroBatch] = field(default_factory=dict)
+
+    @property
+    def first_step(self) -> int:
+        return min((step for step, _, _ in self.steps), default=-1)
+
+    def whole_steps(self, accumulation: int) -> list[int]:
+        """Steps that all ranks have logged all micro-batches of."""
+        counts: dict[int, int] = {}
+        for step, _, _ in self.steps:
+            counts[step] = counts.get(step, 0) + 1
+        return sorted(step for step, count in counts.items() if count == self.world_size * accumulation)
+
+    def rows_of(self, step: int) -> list[int]:
+        return [row for key in sorted(self.steps) if key[0] == step for row in self.steps[key].rows]
+
+
+def starts_in(log: Path, apart_s: float = 4.0) -> list[Start]:
+    """The starts of the workers that a folder has logs of, in order; those that came to no step are left out."""
+    starts: list[Start] = []
+    for path in sorted(log.glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        began_s = int(path.name.split("-")[0]) / 1e9
+        if len(lines) < 2:
+            continue
+        head, *logged = lines
+        if not starts or starts[-1].world_size != head["world_size"] or began_s > starts[-1].began_s + apart_s:
+            starts.append(Start(head["world_size"], began_s))
+        for line in logged:
+            micro = sum(step == line["step"] and rank == head["rank"] for step, rank, _ in starts[-1].steps)
+            key = (line["step"], head["rank"], micro)
+            starts[-1].steps[key] = MicroBatch(**{name: line[name] for name in line if name != "step"})
+    return starts
+
+
+def environment(node: Node) -> dict[str, str]:
+    said = {
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "HF_HUB_OFFLINE": "1",
+        "GLOO_SOCKET_IFNAME": node.interface,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    return dict(os.environ) | said
+
+
+def script_words(folder: Path, settings: Mapping[str, object]) -> list[str]:
+    return [str(SCRIPT), *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+
+
+def start_agent(
+    node: Node, number: int, network: Network, port: int, folder: Path, words: list[str], least: int
+) -> subprocess.Popen:
+    agent = [
+        *node.prefix,
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", f"{least}:{len(network.nodes)}", "--nproc_per_node", "1", "--max-restarts", "10"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{network.address}:{port}", "--rdzv-id", folder.name),
+        *("--rdzv-conf", RENDEZVOUS, "--local-addr", node.address),
+        *words,
+    ]
+    with (folder / f"agent-{number}.log").open("ab") as said:
+        return subprocess.Popen(
+            agent, env=environment(node), stdout=said, stderr=said, start_new_session=True, cwd=ROOT
+        )
+
+
+def kill_with_children(process: subprocess.Popen) -> None:
+    """Ends an agent and its workers at once, as the loss of a node does."""
+    try:
+        agent = psutil.Process(process.pid)
+        family = [agent, *agent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for each in family:
+        try:
+            each.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+@dataclass
+class Outcome:
+    """What one run came to."""
+
+    killed: int
+    at_step: int
+    resumed_at: int
+    ranks_after: int
+    recovery_s: float
+    statuses: list[int | None]
+    starts: list[Start]
+    in_memory: bool = False
+    ready_s: float = float("nan")
+    disk_bytes: int = 0
+
+    @property
+    def ended(self) -> bool:
+        """All agents but the one that was killed ended by themselves, and well."""
+        return all(status == 0 for number, status in enumerate(self.statuses) if number != self.killed)
+
+
+def killed_run(
+    folder: Path, network: Network, settings: Mapping[str, object], *, killed: int, after_step: int, pause_s: float
+) -> Outcome:
+    """An elastic run whose agent number `killed` is killed `pause_s` after a rank has begun step `after_step`."""
+    folder.mkdir(parents=True)
+    log = folder / "log"
+    words = script_words(folder, {"rows_log": log, "output_dir": folder / "out", **settings})
+    store = keep_store(0)
+    with ExitStack() as stack:
+        agents: list[subprocess.Popen] = []
+        for number, node in enumerate(network.nodes):
+            agents.append(start_agent(node, number, network, store.port, folder, words, len(network.nodes) - 1))
+            stack.callback(kill_with_children, agents[-1])
+        deadline_s = time.monotonic() + LIMIT_S
+
+        def in_time() -> bool:
+            time.sleep(_GLANCE_S)
+            return time.monotonic() < deadline_s
+
+        while _furthest(log, len(network.nodes)) < after_step and in_time():
+            pass
+        time.sleep(pause_s)
+        at_s, at_step = time.time(), _furthest(log, len(network.nodes))
+        kill_with_children(agents[killed])
+        _evict(folder / "out")
+        while any(a.poll() is None for n, a in enumerate(agents) if n != killed) and in_time():
+            pass
+        statuses = [agent.poll() for agent in agents]
+    starts = starts_in(log)
+    after = next((start for start in starts if start.began_s > at_s), None)
+    first_s = min((each.at for each in after.steps.values()), default=float("nan")) if after else float("nan")
+    said = "".join(path.read_text(errors="replace") for path in folder.glob("agent-*.log"))
+    return Outcome(
+        killed=killed,
+        at_step=at_step,
+        resumed_at=after.first_step if after else -1,
+        ranks_after=after.world_size if after else 0,
+        recovery_s=first_s - at_s,
+        statuses=statuses,
+        starts=starts,
+        in_memory="comes from the nodes' memory" in said,
+        ready_s=max((each.ready_s for each in after.steps.values()), default=0) if after else float("nan"),
+        disk_bytes=sum(each.disk_bytes for each in after.steps.values()) if after else 0,
+    )
+
+
+def _evict(folder: Path) -> None:
+    """Has the system forget what it remembers of the checkpoints' files: a node that restarts them may not have read them."""
+    os.sync()
+    for path in folder.glob("checkpoint-*/**/*"):
+        try:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            continue
+
+
+def _furthest(log: Path, world_size: int) -> int:
+    """The last step that a rank of the first start has begun."""
+    ends = []
+    for path in log.glob(f"*-of-{world_size}.jsonl"):
+        lines = [line for line in path.read_text().splitlines()[1:] if line.endswith("}")]
+        ends += [json.loads(lines[-1])["step"]] if lines else []
+    return max(ends, default=-1)
+
+
+def run_by_hand(folder: Path, checkpoint: Path, settings: Mapping[str, object], ranks: int) -> Start:
+    """What a run on so many ranks logs that is told which checkpoint to go on from, and how to deal the rows."""
+    folder.mkdir(parents=True)
+    words = script_words(
+        folder,
+        {"rows_log": folder / "log", "output_dir": folder / "out", "resume_from_checkpoint": checkpoint, **settings},
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *words]
+    done = subprocess.run(
+        command, env=environment(Node()), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    (folder / "said.log").write_text(done.stdout + done.stderr)
+    return starts_in(folder / "log")[-1]
+
+
+def rows_trained(starts: list[Start]) -> list[list[int]]:
+    """Rows by step, each step as the last start has taken it."""
+    steps: dict[int, list[int]] = {}
+    for start in starts:
+        steps.update({step: start.rows_of(step) for step in {step for step, _, _ in start.steps}})
+    return [steps[step] for step in sorted(steps)]
+
+
+def is_each_row_once(steps: list[list[int]], rows: int) -> bool:
+    """Whether each pass over the data has each row once, and the last no row twice."""
+    taken = [row for step in steps for row in step]
+    passes = [taken[start : start + rows] for start in range(0, len(taken), rows)]
+    return all(len(set(each)) == len(each) for each in passes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--agents", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--save_steps", type=int, default=5)
+    parser.add_argument("--neighbour", action="store_true", help="`checkpoint.replicate: neighbour`, every 2 steps")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    replicate = ",checkpoint.replicate=neighbour,checkpoint.replicate_every=2" if options.neighbour else ""
+    plain: dict[str, object] = {
+        "max_steps": options.steps,
+        "width": options.width,
+        "save_steps": options.save_steps,
+        "logging_steps": 5,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "step_s": 0.15,
+    }
+    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    figures = []
+    table = Table(title=f"{options.runs} runs of {options.agents} agents, one killed in each", box=None)
+    for name in (
+        "run",
+        "killed agent",
+        "at step",
+        "ended by itself",
+        "goes on at",
+        "ranks",
+        "s to next step",
+        "s of them in train()",
+        "MiB off disk",
+        "from",
+        "as by hand",
+        "rows once",
+    ):
+        table.add_column(name)
+    with own_network(options.agents) as network, tempfile.TemporaryDirectory(prefix="elastic-") as work:
+        for number in range(options.runs):
+            folder = Path(work, f"run{number}")
+            outcome = killed_run(
+                folder,
+                network,
+                plain | shape | {"zero": f"stage=2,checkpoint.resume=auto{replicate}"},
+                killed=chance.randrange(options.agents),
+                after_step=chance.randrange(2, options.steps - 8),
+                pause_s=chance.uniform(0, 0.5),
+            )
+            same = "-"
+            if outcome.ended and outcome.resumed_at >= 0:
+                same = _compared(folder, outcome, plain, options.agents)
+            once = is_each_row_once(rows_trained(outcome.starts), 480)
+            figures.append(
+                {
+                    "killed": outcome.killed,
+                    "at_step": outcome.at_step,
+                    "ended": outcome.ended,
+                    "resumed_at": outcome.resumed_at,
+                    "ranks_after": outcome.ranks_after,
+                    "recovery_s": round(outcome.recovery_s, 2),
+                    "ready_s": round(outcome.ready_s, 2),
+                    "disk_mib": round(outcome.disk_bytes / 2**20, 1),
+                    "from": "memory" if outcome.in_memory else "disk",
+                    "as_by_hand": same,
+                    "rows_once": once,
+                }
+            )
+            print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
+            table.add_row(str(number), *(str(value) for value in figures[-1].values()))
+            if not outcome.ended:
+                for path in folder.glob("agent-*.log"):
+                    print(path.read_text(errors="replace")[-3000:], file=sys.stderr)
+            shutil.rmtree(folder)
+    Console(width=150).print(table)
+    if options.out:
+        options.out.write_text(
+            json.dumps({"namespaces": network.nodes[0].namespace is not None, "runs": figures}, indent=1)
+        )
+
+
+def _compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents: int) -> str:
+    """Whether losses and rows after the restart are those of a run that is resumed by hand at that size."""
+    a_rank = 4 * 2 * agents // outcome.ranks_after
+    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": a_rank // 4, "zero": 2}
+    checkpoint = folder / "out" / f"checkpoint-{outcome.resumed_at}"
+    if not checkpoint.is_dir():
+        return "not on disk"
+    by_hand = run_by_hand(folder / "hand", checkpoint, plain | shape, outcome.ranks_after)
+    after = outcome.starts[-1]
+    if after.steps.keys() != by_hand.steps.keys():
+        return "other steps"
+    others = [
+        key
+        for key, each in after.steps.items()
+        if (each.loss, each.rows) != (by_hand.steps[key].loss, by_hand.steps[key].rows)
+    ]
+    return "bit for bit" if not others else f"{len(others)} differ"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Launch files: what can be held without the cluster that they are for."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import yaml
+from launching import ROOT
+from torch.distributed.run import get_args_parser
+
+from hf_zero import ZeroConfig
+
+LAUNCH = ROOT / "configs" / "launch"
+MANIFESTS = sorted(LAUNCH.glob("kubernetes_*.yaml"))
+
+
+def torchrun_of(words: list[str]):
+    assert words[0] == "torchrun"
+    return get_args_parser().parse_args(words[1:])
+
+
+def check_agent(agent) -> None:
+    """An elastic one, whose store outlives each node, with settings that hf_zero knows."""
+    least, _, most = agent.nnodes.partition(":")
+    assert int(least) < int(most) and agent.max_restarts > 0 and agent.rdzv_backend == "c10d"
+    assert "is_host=0" in agent.rdzv_conf.split(",")
+    assert (ROOT / agent.training_script).is_file()
+    words = " ".join(agent.training_script_args).replace("=", " ", 1)
+    [said] = re.findall(r"--zero[ =](\S+)", words)
+    config = ZeroConfig.from_yaml(ROOT / said) if said.endswith(".yaml") else ZeroConfig.from_flag(said)
+    assert config.checkpoint.resume == "auto"
+
+
+def test_the_settings_of_elastic_runs_are_a_config():
+    assert ZeroConfig.from_yaml(LAUNCH / "elastic.yaml").checkpoint.replicate == "neighbour"
+
+
+def test_the_slurm_file_starts_the_store_and_an_agent_on_each_node_and_ends_both(tmp_path):
+    """With stand-ins for SLURM's and our commands, which note how they were called."""
+    tools, noted = tmp_path / "bin", tmp_path / "noted"
+    tools.mkdir()
+    for name, then in (("srun", ""), ("hf-zero", "exec sleep 60")):
+        (tools / name).write_text(
+            f'#!/bin/bash\necho "{name} $* [$TORCH_DISABLE_SHARE_RDZV_TCP_STORE]" >> {noted}\n{then}\n'
+        )
+        (tools / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "8"}
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", **slurm}
+    words = ["bash", LAUNCH / "slurm.sbatch", "scripts/finetune_gpt.py", "--zero", "configs/launch/elastic.yaml"]
+    subprocess.run(words, cwd=ROOT, env=environment, check=True, timeout=30)
+    lines = {line.split()[0]: line for line in noted.read_text().splitlines()}
+    assert lines["srun"].endswith("[1]")
+    flags, _, agent = lines["srun"].partition(" torchrun ")
+    assert "--no-kill" in flags and "--kill-on-bad-exit=0" in flags
+    called = torchrun_of(["torchrun", *agent.rsplit(" [", 1)[0].split()])
+    check_agent(called)
+    assert called.nnodes == "2:4" and called.nproc_per_node == "8" and called.rdzv_id == "4711"
+    assert called.rdzv_endpoint.endswith(":24711")
+    assert lines.get("hf-zero", "hf-zero rendezvous --port 24711 []") == "hf-zero rendezvous --port 24711 []"
+
+
+def documents_of(path: Path) -> list[dict]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def test_the_pytorchjob_starts_agents_that_find_the_store_of_its_own_deployment():
+    deployment, service, job = documents_of(LAUNCH / "kubernetes_pytorchjob.yaml")
+    [keeper] = deployment["spec"]["template"]["spec"]["containers"]
+    assert keeper["command"][:2] == ["hf-zero", "rendezvous"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert labels == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    pod = worker["template"]["spec"]
+    [container] = pod["containers"]
+    # The operator knows the container that trains by this name.
+    assert container["name"] == "pytorch"
+    agent = torchrun_of(container["command"])
+    check_agent(agent)
+    elastic = job["spec"]["elasticPolicy"]
+    assert agent.nnodes == f"{elastic['minReplicas']}:{elastic['maxReplicas']}"
+    assert elastic["maxReplicas"] == worker["replicas"] and elastic["maxRestarts"] == agent.max_restarts
+    port = service["spec"]["ports"][0]["port"]
+    assert agent.rdzv_endpoint == f"{service['metadata']['name']}:{port}" and keeper["command"][-1] == str(port)
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"} in container["env"]
+    assert f"$({container['env'][1]['name']})" == agent.local_addr
+
+
+def test_the_trainjob_starts_the_same_agents():
+    [job] = documents_of(LAUNCH / "kubernetes_trainjob.yaml")
+    agent = torchrun_of(job["spec"]["trainer"]["command"])
+    check_agent(agent)
+    assert agent.nnodes.endswith(f":{job['spec']['trainer']['numNodes']}")
+
+
+def test_all_launch_files_are_on_the_page():
+    page = (ROOT / "docs" / "elastic.md").read_text()
+    assert [path.name for path in LAUNCH.iterdir() if f"configs/launch/{path.name}" not in page] == []

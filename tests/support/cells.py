@@ -1,0 +1,25 @@
+"""Which cells of a matrix are in the short suite: the others are marked `slow`, and lose nothing but their hurry."""
+
+from collections.abc import Collection, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+def short_of(every: Iterable[Any], short: Collection[Any]) -> list[Any]:
+    """Values of one argument, of which those that are not in `short` are slow."""
+    return [value if value in short else slow(value) for value in every]
+
+
+def short_rows(every: Iterable[tuple], short: Collection[tuple]) -> list[Any]:
+    """Values of several arguments at once, of which those that are not in `short` are slow."""
+    return [row if row in short else slow(*row) for row in every]
+
+
+def examples(count: int) -> settings:
+    """Of a property whose examples take long: `count` in the long run, and a fifth of them in the short one, five at least."""
+    return settings(max_examples=max(5, count * settings().max_examples // 100), deadline=None)

@@ -1,0 +1,84 @@
+"""`pytest --cpu-times`: CPU seconds that each test costs, with those of every process that it starts.
+
+Time by the clock says more of what else the machine does. A test costs what this process used, what its children used that
+have ended, and what the process used that ranks are forked from, with its own children: ranks are no children of pytest's.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+PROPERTY = "cpu_s"
+
+# A short test that costs more is named at the end of each run, whoever asks for it.
+BUDGET_S = 15.0
+
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds() -> float:
+    """Of this process, of its children that have ended, and of the process that forks ranks with all of its children."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system + _of_forking_process()
+
+
+def _of_forking_process() -> float:
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    stat = Path(f"/proc/{pid}/stat")
+    if pid is None or not stat.exists():
+        return 0.0
+    # Its own, user and system, and those of its ended children: the twelfth value to the fifteenth after the name.
+    values = stat.read_text().rpartition(")")[2].split()
+    return sum(map(int, values[11:15])) / _TICKS_A_SECOND
+
+
+class CpuTimes:
+    """Notes each phase's seconds in its report, which comes from a worker of pytest-xdist's, too."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._all = config.getoption("--cpu-times")
+        self._last_s = cpu_seconds()
+        self._by_test: dict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        report = yield
+        now_s = cpu_seconds()
+        report.user_properties.append((PROPERTY, now_s - self._last_s))
+        self._last_s = now_s
+        return report
+
+    def pytest_runtest_logstart(self) -> None:
+        self._last_s = cpu_seconds()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._by_test[report.nodeid] += sum(value for name, value in report.user_properties if name == PROPERTY)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        over = {test: spent_s for test, spent_s in self._by_test.items() if spent_s > BUDGET_S}
+        if not self._all:
+            self._write(terminalreporter, f"tests over {BUDGET_S:.0f} CPU seconds", over)
+            return
+        by_file: dict[str, float] = defaultdict(float)
+        by_folder: dict[str, float] = defaultdict(float)
+        for test, spent_s in self._by_test.items():
+            file = test.partition("::")[0]
+            by_file[file] += spent_s
+            by_folder[str(Path(file).parent)] += spent_s
+        self._write(terminalreporter, "CPU seconds of tests", self._by_test)
+        self._write(terminalreporter, "CPU seconds of files", by_file)
+        self._write(terminalreporter, "CPU seconds of folders", by_folder)
+        terminalreporter.write_line(f"{sum(by_file.values()):8.2f} together")
+
+    def _write(self, terminalreporter: pytest.TerminalReporter, title: str, spent: dict[str, float]) -> None:
+        if not spent:
+            return
+        terminalreporter.section(title)
+        for name, spent_s in sorted(spent.items(), key=lambda each: -each[1]):
+            terminalreporter.write_line(f"{spent_s:8.2f} {name}")

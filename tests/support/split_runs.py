@@ -1,0 +1,206 @@
+"""Training runs of small models that transformers' tensor and expert parallelism split, with the engine and without it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.model_parallel import parallel_config
+
+VOCABULARY = 97
+LENGTH = 8
+_SMALL = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+KINDS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**_SMALL, intermediate_size=56)),
+    "tied": (LlamaForCausalLM, LlamaConfig(**_SMALL, intermediate_size=56, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SMALL, intermediate_size=56, head_dim=8)),
+    "mixtral": (
+        MixtralForCausalLM,
+        MixtralConfig(**_SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitJob:
+    """One training run of a few steps.
+
+    Attributes:
+        folder: that `save_models` has filled.
+        settings: of the engine; None trains without it, gradients averaged over the ranks that hold the same part.
+        tp, ep: sizes; tp of 1 is a whole model.
+        dtype: of the model.
+    """
+
+    folder: str
+    kind: str = "llama"
+    settings: dict | None = None
+    tp: int = 2
+    ep: int = 1
+    steps: int = 3
+    accumulation: int = 1
+    max_norm: float | None = None
+    dtype: torch.dtype = torch.float32
+    learning_rate: float = 1e-2
+
+
+@dataclass
+class SplitOutcome:
+    """Losses and norms a step, the whole parameters at the end, and this rank's own."""
+
+    losses: list[float]
+    norms: list[float]
+    whole: dict[str, np.ndarray]
+    own: dict[str, np.ndarray]
+    sent_bytes: int = 0
+    state_bytes: int = 0
+
+
+def save_models(folder: Path) -> None:
+    """Writes one small model of each kind."""
+    for kind, (make, config) in KINDS.items():
+        torch.manual_seed(0)
+        make(config).save_pretrained(folder / kind)
+
+
+def load(job: SplitJob) -> nn.Module:
+    make, _ = KINDS[job.kind]
+    split = {"distributed_config": parallel_config(tp_size=job.tp, ep_size=job.ep)} if job.tp > 1 else {}
+    model = make.from_pretrained(f"{job.folder}/{job.kind}", dtype=job.dtype, **split)
+    return model.train()
+
+
+def batches(job: SplitJob, place: int, world_size: int) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Micro-batches of each step for one of `world_size` data ranks. The same in all for any number of ranks up to 4."""
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(job.steps):
+        micros = []
+        for _ in range(job.accumulation):
+            ids = torch.randint(0, VOCABULARY, (4, LENGTH), generator=generator)
+            mine = ids.chunk(world_size)[place]
+            micros.append({"input_ids": mine, "labels": mine})
+        yield micros
+
+
+def train_split(rank: int, world_size: int, job: SplitJob) -> SplitOutcome:
+    """Runs the job on this rank."""
+    model = load(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.1)
+    if job.settings is None:
+        return _train_without(model, optimizer, rank, world_size, job)
+    engine = ZeroEngine(model, [optimizer], job.settings)
+    losses, norms = [], []
+    for micros in batches(job, engine.groups.rank, engine.groups.world_size):
+        total = 0.0
+        for batch in micros:
+            loss = model(**batch).loss / len(micros)
+            loss.backward()
+            total += loss.item()
+        losses.append(_mean(total))
+        if job.max_norm is not None:
+            norms.append(engine.clip_grad_norm_(job.max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome = SplitOutcome(losses, norms, {}, {}, sent_bytes(engine), state_bytes(optimizer))
+    engine.close()
+    outcome.whole, outcome.own = whole_of(model), local_of(model)
+    return outcome
+
+
+def _train_without(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, job: SplitJob
+) -> SplitOutcome:
+    data_size, place = world_size // job.tp, rank // job.tp
+    groups = [dist.new_group(list(range(start, world_size, job.tp))) for start in range(job.tp)]
+    losses, norms = [], []
+    for micros in batches(job, place, data_size):
+        total = 0.0
+        for batch in micros:
+            loss = model(**batch).loss / len(micros)
+            loss.backward()
+            total += loss.item()
+        losses.append(_mean(total))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if isinstance(parameter.grad, DTensor):
+                    # An embedding's comes back whole.
+                    parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+                gradient = local(parameter.grad)
+                dist.all_reduce(gradient, group=groups[rank % job.tp])
+                gradient.div_(data_size)
+        if job.max_norm is not None:
+            norms.append(_clip(model, job.max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return SplitOutcome(losses, norms, whole_of(model), local_of(model))
+
+
+def _clip(model: nn.Module, max_norm: float) -> float:
+    gradients = [parameter.grad for parameter in model.parameters()]
+    squares = [(g.full_tensor() if isinstance(g, DTensor) else g).double().square().sum() for g in gradients]
+    norm = torch.stack(squares).sum().sqrt()
+    for gradient in gradients:
+        local(gradient).mul_(min(1.0, max_norm / (norm.item() + 1e-6)))
+    return norm.item()
+
+
+def _mean(loss: float) -> float:
+    if not dist.is_initialized():
+        return loss
+    everyone = torch.tensor([loss], dtype=torch.float64)
+    dist.all_reduce(everyone)
+    return everyone.item() / dist.get_world_size()
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_of(model: nn.Module) -> dict[str, np.ndarray]:
+    """Every parameter, whole. Collective."""
+    wholes = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    return {name: value.detach().float().numpy().copy() for name, value in wholes.items()}
+
+
+def local_of(model: nn.Module) -> dict[str, np.ndarray]:
+    """This rank's part of every parameter."""
+    return {name: local(p).detach().float().numpy().copy() for name, p in model.named_parameters()}
+
+
+def sent_bytes(engine: ZeroEngine) -> int:
+    """What this rank has sent of gradients and parameters."""
+    by_verb = engine.comm_report().bytes_by_verb()
+    return sum(by_verb.get(verb, 0) for verb in ("reduce-scatter", "all-gather", "all-reduce"))
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's optimizer state that has a value an element."""
+    values = [v for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim() > 0]
+    return sum(value.nbytes for value in values)
+
+
+def train_each(rank: int, world_size: int, job: SplitJob, variants: list[dict]) -> list[SplitOutcome]:
+    """The same job with each of some changes."""
+    return [train_split(rank, world_size, replace(job, **changes)) for changes in variants]
