@@ -59,6 +59,7 @@ _PAGES = {
     "nonfinite_limit": "gradients-and-reports.md#bad-steps",
     "snapshot_every": "gradients-and-reports.md#bad-steps",
     "out_of_memory": "memory-and-traffic.md#when-memory-runs-out",
+    "report": "report.md",
     "kernels": "optimizers.md#fused-kernels",
     "prefetch_units": "stage-3.md",
     "reshard_after_forward": "memory-and-traffic.md",
