@@ -16,7 +16,7 @@ from hf_zero.checkpoint.format.manifest import Manifest
 from hf_zero.comm.peers.file_server import Address, FileServer, fetch_file
 from hf_zero.integrations.elastic import node_memory
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SETTINGS = "checkpoint.resume=auto,checkpoint.replicate=neighbour,checkpoint.replicate_every=2"
 
@@ -63,7 +63,7 @@ def train(
 
 def run(nodes: list[int], folder: Path, **arguments) -> list[dict]:
     keywords = {"folder": str(folder), "nodes": nodes, **arguments}
-    return run_ranks(train, world_size=len(nodes), time_limit_s=150, keyword_arguments=keywords)
+    return run_ranks(train, world_size=len(nodes), time_limit_s=250, keyword_arguments=keywords)
 
 
 def generations(node: Path) -> list[Path]:
