@@ -46,7 +46,7 @@ def last_good_state(accelerator: Accelerator, folder: str | Path | None = None) 
         # A damaged one keeps its number, too: its name is not free.
         naming.iteration = max((_number(name) + 1 for name in newest_first), default=0)
     rank, world_size = accelerator.process_index, accelerator.num_processes
-    passed = []
+    passed: list[str] = []
     for path in (parent / name for name in newest_first):
         reports = exchange_between_ranks(_faults(path, rank=rank, world_size=world_size))
         faults = list(dict.fromkeys(fault for theirs in reports for fault in theirs))

@@ -94,8 +94,9 @@ class ZeroTrainerMixin(_TrainerBase):
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
             self._memory, self._memory_saver = open_memory(self), None
-            is_wanted = self._memory is not None and resume_from_checkpoint is not False
-            checkpoint = newest_in_memory(self, self._memory) if is_wanted else None
+            checkpoint = None
+            if self._memory is not None and resume_from_checkpoint is not False:
+                checkpoint = newest_in_memory(self, self._memory)
             if checkpoint is None:
                 checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
             self._rows_of_a_step = RowsOfAStep(self)
