@@ -21,7 +21,6 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..checkpoint.foreign.find import is_foreign
 from ..comm.groups.groups import order_launches
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
@@ -43,12 +42,12 @@ from .accelerator.recorded_run import RecordedAccelerator, begin_in_loop
 from .accelerator.run_record import RunRecord
 from .accelerator.scaler import seat_scaler, unscale
 from .accelerator.skipped_steps import tell_of_skipped_steps
-from .accelerator.states import folder_to_fill, numbered_states
+from .accelerator.states import folder_to_fill, numbered_states, refuse_unless_state
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .checkpoints.progress import progress_of
-from .elastic.last_good import warn_of_scaled_schedule
+from .elastic.last_good import refuse_replication_without_trainer, warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
 
@@ -248,6 +247,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 self._zero_early_optimizers[optimizer] = hook
 
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
+        refuse_replication_without_trainer(self.zero_config)
         former = engine_attached_to(model)
         if former is not None:
             former.close()
@@ -381,7 +381,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
         if input_dir is not None and self.zero_engines:
-            _refuse_unless_state(Path(input_dir).expanduser())
+            refuse_unless_state(Path(input_dir).expanduser())
         for engine in self.zero_engines:
             engine.finish_parameters()
         folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
@@ -495,19 +495,3 @@ def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _zero_folder(location: str | Path, index: int) -> Path:
     return Path(location) / (ZERO_FOLDER if index == 0 else f"{ZERO_FOLDER}_{index}")
-
-
-def _refuse_unless_state(folder: Path) -> None:
-    if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
-        raise ValueError(
-            f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "
-            "give OUT."
-        )
-    if not (folder / ZERO_FOLDER).is_dir():
-        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
-        inside = [path for path in sorted(folder.glob("*")) if (path / ZERO_FOLDER).is_dir()]
-        raise ValueError(
-            f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "
-            "that accelerator.save_state wrote in a run with the plugin"
-            + (f"; {inside[-1].name} is inside: load_state({str(inside[-1])!r})." if inside else ".")
-        )

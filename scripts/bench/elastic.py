@@ -364,7 +364,7 @@ def main() -> None:
             )
             same = "-"
             if outcome.ended and outcome.resumed_at >= 0:
-                same = _compared(folder, outcome, plain, options.agents)
+                same = compared(folder, outcome, plain, options.agents)
             once = is_each_row_once(rows_trained(outcome.starts), 480)
             figures.append(
                 {
@@ -394,7 +394,7 @@ def main() -> None:
         )
 
 
-def _compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents: int) -> str:
+def compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents: int) -> str:
     """Whether losses and rows after the restart are those of a run that is resumed by hand at that size."""
     a_rank = 4 * 2 * agents // outcome.ranks_after
     shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": a_rank // 4, "zero": 2}

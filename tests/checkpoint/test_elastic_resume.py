@@ -18,7 +18,7 @@ from transformers import Trainer
 from hf_zero import ZeroPlugin, last_good_state, same_global_batch
 from hf_zero.integrations.elastic.data_position import DataPosition
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 AUTO = "flag stage=2,checkpoint.resume=auto"
 
@@ -47,7 +47,7 @@ def train(rank: int, world_size: int, output_dir: str, resume: object = None, do
 
 def run(world_size: int, output_dir: Path, **arguments) -> list[dict]:
     keywords = {"output_dir": str(output_dir), **arguments}
-    return run_ranks(train, world_size=world_size, time_limit_s=150, keyword_arguments=keywords)
+    return run_ranks(train, world_size=world_size, time_limit_s=250, keyword_arguments=keywords)
 
 
 def rows_by_step(outcomes: list[dict]) -> dict[int, list[tuple[int, ...]]]:

@@ -4,16 +4,19 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
 from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
+from training import gpt2
 from transformers import TrainerCallback
 
-from hf_zero import ConfigError, ZeroConfig
+from hf_zero import ConfigError, ZeroConfig, ZeroPlugin
 from hf_zero.checkpoint.format.manifest import Manifest
 from hf_zero.comm.peers.file_server import Address, FileServer, fetch_file
 from hf_zero.integrations.elastic import node_memory
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 SETTINGS = "checkpoint.resume=auto,checkpoint.replicate=neighbour,checkpoint.replicate_every=2"
 
@@ -60,7 +63,7 @@ def train(
 
 def run(nodes: list[int], folder: Path, **arguments) -> list[dict]:
     keywords = {"folder": str(folder), "nodes": nodes, **arguments}
-    return run_ranks(train, world_size=len(nodes), time_limit_s=150, keyword_arguments=keywords)
+    return run_ranks(train, world_size=len(nodes), time_limit_s=250, keyword_arguments=keywords)
 
 
 def generations(node: Path) -> list[Path]:
@@ -141,3 +144,15 @@ def test_a_file_is_sent_to_those_who_know_the_secret_and_none_from_outside_of_th
 def test_settings_that_contradict_each_other_are_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         ZeroConfig.from_dict({"stage": 2, "checkpoint": settings})
+
+
+def prepares_by_itself(rank: int, world_size: int) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(f"stage=2,{SETTINGS}"))
+    model = gpt2()
+    with pytest.raises(ConfigError, match=r"`checkpoint\.replicate: neighbour` is of Trainer.*call save_state"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_a_loop_that_saves_by_itself_is_told_that_nobody_replicates_for_it():
+    run_ranks(prepares_by_itself, world_size=1, time_limit_s=100, keyword_arguments={})

@@ -35,10 +35,15 @@ class FileServer:
         self._folder = folder.resolve()
         self._secret = secret
         self._socket = socket.create_server(("", 0), family=socket.AF_INET)
+        self._is_open = True
         self.address = Address(_own_host(), self._socket.getsockname()[1], secret)
         threading.Thread(target=self._serve, name="hf_zero files", daemon=True).start()
 
     def close(self) -> None:
+        """Ends the service; again is harmless."""
+        if not self._is_open:
+            return
+        self._is_open = False
         # Closed alone, it would be served for as long as the thread waits in it.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

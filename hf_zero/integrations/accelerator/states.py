@@ -10,6 +10,7 @@ from accelerate.logging import get_logger
 
 from ...checkpoint.folder.commit import abandon, begin, commit, discard
 from ...checkpoint.folder.disks import Disk
+from ...checkpoint.foreign.find import is_foreign
 from ...checkpoint.format.files import files_below
 from ...checkpoint.format.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from ...engine.engine import ZeroEngine
@@ -95,3 +96,20 @@ def _holds_something_else(folder: Path) -> bool:
 
 def _states_of(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir) / "checkpoints"
+
+
+def refuse_unless_state(folder: Path) -> None:
+    """Raises ValueError for a folder that `save_state` has not written with the plugin, and says what it is."""
+    if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
+        raise ValueError(
+            f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "
+            "give OUT."
+        )
+    if not (folder / ZERO_FOLDER).is_dir():
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        inside = [path for path in sorted(folder.glob("*")) if (path / ZERO_FOLDER).is_dir()]
+        raise ValueError(
+            f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "
+            "that accelerator.save_state wrote in a run with the plugin"
+            + (f"; {inside[-1].name} is inside: load_state({str(inside[-1])!r})." if inside else ".")
+        )

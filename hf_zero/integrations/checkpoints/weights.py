@@ -26,6 +26,7 @@ from ...checkpoint.format.links import link_faults, refuse_links
 from ...checkpoint.format.manifest import WEIGHTS, CheckpointError
 from ...checkpoint.format.pieces import Piece, dtype_named, lay_out
 from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.structure import POSITION_NAME
 from ...checkpoint.verify import checkpoint_faults, in_words, newest_first
 from ...engine.buckets.rows import MASTER
 from ...layout.intervals import Interval
@@ -50,6 +51,7 @@ _OF_THE_RUN = (
     "scaler.pt",
     "trainer_state.json",
     "training_args.bin",
+    POSITION_NAME,
     RUN_NAME,
     LOG_NAME,
     PAGE_NAME,

@@ -95,7 +95,7 @@ class ZeroTrainerMixin(_TrainerBase):
             self.hyperparameter_search()
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
-            self._memory = open_memory(self)
+            self._memory, self._memory_saver = open_memory(self), None
             checkpoint = None
             if self._memory is not None and resume_from_checkpoint is not False:
                 checkpoint = newest_in_memory(self, self._memory)
@@ -104,7 +104,11 @@ class ZeroTrainerMixin(_TrainerBase):
             self._rows_of_a_step = RowsOfAStep(self)
             if goes_on and checkpoint is not None:
                 self._rows_of_a_step.go_on_from(checkpoint)
-            return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            try:
+                return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+            finally:
+                if self._memory is not None:
+                    self._memory.close(is_over=False)
 
     def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
         if self.is_world_process_zero():
