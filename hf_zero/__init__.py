@@ -24,6 +24,7 @@ _HOME_OF = {
     "init": "integrations.checkpoints.init",
     "migrate": "config.migration.migrate",
     "make_plan": "integrations.planning.planner",
+    "parallel_config": "integrations.model_parallel",
     "parity": "diagnose.parity",
     "Rescue": "diagnose.rescue",
     "unsharded": "integrations.gathered",
@@ -47,6 +48,7 @@ __all__ = [
     "init",
     "make_plan",
     "migrate",
+    "parallel_config",
     "parity",
     "unsharded",
     "with_zero",
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from .integrations.checkpoints.init import init
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
+    from .integrations.model_parallel import parallel_config
     from .integrations.planning.planner import make_plan
 
 
