@@ -25,6 +25,7 @@ _HOME_OF = {
     "migrate": "config.migration.migrate",
     "last_good_state": "integrations.elastic.last_good",
     "make_plan": "integrations.planning.planner",
+    "parallel_config": "integrations.model_parallel",
     "parity": "diagnose.parity",
     "same_global_batch": "integrations.elastic.global_batch",
     "Rescue": "diagnose.rescue",
@@ -52,6 +53,7 @@ __all__ = [
     "last_good_state",
     "make_plan",
     "migrate",
+    "parallel_config",
     "parity",
     "same_global_batch",
     "unsharded",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from .integrations.elastic.last_good import last_good_state
     from .integrations.engine_of import engine_of
     from .integrations.gathered import gathered, unsharded
+    from .integrations.model_parallel import parallel_config
     from .integrations.planning.planner import make_plan
     from .report.recorder import RunRecorder
 

@@ -1,6 +1,7 @@
 """Reading a checkpoint: only the bytes that a rank wants, whatever world size and stage wrote them."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,10 @@ class CheckpointReader:
         self._folders = [folder, *others]
         self.manifest = Manifest.read(folder)
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        self._rows: dict[tuple[str, str], list[tuple[Interval, SavedRow]]] = {}
+        self._rows: dict[tuple[str, str], list[SavedRow]] = {}
+        self._runs: dict[tuple[str, str], _Runs] = {}
         for row in self.manifest.rows:
-            self._rows.setdefault((row.kind, row.name), []).append((row.interval, row))
+            self._rows.setdefault((row.kind, row.name), []).append(row)
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -73,14 +75,17 @@ class CheckpointReader:
             )
 
     def read(self, kind: str, name: str, interval: Interval) -> torch.Tensor:
-        """The elements `interval` of one kind of state of one parameter, a 1-D host tensor."""
+        """The elements `interval` of one kind of state of one whole parameter, a 1-D host tensor."""
+        runs = self._runs.get((kind, name))
+        if runs is None:
+            runs = self._runs[kind, name] = _Runs(self.manifest, self._rows.get((kind, name), []))
         try:
-            pieces = pieces_for(interval, self._rows.get((kind, name), []))
+            pieces = pieces_for(interval, runs.about(interval))
         except ValueError as error:
             raise CheckpointError(
                 f"hf_zero: {self._folder}: {kind} of {name!r}: {error}; the checkpoint is damaged, resume from an earlier one."
             ) from error
-        parts = [self._slice(piece.source, piece.in_source) for piece in pieces]
+        parts = [self._slice(piece.source[0], piece.in_source.shift(piece.source[1])) for piece in pieces]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _slice(self, row: SavedRow, interval: Interval) -> torch.Tensor:
@@ -108,6 +113,28 @@ class CheckpointReader:
         values = whole[interval.start : interval.stop]
         ask_for(values)
         return values.clone()
+
+
+class _Runs:
+    """Where the elements of one kind of state of a whole parameter lie: each run with its row, and where in that it begins.
+
+    A row of a part of a parameter, as a model has it that is split over ranks, may be many runs of the whole.
+    """
+
+    def __init__(self, manifest: Manifest, rows: Sequence[SavedRow]):
+        found = [
+            (Interval(start, start + run.numel), (row, run.start - row.interval.start))
+            for row in rows
+            for run, start in manifest.box_of(row).runs(row.interval)
+        ]
+        self._runs = sorted(found, key=lambda pair: pair[0])
+        self._starts = [run.start for run, _ in self._runs]
+        self._most = max((run.numel for run, _ in self._runs), default=0)
+
+    def about(self, interval: Interval) -> list[tuple[Interval, tuple[SavedRow, int]]]:
+        """Those that may have elements of the interval."""
+        first = bisect_left(self._starts, interval.start - self._most)
+        return self._runs[first : bisect_left(self._starts, interval.stop)]
 
 
 def _revive(value: Any) -> Any:

@@ -3,8 +3,10 @@
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path, PurePosixPath
 
+from ..layout.boxes import Box
 from ..layout.intervals import Interval, doubly_covered, uncovered
 from .format.errors import CheckpointError
 from .format.files import files_below
@@ -63,16 +65,22 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
 
 def row_faults(manifest: Manifest) -> list[str]:
     """Elements of a parameter's state that no row has, or several have."""
-    rows: dict[tuple[str, str], list[Interval]] = {}
+    rows: dict[tuple[str, str], dict[Box, list[Interval]]] = {}
     for row in manifest.rows:
-        rows.setdefault((row.kind, row.name), []).append(row.interval)
+        of_box = rows.setdefault((row.kind, row.name), {})
+        of_box.setdefault(manifest.box_of(row), []).append(row.interval)
     wanted = [(kind, name) for name, kinds in manifest.kinds.items() for kind in kinds]
     wanted += [(WEIGHTS, name) for name in manifest.weights]
     faults = []
     for kind, name in wanted:
-        intervals = rows.get((kind, name), [])
-        whole = Interval(0, math.prod(manifest.whole_shape(kind, name) or ()))
-        if uncovered(whole, intervals) or doubly_covered(intervals):
+        whole_numel = math.prod(manifest.whole_shape(kind, name) or ())
+        parts = rows.get((kind, name), {})
+        once = sum(box.numel for box in parts) == whole_numel and not any(
+            one.shares_with(other) for one, other in combinations(parts, 2)
+        )
+        if not once or any(
+            uncovered(Interval(0, box.numel), held) or doubly_covered(held) for box, held in parts.items()
+        ):
             faults.append(f"{kind} of {name} is not there once for each element")
     return faults
 

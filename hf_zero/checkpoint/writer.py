@@ -1,13 +1,14 @@
 """Writing masters and optimizer state: every rank its rows, in a file of its own."""
 
 import importlib.metadata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..comm.all_or_none import Exchange
+from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from .folder.on_all_ranks import on_all_ranks
 from .format.manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
@@ -43,6 +44,7 @@ def plan_rows(
     optimizers: Sequence[dict[str, Any]],
     exchange: Exchange,
     own_shapes: dict[str, dict[str, tuple[int, ...]]] | None = None,
+    boxes: Mapping[str, Box] | None = None,
 ) -> tuple[Manifest, list[Piece]]:
     """Makes this rank's file; returns the manifest of all ranks' rows and what this rank has to write. Collective.
 
@@ -51,6 +53,7 @@ def plan_rows(
         optimizers: the same on every rank; JSON values.
         exchange: how the ranks tell each other that they are done.
         own_shapes: name → kind → shape, of this rank's rows whose state tensor has not the parameter's shape.
+        boxes: name → which part of a parameter this rank's rows count the elements of, where that is not all of it.
 
     Raises:
         CheckpointError: on every rank, with the reason of the first rank that failed. No manifest is there then.
@@ -71,7 +74,10 @@ def plan_rows(
             (kind, name, tuple(interval), file, f"{kind}/{name}", DTYPE_NAMES[tensor.dtype])
             for kind, name, interval, tensor in rows
         ]
-        return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}}
+        return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}} | {
+            "file": file,
+            "boxes": {name: box for name, box in (boxes or {}).items() if any(name == row[1] for row in rows)},
+        }
 
     pieces: list[Piece] = []
     reports = on_all_ranks(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
@@ -104,6 +110,7 @@ def _manifest(
     scalars: dict[str, dict[str, Any]] = {}
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     rows: list[SavedRow] = []
+    boxes = {report["file"]: report["boxes"] for report in reports if report["boxes"]}
     kinds: dict[str, dict[str, None]] = {}
     for report in reports:
         shapes.update(report["shapes"])
@@ -127,6 +134,7 @@ def _manifest(
         optimizers=tuple(optimizers),
         own_shapes=own_shapes,
         versions=versions,
+        boxes=boxes,
     )
 
 

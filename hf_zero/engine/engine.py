@@ -24,6 +24,7 @@ from .state.resize import on_host, resize_whole
 from .training_step import TrainingStep
 from .travel.buffers import broadcast_buffers
 from .units.gathered import parameters_in
+from .units.split_model import whole_tensors
 
 
 class ZeroEngine:
@@ -70,6 +71,7 @@ class ZeroEngine:
         self._parts = parts
         self.config, self.device = meeting.config, meeting.device
         self.groups, self.transport = meeting.groups, meeting.transport
+        self.run, self.everyone = meeting.run, meeting.everyone
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._trials += meeting.trials
@@ -218,13 +220,23 @@ class ZeroEngine:
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
-        with self.lent("the model's state dict", wanted=wanted) as state:
-            return state
+        split = self._parts.meeting.split
+        if split.is_empty:
+            with self.lent("the model's state dict", wanted=wanted) as state:
+                return state
+        copy = self._parts.meeting.copy
+        with self.lent("the model's state dict", wanted=any(copy.exchange(wanted))) as state:
+            return whole_tensors(state, split.boxes(), copy, wanted=wanted)
 
     @property
     def saves_together(self) -> bool:
         """Whether the model's own tensors are not what is to be saved; `whole_state_dict` is."""
-        return not (self.sharded.is_empty and self._parts.exact.is_empty and self.groups.outer is None)
+        return not (
+            self.sharded.is_empty
+            and self._parts.exact.is_empty
+            and self.groups.outer is None
+            and self._parts.meeting.split.is_empty
+        )
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from .buckets.bucket import Bucket
 from .buckets.rows import KindsOf, Read, StateRow
@@ -15,6 +17,7 @@ from .state.optimizer import ShardedOptimizer
 from .state.row_writes import RowWrites
 from .state.state_kinds import state_itemsizes
 from .state.state_rows import fill_rows, state_rows, state_scalars
+from .units.split_model import read_part
 from .units.weights import OwnWeights, held_weights, load_weights, own_weights
 
 
@@ -75,7 +78,7 @@ class EngineState:
         own. Residuals are every rank's own.
         """
         if self._has_first_copy or self._parts.meeting.groups.outer is not None:
-            yield from self.rows()
+            yield from (row for row in self.rows() if self._parts.copies.is_first_with(row.name))
         yield from self.residual_rows()
 
     def to_save(self) -> SavedState:
@@ -98,8 +101,26 @@ class EngineState:
         self._row_writes.follow(parts.buckets)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of every trained parameter, on whichever rank it lies."""
-        return {slot.name: tuple(slot.parameter.shape) for slot in self._parts.slot_of.values()}
+        """Name → whole shape of every trained parameter, on whichever ranks it lies."""
+        return {slot.name: self.box_of(slot.parameter).shape for slot in self._parts.slot_of.values()}
+
+    def box_of(self, parameter: torch.Tensor) -> Box:
+        """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
+        return self._parts.meeting.split.box_of(parameter)
+
+    def boxes(self) -> dict[str, Box]:
+        """Name → part of each parameter of the model of which this rank's model has not all."""
+        split = self._parts.meeting.split
+        return {} if split.is_empty else {name: box for name, box in split.boxes().items() if not box.is_whole}
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor or expert parallelism has split the model over ranks."""
+        return not self._parts.meeting.split.is_empty
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank is the one that writes what it has whole of a parameter, by name."""
+        return self._parts.meeting.groups.rank == 0 and self._parts.copies.is_first_with(name)
 
     def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
         """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
@@ -125,16 +146,23 @@ class EngineState:
 
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
-        return own_weights(self._parts.all_buckets, self._parts.meeting.groups, self._parts.holder)
+        name_of = {slot.parameter: slot.name for bucket in self._parts.all_buckets for slot in bucket.slots}
+        for own in own_weights(self._parts.all_buckets, self._parts.meeting.groups, self._parts.holder):
+            if self._parts.copies.is_first_with(name_of[own.parameter]):
+                yield own
 
     def held_weights(self) -> Iterator[OwnWeights]:
         """The part of the parameters in buckets that this rank keeps up to date, of which another rank may have a copy."""
         return held_weights(self._parts.all_buckets, self._parts.holder)
 
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
-        """Replaces this rank's part of the model; `read` gives runs of parameters. `share_weights` has to follow."""
+        """Replaces this rank's part of the model; `read` gives runs of whole parameters. `share_weights` has to follow."""
         self._parts.parameter_gather.finish_all()
-        load_weights(self._parts.all_buckets, self._parts.holder, read)
+        load_weights(
+            self._parts.all_buckets,
+            self._parts.holder,
+            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter)),
+        )
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""

@@ -98,7 +98,7 @@ class TrainingStep:
         Args:
             state: of the engine, that `nonfinite: rewind` goes back to.
         """
-        is_first_rank = self._parts.meeting.groups.rank == 0
+        is_first_rank = self._parts.meeting.groups.is_first_of_run
         self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
         optimizers = [sharded.optimizer for sharded in self.optimizers]

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.groups.groups import order_launches
@@ -42,11 +43,14 @@ from .accelerator.recorded_run import RecordedAccelerator, begin_in_loop
 from .accelerator.run_record import RunRecord
 from .accelerator.scaler import seat_scaler, unscale
 from .accelerator.skipped_steps import tell_of_skipped_steps
+from .accelerator.split_models import mesh_of_batches, refuse_other_split, split_models_aside
 from .accelerator.states import folder_to_fill, numbered_states, refuse_unless_state
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .checkpoints.file_weights import load_weights_into
 from .checkpoints.progress import progress_of
+from .checkpoints.row_weights import has_row_weights
 from .elastic.last_good import refuse_replication_without_trainer, warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
@@ -58,12 +62,13 @@ class ZeroPlugin(ParallelismConfig):
     Args:
         config: stage number, YAML path, flag text, mapping or ZeroConfig. Without it and without settings, what the
             environment variable HF_ZERO_CONFIG holds (a YAML path, a stage or flag text), or else all defaults.
+        tp_size: ranks that hold one copy of the model together, where it was loaded so; Trainer takes it from the model.
         settings: fields of ZeroConfig by name, in place of `config`.
     """
 
     _watch: StepWatch | None = None
 
-    def __init__(self, config: ConfigLike = None, **settings: Any):
+    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: Any):
         LastWords.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -78,7 +83,7 @@ class ZeroPlugin(ParallelismConfig):
             self.config = ZeroConfig.of(os.environ.get(CONFIG_VARIABLE) or None, CONFIG_VARIABLE)
         else:
             self.config = ZeroConfig.of(config)
-        super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)
+        super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=tp_size, cp_size=1, sp_size=1)
         # Here: accelerate talks by NCCL before there is an engine.
         order_launches()
         self._watch = watch_for_steps_without(self, self.config)
@@ -122,8 +127,11 @@ class ZeroPlugin(ParallelismConfig):
     def __repr__(self) -> str:
         return f"ZeroPlugin({self.config})"
 
-    def get_device_mesh(self, device_type: str | None = None) -> None:
-        """No mesh: the engine makes its own groups."""
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """What accelerate deals batches by: none, unless the model is split. The engine makes its own groups."""
+        if self.tp_size == 1:
+            return None
+        return mesh_of_batches(device_type or "cpu", self.tp_size)
 
     def _validate_accelerator(self, accelerator: Accelerator) -> None:
         self._install(accelerator)
@@ -222,6 +230,10 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
         return self._zero_with_optimizer or _is_frozen(model)
 
+    def _prepare_tp(self, *args):
+        # accelerate would look for the places of DTensors; the engine replaces them.
+        return args
+
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
         return super().prepare_optimizer(optimizer, device_placement=False)
@@ -270,6 +282,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         except Exception:
             self._forget(prepared, optimizers)
             raise
+        refuse_other_split(self, engine)
         self.zero_engines.append(engine)
         if self.zero_run is not None and optimizers:
             self.zero_run.engines += 1
@@ -368,7 +381,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             # Behind the meeting of all ranks that a save begins with.
             for engine in self.zero_engines:
                 engine.synchronise()
-            with self._engines_optimizers_aside(), self._lent_to_hooks():
+            with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
                 super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
             folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
             manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
@@ -389,9 +402,12 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
             # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
             load_model_func_kwargs.setdefault("map_location", "cpu")
-        with self._engines_optimizers_aside():
+        in_rows = bool(self.zero_engines) and has_row_weights(folder)
+        with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         for index, engine in enumerate(self.zero_engines):
+            if index == 0 and (in_rows or engine.state.is_split):
+                load_weights_into(engine, folder)
             load_engine(engine, _zero_folder(folder, index))
         if self.zero_engines:
             say_resumed(self.zero_engines[0], folder)

@@ -1,21 +1,37 @@
 """Models that transformers splits over ranks (tensor and expert parallelism), with hf_zero over the others."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
 import torch.distributed as dist
-from transformers.distributed import DistributedConfig
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..config import ConfigError
+from ..engine.engine_reference import engine_attached_to
 
 
-class ZeroDistributedConfig(DistributedConfig):
-    """A `DistributedConfig` whose data axis is hf_zero's: transformers splits the model, and leaves FSDP out."""
+@cache
+def _config_class() -> type:
+    # Here, not above: older releases of transformers have none.
+    from transformers.distributed import DistributedConfig
 
-    @property
-    def dp_size(self) -> int:
-        # transformers asks for this one to decide on FSDP, and for `dp_replicate_size` to lay out its mesh.
-        return 1
+    class ZeroDistributedConfig(DistributedConfig):
+        """A `DistributedConfig` whose data axis is hf_zero's: transformers splits the model, and leaves FSDP out."""
+
+        @property
+        def dp_size(self) -> int:
+            # transformers asks for this one to decide on FSDP, and for `dp_replicate_size` to lay out its mesh.
+            return 1
+
+    if not hasattr(DistributedConfig, "dp_size"):
+        raise ConfigError("hf_zero: models that are split over ranks need transformers 5.23 or newer.")
+    return ZeroDistributedConfig
 
 
-def parallel_config(*, tp_size: int, ep_size: int = 1, **kwargs) -> DistributedConfig:
+def parallel_config(*, tp_size: int, ep_size: int = 1, **kwargs) -> Any:
     """What to load a model with that is split over `tp_size` ranks, with hf_zero over all others.
 
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=hf_zero.parallel_config(tp_size=2))
@@ -43,9 +59,30 @@ def parallel_config(*, tp_size: int, ep_size: int = 1, **kwargs) -> DistributedC
             f"hf_zero: ep_size is {ep_size} and tp_size {tp_size}; allowed for ep_size: 1, {tp_size}. Experts split over more "
             "ranks than other layers would be shared by other ranks than those."
         )
-    if not hasattr(DistributedConfig, "dp_size"):
-        raise ConfigError("hf_zero: models that are split over ranks need transformers 5.23 or newer.")
-    return ZeroDistributedConfig(tp_size=tp_size, ep_size=ep_size, dp_replicate_size=ranks // tp_size, **kwargs)
+    return _config_class()(tp_size=tp_size, ep_size=ep_size, dp_replicate_size=ranks // tp_size, **kwargs)
 
 
 _OF_PIPELINES = " (transformers' pipeline is for generating: what its stages send each other carries no gradient back.)"
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether tensor or expert parallelism has split a model over ranks."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return True
+    engine = engine_attached_to(model)
+    return engine is not None and engine.state.is_split
+
+
+@contextmanager
+def as_if_whole(model: nn.Module) -> Iterator[None]:
+    """For savers that are given whole tensors on one rank: transformers would meet the other ranks."""
+    config: Any = getattr(model, "config", None)
+    said = None if config is None else config.__dict__.get("distributed_config")
+    if said is None:
+        yield
+        return
+    config.distributed_config = None
+    try:
+        yield
+    finally:
+        config.distributed_config = said

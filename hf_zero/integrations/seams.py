@@ -406,6 +406,20 @@ SEAMS = (
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
     ),
     Seam(
+        owner="accelerate:Accelerator",
+        names=("_prepare_tp",),
+        where=("integrations/accelerate",),
+        why="Looks for the optimizer's parameters among DTensors, which the engine replaces.",
+        test="test_split_doors.py::test_accelerate_trains_saves_and_resumes",
+    ),
+    Seam(
+        owner="transformers:PreTrainedModel",
+        names=("_is_distributed_loading_by_transformers",),
+        where=("integrations/trainer/trainer",),
+        why="Has Trainer average the gradients of a split model by itself, and refuse checkpoints of it.",
+        test="test_split_doors.py::test_trainer_trains_saves_and_resumes",
+    ),
+    Seam(
         owner="accelerate.optimizer:AcceleratedOptimizer",
         names=("_is_overflow",),
         where=("integrations/accelerator/skipped_steps",),

@@ -54,6 +54,13 @@ class Box:
     def is_whole(self) -> bool:
         return self.local_shape == self.shape
 
+    def shares_with(self, other: "Box") -> bool:
+        """Whether an element of the whole tensor is in both parts."""
+        return all(
+            any(one.intersect(another) for one in mine for another in theirs)
+            for mine, theirs in zip(self.ranges, other.ranges)
+        )
+
     def runs(self, interval: Interval) -> Iterator[tuple[Interval, int]]:
         """Elements of the part that lie beside each other in the whole tensor too.
 

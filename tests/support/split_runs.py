@@ -28,14 +28,14 @@ _SMALL = dict(
     hidden_size=32,
     num_hidden_layers=2,
     num_attention_heads=4,
-    num_key_value_heads=2,
+    num_key_value_heads=4,
     bos_token_id=0,
     eos_token_id=0,
 )
 KINDS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**_SMALL, intermediate_size=56)),
     "tied": (LlamaForCausalLM, LlamaConfig(**_SMALL, intermediate_size=56, tie_word_embeddings=True)),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**_SMALL, intermediate_size=56, head_dim=8)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**(_SMALL | {"num_key_value_heads": 2}), intermediate_size=56, head_dim=8)),
     "mixtral": (
         MixtralForCausalLM,
         MixtralConfig(**_SMALL, intermediate_size=48, num_local_experts=4, num_experts_per_tok=2),

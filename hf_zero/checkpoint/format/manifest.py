@@ -9,6 +9,7 @@ from typing import Any
 
 import xxhash
 
+from ...layout.boxes import Box
 from ...layout.intervals import Interval
 from . import manifest_fields as due
 from .errors import CheckpointError
@@ -18,6 +19,8 @@ from .links import refuse_links
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 4
+FORMAT_WITH_BOXES = 5
+"""Of checkpoints of models that are split over ranks: rows count elements of parts of parameters."""
 
 WEIGHTS = "weights"
 """The kind of the rows that hold the model itself, in a checkpoint of layout `sharded`."""
@@ -64,6 +67,8 @@ class Manifest:
         base: checksum of the frozen parameters that the checkpoint's adapters belong to; None where the model is whole.
         step: of the Trainer that wrote it; None where accelerate did.
         written_at: date and time, UTC, in ISO 8601; "" before it is written.
+        boxes: file → parameter name → which part of the parameter the file's rows of it count the elements of; all of it for
+            those that are not here.
     """
 
     world_size: int
@@ -82,6 +87,12 @@ class Manifest:
     elsewhere: tuple[str, ...] = ()
     step: int | None = None
     written_at: str = ""
+    boxes: dict[str, dict[str, Box]] = field(default_factory=dict)
+
+    def box_of(self, row: SavedRow) -> Box:
+        """The part of the whole tensor that a row's interval counts the elements of."""
+        box = self.boxes.get(row.file, {}).get(row.name)
+        return Box.whole(self.whole_shape(row.kind, row.name) or ()) if box is None else box
 
     def with_files(self, files: Mapping[str, FileRecord]) -> "Manifest":
         """The same manifest, vouching for these files."""
@@ -101,7 +112,7 @@ class Manifest:
         It carries the hash of its own content, so that a change in it is seen too.
         """
         content = {
-            "format_version": FORMAT_VERSION,
+            "format_version": FORMAT_WITH_BOXES if self.boxes else FORMAT_VERSION,
             "world_size": self.world_size,
             "stage": self.stage,
             "versions": self.versions,
@@ -121,6 +132,11 @@ class Manifest:
             "elsewhere": list(self.elsewhere),
             "files": {name: [record.size, "".join(record.xxh3)] for name, record in self.files.items()},
         }
+        if self.boxes:
+            content["boxes"] = {
+                file: {name: [list(box.shape), box.ranges] for name, box in boxes.items()}
+                for file, boxes in self.boxes.items()
+            }
         temporary = folder / f".{MANIFEST_NAME}.tmp"
         temporary.write_text(_text({**content, "xxh3": _hash(content)}), encoding="utf-8")
         sync(temporary)
@@ -141,9 +157,10 @@ class Manifest:
         text = read_text(path, most_bytes=_LARGEST_BYTES)
         content = parse_json(text, path)
         version = content.get("format_version") if isinstance(content, dict) else None
-        if type(version) is int and version != FORMAT_VERSION:
+        if type(version) is int and version not in (FORMAT_VERSION, FORMAT_WITH_BOXES):
             raise CheckpointError(
-                f"hf_zero: {path} has format version {str(version)[:20]}, and this version of hf_zero reads {FORMAT_VERSION}."
+                f"hf_zero: {path} has format version {str(version)[:20]}, and this version of hf_zero reads {FORMAT_VERSION} and "
+                f"{FORMAT_WITH_BOXES}."
             )
         if type(version) is not int or not _is_as_written(content, text):
             raise CheckpointError(
@@ -160,7 +177,8 @@ class Manifest:
 
 
 def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
-    held = due.fields(content, "the manifest", {"format_version", *_FIELDS})
+    names = _FIELDS if content["format_version"] == FORMAT_WITH_BOXES else _FIELDS - {"boxes"}
+    held = due.fields(content, "the manifest", {"format_version", *names})
     return Manifest(
         world_size=due.size(held["world_size"], "world_size"),
         stage=due.size(held["stage"], "stage"),
@@ -183,6 +201,7 @@ def _of_content(content: dict[str, Any], folder: Path) -> Manifest:
             name: _record(folder, name, *record)
             for name, record in due.mapping(held["files"], "files", _size_and_hashes).items()
         },
+        boxes=due.mapping(held.get("boxes", {}), "boxes", lambda boxes, what: due.mapping(boxes, what, _box)),
     )
 
 
@@ -200,7 +219,10 @@ def _refuse_contradictions(manifest: Manifest) -> None:
         whole = manifest.whole_shape(row.kind, row.name)
         if whole is None:
             raise due.FieldError(f"rows have {row.kind[:200]!r} of {row.name[:200]!r}, and `kinds` has not")
-        due.refuse_beyond(*row.interval, whole, f"a row of {row.kind} of {row.name[:200]!r}")
+        box = manifest.box_of(row)
+        if box.shape != whole:
+            raise due.FieldError(f"`boxes` have a part of {box.shape} of {row.name[:200]!r}, which is {whole}")
+        due.refuse_beyond(*row.interval, box.local_shape, f"a row of {row.kind} of {row.name[:200]!r}")
 
 
 def _row(folder: Path, row: Any, what: str) -> SavedRow:
@@ -217,6 +239,24 @@ def _row(folder: Path, row: Any, what: str) -> SavedRow:
         key=due.text(key, f"{what}.key"),
         dtype=due.text(dtype, f"{what}.dtype"),
     )
+
+
+def _box(value: Any, what: str) -> Box:
+    shape, ranges = due.items(value, what, 2)
+    whole = due.shape(shape, f"{what}.shape")
+    found = due.listing(ranges, f"{what}.ranges", lambda along, where: due.listing(along, where, _range))
+    if len(found) != len(whole):
+        raise due.FieldError(f"{what} has ranges along {len(found)} dimensions of {len(whole)}")
+    for size, along in zip(whole, found):
+        ends = [0, *(end for each in along for end in each), size]
+        if ends != sorted(ends):
+            raise due.FieldError(f"{what} has ranges that overlap or go beyond {size}")
+    return Box(whole, found)
+
+
+def _range(value: Any, what: str) -> Interval:
+    start, stop = due.items(value, what, 2)
+    return Interval(due.size(start, f"{what}.start"), due.size(stop, f"{what}.stop"))
 
 
 def _weight(value: Any, what: str) -> SavedWeight:

@@ -199,6 +199,11 @@ class Groups:
         )
 
     @property
+    def is_first_of_run(self) -> bool:
+        """Whether this rank is the one that says what is said once in a run."""
+        return self.world.ranks[self.world.place] == 0
+
+    @property
     def shard_size(self) -> int:
         return self.shard.size
 

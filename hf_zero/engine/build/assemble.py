@@ -55,7 +55,8 @@ class Meeting:
         step_transport: between those.
         device: that the model is trained on, with its index.
         split: the model's parameters of which a rank has a part, by tensor or expert parallelism.
-        everyone: between all ranks of the run.
+        run: all ranks of the run; `groups`, unless the model is split.
+        everyone: between those.
         copy: between the ranks that hold one copy of the model together; this rank alone, unless it is split.
     """
 
@@ -67,6 +68,7 @@ class Meeting:
     step_transport: Transport
     device: torch.device
     split: SplitModel
+    run: Groups
     everyone: Transport
     copy: Transport
 
@@ -293,7 +295,7 @@ def _meet(
     placed = with_index(device or next(model.parameters()).device)
     timeout_s = config.comm.timeout_s
     together = CommConfig(timeout_s=timeout_s, late_s=config.comm.late_s, node_size=config.comm.node_size)
-    everyone, copy, apart = None, None, None
+    of_all, everyone, copy, apart = None, None, None, None
     if not split.is_empty:
         # All ranks, and those of a copy, have no state of their own to share: they only agree.
         of_all = Groups.create(stage=1, device_type=placed.type, comm=together)
@@ -321,6 +323,7 @@ def _meet(
         step_transport=step_transport,
         device=placed,
         split=split,
+        run=of_all or groups,
         everyone=everyone or transport,
         copy=copy or LocalTransport(transport.ledger),
     )

@@ -44,6 +44,6 @@ def _with_kernels_that_run(
     if config.kernels == "always":
         raise ConfigError(f"hf_zero: `kernels: always`, but {what}. {remedy}; or use `kernels: auto`.")
     give_up_triton(device)
-    if groups.rank == 0:
+    if groups.is_first_of_run:
         print(f"hf_zero: {what}; torch's operations do what kernels would. {remedy}.", file=sys.stderr, flush=True)
     return replace(config, kernels="never") if config.kernels == AUTO else config

@@ -44,7 +44,7 @@ def resolve_formats(
         if sizes is not None:
             trials.append(_try(kind, *sizes, config, groups, transport, device))
     chosen = dict.fromkeys(wanted, "none") | {trial.kind: _IN_BLOCKS for trial in trials if trial.pays}
-    for trial in trials if groups.rank == 0 else ():
+    for trial in trials if groups.is_first_of_run else ():
         text = f"hf_zero: comm.{trial.kind}: auto is {chosen[trial.kind]}: {trial}"
         print(text, file=sys.stderr, flush=True)
     comm = config.comm

@@ -50,7 +50,11 @@ class CopyChecks:
 
     def counted(self, row: Row) -> bool:
         """Whether this rank is the first of its copy that has a row's elements."""
-        return row.slot.name not in self._not_counted
+        return self.is_first_with(row.slot.name)
+
+    def is_first_with(self, name: str) -> bool:
+        """The same of a parameter."""
+        return name not in self._not_counted
 
     def compare_batches(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Raises `DifferentBatchesError`, on all ranks, where those of a copy have different batches. Collective."""

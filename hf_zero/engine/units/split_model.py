@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 
+from ...comm.transport import Transport
 from ...config import ConfigError
 from ...layout.boxes import Box
+from ...layout.intervals import Interval
 
 _SUMS_GRADIENTS = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
 """transformers' forward of a norm over a split axis, which hooks its parameters to sum their gradients over the ranks."""
@@ -233,6 +235,50 @@ class _SumGradients(torch.autograd.Function):
 
 def _sum_of_gradients_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: _SumGradients.apply(value, group)
+
+
+def read_part(box: Box, interval: Interval, read: Callable[[Interval], torch.Tensor]) -> torch.Tensor:
+    """Elements of a part, by what reads those of the whole tensor.
+
+    Args:
+        interval: of the part.
+    """
+    if box.is_whole:
+        return read(interval)
+    return torch.cat([read(Interval(start, start + run.numel)) for run, start in box.runs(interval)])
+
+
+def whole_tensors(
+    parts: Mapping[str, torch.Tensor], boxes: Mapping[str, Box], copy: Transport, *, wanted: bool
+) -> dict[str, torch.Tensor]:
+    """Whole tensors of the ranks' parts of them where `wanted`, and {} elsewhere. Collective; one tensor travels at a time.
+
+    Args:
+        parts: on this rank, by name; tied ones under each of theirs.
+        boxes: of the parameters, by the first of their names.
+    """
+    first_name = {id(parts[name]): name for name in reversed(list(boxes)) if name in parts}
+    found: dict[str, torch.Tensor] = {}
+    made: dict[int, torch.Tensor] = {}
+    for name, part in parts.items():
+        box = boxes.get(first_name.get(id(part), ""))
+        if box is None or box.is_whole:
+            found[name] = part
+            continue
+        if id(part) not in made:
+            everyone = copy.exchange((box, part.contiguous().view(torch.uint8).numpy()), "whole tensors")
+            made[id(part)] = _put_together(box.shape, part.dtype, everyone) if wanted else part
+        found[name] = made[id(part)]
+    return found if wanted else {}
+
+
+def _put_together(shape: tuple[int, ...], dtype: torch.dtype, everyone: Sequence[tuple[Box, Any]]) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype)
+    for box, values in everyone:
+        part = torch.from_numpy(values).view(dtype).view(box.local_shape)
+        for there, here in box.slices():
+            whole[there] = part[here]
+    return whole
 
 
 def _as_local(state: Any) -> Any:

@@ -29,6 +29,15 @@ def ddp_state(engine: ZeroEngine) -> DdpState:
     return plan_ddp(costs, engine.groups.world_size, _frozen_bytes(engine))
 
 
+def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
+    if not engine.state.is_split:
+        return []
+    copies = engine.groups.world_size
+    return [
+        ("model", f"split over {engine.run.world_size // copies} ranks; {copies} {'copy' if copies == 1 else 'copies'}")
+    ]
+
+
 def announce(
     engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = None, at_start: AtStart | None = None
 ) -> None:
@@ -39,13 +48,14 @@ def announce(
         rows_of_a_step: on all ranks together, in words, where it is known.
         at_start: activations and the peak; None leaves them out.
     """
-    if engine.groups.rank != 0:
+    if engine.run.rank != 0:
         return
     plan, config = state_plan(engine), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     accumulation = "local" if config.accumulates_locally else "sharded"
     rows = [
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
+        *_split_rows(engine),
         *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
         ("transport", f"{engine.groups.backend}, {engine.transport.name}"),
         *_quantised_rows(engine, plan),

@@ -14,7 +14,9 @@ def rows_of_a_step(accelerator: Accelerator) -> str | None:
     rows = getattr(sampler, "batch_size", None)
     if not isinstance(rows, int):
         return None
-    ranks, micro_batches = accelerator.num_processes, micro_batches_of(accelerator)
+    # The ranks of one copy of a model have the same rows.
+    copies = accelerator.num_processes // getattr(accelerator.parallelism_config, "tp_size", 1)
+    ranks, micro_batches = copies, micro_batches_of(accelerator)
     if getattr(sampler, "split_batches", False):
         rows //= ranks
     factors = [f"{rows} a rank"]

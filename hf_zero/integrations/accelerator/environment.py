@@ -15,7 +15,8 @@ _SWITCHES = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", "--use_deepspeed", "--deepspeed or a deepspeed_plugin"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", "--use_megatron_lm", "a megatron_lm_plugin"),
 }
-_SPLITS = ("DP_SHARD", "TP", "CP", "SP")
+_SPLITS = ("DP_SHARD", "CP", "SP")
+"""What hf_zero cannot be combined with; tensor parallelism can, and is told to the plugin."""
 _YES = ("1", "true", "t", "yes", "y", "on")
 
 
@@ -33,7 +34,7 @@ def refuse_engines_of_the_launch() -> None:
                 "hf_zero."
             )
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
-        for split in _SPLITS:
+        for split in (*_SPLITS, "TP"):
             _refuse_split(f"PARALLELISM_CONFIG_{split}_SIZE", os.environ.get(f"PARALLELISM_CONFIG_{split}_SIZE", "1"))
 
 
@@ -47,7 +48,8 @@ def _refuse_split(name: str, value: str) -> None:
     if value not in ("", "1", "None"):
         raise ConfigError(
             f"hf_zero: {name} is {value}: accelerate is to split the model or its batches over ranks in a way of its own. Two "
-            "engines cannot own one model. Leave it at 1; `comm.shard_group_size` is how many ranks share one copy of the state."
+            "engines cannot own one model. Leave it at 1; `comm.shard_group_size` is how many ranks share one copy of the state, "
+            "and ZeroPlugin(tp_size=...) is of models that tensor parallelism has split."
         )
 
 

@@ -40,7 +40,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path]]:
-    engine.transport.meet("accelerator.save_state", engine.config.comm.timeout_s)
+    engine.everyone.meet("accelerator.save_state", engine.config.comm.timeout_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
     if is_automatic:
@@ -52,7 +52,7 @@ def _folder_to_fill(
             "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
-    exchange = engine.transport.exchange
+    exchange = engine.everyone.exchange
     if is_automatic and exchange(final.exists())[0]:
         raise ValueError(
             f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."
@@ -62,7 +62,7 @@ def _folder_to_fill(
     if exchange(_holds_something_else(final))[0]:
         yield final, final
         return
-    disk = Disk.shared(engine.groups.rank, engine.groups.world_size)
+    disk = Disk.shared(engine.run.rank, engine.run.world_size)
     temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
     naming.automatic_checkpoint_naming = False
     try:
@@ -99,7 +99,7 @@ def _states_of(accelerator: Accelerator) -> Path:
 
 
 def refuse_unless_state(folder: Path) -> None:
-    """Raises ValueError for a folder that `save_state` has not written with the plugin, and says what it is."""
+    """Raises `ValueError` for a folder that no `save_state` with the engine has written."""
     if not (folder / ZERO_FOLDER).is_dir() and is_foreign(folder):
         raise ValueError(
             f"hf_zero: {folder} is a checkpoint of DeepSpeed or FSDP; make one of it with `hf-zero convert {folder} OUT` and "

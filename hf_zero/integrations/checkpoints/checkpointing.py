@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,24 @@ from ...comm.all_or_none import Exchange
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import EngineState, SavedState
 from .load_state import SavedOptimizers, load_state
+from .placed_weights import WeightsPlan
 from .progress import progress_bar, progress_of
+from .split_weights import weight_rows
 
 ZERO_FOLDER = "zero"
 
 
 def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
-    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective."""
-    manifest, pieces = plan_state(engine, folder)
+    """Writes masters and optimizer state to `folder`, every rank its own rows; returns the manifest to seal. Collective.
+
+    Of a model that is split over ranks it writes the weights too.
+    """
+    model = weight_rows(engine) if engine.state.is_split else WeightsPlan()
+    manifest, pieces = plan_state(engine, folder, weights=model.rows)
+    manifest = replace(manifest, weights=dict(model.weights))
     nbytes = sum(piece.nbytes for piece in pieces)
-    with progress_bar("writing optimizer state", nbytes, is_main=engine.groups.rank == 0) as show:
-        write_pieces(pieces, Path(folder), engine.transport.exchange, show)
+    with progress_bar("writing optimizer state", nbytes, is_main=engine.run.rank == 0) as show:
+        write_pieces(pieces, Path(folder), engine.everyone.exchange, show)
     return manifest
 
 
@@ -40,7 +48,7 @@ def plan_state(
         with_state: False writes none, for a checkpoint of the model alone.
         weights: this rank's rows of the model itself.
     """
-    groups = engine.groups
+    groups = engine.run
     saved = engine.state.to_save() if with_state else SavedState()
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for row in saved.rows:
@@ -64,8 +72,9 @@ def plan_state(
             }
             for optimizer, group_names in saved.groups
         ],
-        exchange=engine.transport.exchange,
+        exchange=engine.everyone.exchange,
         own_shapes=own_shapes,
+        boxes=engine.state.boxes(),
     )
 
 
@@ -84,24 +93,24 @@ def seal_state(
     Args:
         disk: that `root` is on; by default one that all ranks see.
     """
-    groups = engine.groups
+    groups = engine.run
     disk = disk or Disk.shared(groups.rank, groups.world_size)
-    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.transport.exchange)
+    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.everyone.exchange)
 
 
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
     """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.model.parameters())
-    states = engine.transport.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
+    states = engine.everyone.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
     return weights + sum(states[rank] for rank in disk.ranks)
 
 
 def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
-    groups = engine.groups
+    groups = engine.run
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
         mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
-    faults = list(dict.fromkeys(fault for theirs in engine.transport.exchange(mine) for fault in theirs))
+    faults = list(dict.fromkeys(fault for theirs in engine.everyone.exchange(mine) for fault in theirs))
     if faults:
         raise CheckpointError(
             f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. Nothing was trained; resume from another "

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.settings import restore_settings
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import EngineState, KindsOf, Read
+from ...engine.units.split_model import read_part
 from ...layout.intervals import Interval
 from .progress import progress_bar
 
@@ -49,7 +51,7 @@ def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         CheckpointError: on every rank: not finished, damaged, or of another model or optimizer.
     """
     return on_all_ranks(
-        engine.transport.exchange,
+        engine.everyone.exchange,
         lambda: _load_own(engine, path, opens),
         doing=f"read {path}",
         then="Nothing was trained; resume from another checkpoint.",
@@ -60,10 +62,15 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
     with opens(path, engine.state) as saved:
         for group, settings in saved.settings:
             restore_settings(group, settings)
-        with progress_bar("reading optimizer state", is_main=engine.groups.rank == 0) as show:
+        with progress_bar("reading optimizer state", is_main=engine.run.rank == 0) as show:
+            boxes = engine.state.boxes()
 
             def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
-                values = saved.read(kind, name, interval)
+                values = (
+                    read_part(boxes[name], interval, partial(saved.read, kind, name))
+                    if name in boxes
+                    else saved.read(kind, name, interval)
+                )
                 show(values.nbytes)
                 return values
 

@@ -1,6 +1,7 @@
 """Weights that lie in rows, not in files for `from_pretrained`: back into a model that trains."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from ...checkpoint.format.manifest import WEIGHTS, CheckpointError, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...comm.transport import Label
 from ...engine.engine import ZeroEngine
+from ...engine.units.split_model import read_part
 from ...layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
 from .placed_weights import saved_tensors_of
@@ -36,8 +38,11 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
 
     def load_own() -> list[str]:
         with CheckpointReader(checkpoint / ZERO_FOLDER) as reader:
-            name_of = _names(reader.manifest, tensors, checkpoint)
-            with progress_bar("reading weights", is_main=engine.groups.rank == 0) as show:
+            saved = {name: weight.shape for name, weight in reader.manifest.weights.items()}
+            name_of = names_in(
+                saved, tensors, {n: engine.state.box_of(t).shape for n, t in tensors.items()}, checkpoint
+            )
+            with progress_bar("reading weights", is_main=engine.run.rank == 0) as show:
 
                 def read(parameter: torch.Tensor, interval: Interval) -> torch.Tensor:
                     values = reader.read(WEIGHTS, name_of[id(parameter)], interval)
@@ -47,25 +52,35 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                 engine.state.load_weights(read)
             others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
             for name in others if engine.groups.rank == 0 else ():
-                values = reader.read(WEIGHTS, name, Interval(0, tensors[name].numel()))
+                box = engine.state.box_of(tensors[name])
+                values = read_part(box, Interval(0, box.numel), partial(reader.read, WEIGHTS, name))
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
             return others
 
-    others = on_all_ranks(engine.transport.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    others = on_all_ranks(engine.everyone.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
     engine.state.share_weights()
     for name in others:
         engine.transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))
 
 
-def _names(manifest: Manifest, tensors: Mapping[str, torch.Tensor], checkpoint: Path) -> dict[int, str]:
-    """id of a tensor of the model → its name in the checkpoint."""
-    saved = {name: weight.shape for name, weight in manifest.weights.items()}
+def names_in(
+    saved: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    checkpoint: Path,
+) -> dict[int, str]:
+    """id of a tensor of the model → its name in the checkpoint.
+
+    Args:
+        saved: shapes there.
+        shapes: of the model's whole tensors.
+    """
     name_of = {id(tensors[name]): name for name in saved if name in tensors}
-    strange = [name for name, shape in saved.items() if name not in tensors or tuple(tensors[name].shape) != shape]
+    strange = [name for name, shape in saved.items() if name not in tensors or shapes[name] != shape]
     missing = [name for name, tensor in tensors.items() if id(tensor) not in name_of]
     if strange or missing:
         name = (strange or missing)[0]
-        here = tuple(tensors[name].shape) if name in tensors else "no such tensor"
+        here = shapes.get(name, "no such tensor")
         raise CheckpointError(
             f"{checkpoint} is of another model: {name!r} has shape {saved.get(name, 'none')} there, and the model has {here}. "
             "Resume with the model config that the checkpoint was made with"

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Trainer, logging
@@ -33,8 +34,10 @@ from ..checkpoints.checkpointing import ZERO_FOLDER, plan_state, seal_state, sta
 from ..checkpoints.frozen_base import FrozenBase
 from ..checkpoints.placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed
 from ..checkpoints.progress import progress_bar
+from ..checkpoints.split_weights import weight_rows
 from ..elastic.data_position import DataPosition
 from ..hub.card_facts import write_run
+from ..model_parallel import as_if_whole
 
 logger = logging.get_logger(__name__)
 
@@ -67,8 +70,8 @@ class CheckpointSaver:
         self._background = Background(engine.device)
         # A hub upload begins when Trainer's own save returns, and reads the folder.
         self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
-        name = engine.transport.exchange(uuid.uuid4().hex)[0]
-        self._store_exchange = StoreExchange(engine.groups, name, engine.config.comm.timeout_s)
+        name = engine.everyone.exchange(uuid.uuid4().hex)[0]
+        self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._written: tuple[str, LivePieces] | None = None
@@ -124,7 +127,7 @@ class CheckpointSaver:
         """Waits for the save behind training; raises what `save` raises. Collective."""
         with self._shown_from_here():
             # By way of the process group, which tells at once that a rank has died; the store does not.
-            while not all(self.engine.transport.exchange(self._background.is_done(_GLANCE_S))):
+            while not all(self.engine.everyone.exchange(self._background.is_done(_GLANCE_S))):
                 pass
         with self._on_failure():
             self._background.finish()
@@ -136,7 +139,7 @@ class CheckpointSaver:
             yield
             return
         name, live = self._written
-        is_main = self.engine.groups.rank == 0 and not self._trainer.args.disable_tqdm
+        is_main = self.engine.run.rank == 0 and not self._trainer.args.disable_tqdm
         try:
             with progress_bar(f"writing {name}", live.nbytes, is_main=is_main, done_bytes=live.written_bytes) as show:
                 live.on_written = show
@@ -165,8 +168,8 @@ class CheckpointSaver:
     def _save(self, run_folder: Path, final: Path, position: DataPosition | None) -> None:
         engine, trainer = self.engine, self._trainer
         engine.synchronise()
-        exchange = engine.transport.exchange
-        disk = find_disk(run_folder, engine.groups.rank, exchange, then=_THEN)
+        exchange = engine.everyone.exchange
+        disk = find_disk(run_folder, engine.run.rank, exchange, then=_THEN)
         is_full = self._is_full(run_folder)
         layout = self._layout(disk, is_full=is_full)
         temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
@@ -221,7 +224,7 @@ class CheckpointSaver:
             return False
         numbers = [step_of(path) for path in newest_first(run_folder)]
         # Rank 0's answer: on disks of their own, hosts may have different leftovers.
-        former = self.engine.transport.exchange(max((number for number in numbers if number < step), default=0))[0]
+        former = self.engine.everyone.exchange(max((number for number in numbers if number < step), default=0))[0]
         return step // every > former // every
 
     def _layout(self, disk: Disk, *, is_full: bool) -> Layout:
@@ -237,7 +240,15 @@ class CheckpointSaver:
         return HfLayout() if is_hf else ShardedLayout()
 
     def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
-        exchange = self.engine.transport.exchange
+        exchange = self.engine.everyone.exchange
+        if self.engine.state.is_split:
+            on_all_ranks(
+                exchange,
+                lambda: self._save_beside_weights(temporary) if disk.leads else None,
+                doing=f"write the model's config to {temporary}",
+                then=_THEN,
+            )
+            return weight_rows(self.engine)
         if self._is_placed:
             plan = layout.plan(self._trainer, self.engine, temporary, disk, exchange)
             if plan is not None:
@@ -249,6 +260,16 @@ class CheckpointSaver:
             then=_THEN,
         )
         return WeightsPlan()
+
+    def _save_beside_weights(self, folder: Path) -> None:
+        """What `save_pretrained` writes beside weights, of a model whose weights are in rows."""
+        model: Any = self.engine.model
+        with as_if_whole(model):
+            model.config.save_pretrained(folder)
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(folder)
+        if self._trainer.processing_class is not None:
+            self._trainer.processing_class.save_pretrained(folder)
 
     def _snapshot_bytes(self) -> int:
         wanted, offload = self.engine.config.checkpoint.snapshot_bytes, self.engine.config.offload

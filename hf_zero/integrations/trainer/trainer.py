@@ -5,6 +5,7 @@ The trainer's class is swapped for one with these methods before them, so subcla
 
 import os
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,17 +25,19 @@ from ...engine.engine_reference import engine_attached_to
 from ...engine.units.forward_dtype import computing_in
 from ...report.recorder import in_one_line
 from ..checkpoints.checkpointing import ZERO_FOLDER, open_own
+from ..checkpoints.file_weights import load_weights_into
 from ..checkpoints.foreign import load_foreign_weights, open_saved_by_others
 from ..checkpoints.frozen_base import refuse_other_base
 from ..checkpoints.init import init, leave_in_checkpoint
 from ..checkpoints.load_state import load_state
 from ..checkpoints.plain_optimizer import open_plain
-from ..checkpoints.row_weights import has_row_weights, load_row_weights
+from ..checkpoints.row_weights import has_row_weights
 from ..checkpoints.weights import is_checkpoint_of_ours
 from ..elastic.node_memory import NodeMemory
 from ..frames import find_in_callers
 from ..gathered import gathered
 from ..hub.card_facts import write_run
+from ..model_parallel import as_if_whole, is_split
 from ..seams import mix_in
 from .checkpoints import CheckpointSaver
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
@@ -63,6 +66,10 @@ def trainer_under_construction() -> Trainer | None:
 def install_in_trainer(trainer: Trainer) -> None:
     """Gives a Trainer the engine's way of saving, loading and logging. Again is harmless."""
     mix_in(trainer, ZeroTrainerMixin)
+    model: Any = trainer.model
+    if getattr(model, "_is_distributed_loading_by_transformers", False):
+        # Trainer would average gradients by itself, and refuse checkpoints.
+        model._is_distributed_loading_by_transformers = False
     if trainer.args.n_gpu > 1:
         _train_on_one_gpu(trainer)
 
@@ -235,12 +242,22 @@ class ZeroTrainerMixin(_TrainerBase):
             if self.args.should_save:
                 write_run(self, Path(output_dir or self.args.output_dir))
             return
-        with engine.lent("trainer.save_model", wanted=self.args.should_save) as state_dict:
+        with self._lent_to_be_saved(engine) as state_dict:
             if self.args.should_save:
                 self._save(output_dir or self.args.output_dir, state_dict=state_dict)
                 write_run(self, Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    @contextmanager
+    def _lent_to_be_saved(self, engine: ZeroEngine):
+        if not engine.state.is_split:
+            with engine.lent("trainer.save_model", wanted=self.args.should_save) as state_dict:
+                yield state_dict
+            return
+        state_dict = engine.whole_state_dict(wanted=self.args.should_save)
+        with as_if_whole(engine.model):
+            yield state_dict
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         if self.is_world_process_zero():
@@ -305,11 +322,11 @@ class ZeroTrainerMixin(_TrainerBase):
         if not is_checkpoint_of_ours(folder) and is_foreign(folder):
             self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
             return
-        if has_row_weights(folder):
+        engine = _only_engine(self)
+        if has_row_weights(folder) or is_split(self.model if model is None else model):
             # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
-            engine = _only_engine(self)
             if engine is not None:
-                load_row_weights(engine, folder)
+                load_weights_into(engine, folder)
             return
         is_unprepared = model is None and _only_engine(self) is None
         has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
@@ -326,8 +343,8 @@ class ZeroTrainerMixin(_TrainerBase):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
-        if has_row_weights(Path(checkpoint)):
-            load_row_weights(engine, Path(checkpoint))
+        if has_row_weights(Path(checkpoint)) or engine.state.is_split:
+            load_weights_into(engine, Path(checkpoint))
         refuse_other_base(engine, Path(checkpoint))
         if folder.is_dir() and Manifest.read(folder).optimizers:
             origin = load_state(engine, folder, open_own)
@@ -366,8 +383,8 @@ class ZeroTrainerMixin(_TrainerBase):
             engine.finish_parameters()
         best = Path(self.state.best_model_checkpoint)
         engine = _only_engine(self)
-        if engine is not None and has_row_weights(best):
-            load_row_weights(engine, best)
+        if engine is not None and (has_row_weights(best) or engine.state.is_split):
+            load_weights_into(engine, best)
         else:
             super()._load_best_model()
 

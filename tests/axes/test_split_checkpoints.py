@@ -1,0 +1,101 @@
+"""Checkpoints of models that are split over ranks: saved in one layout, resumed in another, bit for bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from split_runs import SplitJob, batches, load, save_models, whole_of
+from transformers import LlamaForCausalLM, MixtralForCausalLM
+
+from hf_zero.engine.engine import ZeroEngine
+from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine, seal_state, write_state
+from hf_zero.integrations.checkpoints.file_weights import load_weights_into
+from hf_zero.integrations.checkpoints.weights import consolidate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+def engine_of(job: SplitJob, lr: float = 1e-2):
+    model = load(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return model, optimizer, ZeroEngine(model, [optimizer], job.settings)
+
+
+def run_step(job: SplitJob, model, optimizer, engine) -> None:
+    for [batch] in batches(job, engine.groups.rank, engine.groups.world_size):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def moments(engine, model) -> dict[str, np.ndarray]:
+    """Whole moments of each parameter. Collective."""
+    split = engine._parts.meeting.split
+    found = {}
+    for name, parameter in model.named_parameters():
+        for kind, value in engine.full_state(parameter).items():
+            if torch.is_tensor(value) and value.dim():
+                whole = torch.zeros(split.box_of(parameter).shape)
+                for box, values in engine._parts.meeting.copy.exchange((split.box_of(parameter), value.numpy())):
+                    for there, here in box.slices():
+                        whole[there] = torch.from_numpy(values)[here]
+                found[f"{kind} of {name}"] = whole.numpy()
+    return found
+
+
+def save(rank: int, world_size: int, job: SplitJob, checkpoint: Path, resumed: Path | None = None) -> dict:
+    """Trains, saves, and returns everything that a checkpoint keeps; with `resumed`, that is what is saved."""
+    model, optimizer, engine = engine_of(job)
+    if resumed is None:
+        run_step(job, model, optimizer, engine)
+    else:
+        load_weights_into(engine, resumed)
+        load_engine(engine, resumed / ZERO_FOLDER)
+    if engine.state.is_split or resumed is not None:
+        manifest = write_state(engine, checkpoint / ZERO_FOLDER)
+        if not engine.state.is_split and rank == 0:
+            model.save_pretrained(checkpoint)
+        engine.everyone.meet("the model is saved", 60)
+        seal_state(engine, checkpoint, manifest)
+    kept = moments(engine, model)
+    engine.close()
+    return kept | whole_of(model)
+
+
+LAYOUTS = {"tp2 x dp2": (4, 2), "dp4": (4, 1), "tp4": (4, 4), "one": (1, 1)}
+
+
+@pytest.mark.parametrize("kind, ep, stage", [("llama", 1, 2), pytest.param("mixtral", 2, 3, marks=pytest.mark.slow)])
+def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, ep, stage):
+    def run(layout: str, checkpoint: Path, resumed: Path | None) -> list[dict]:
+        world_size, tp = LAYOUTS[layout]
+        job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=tp if ep > 1 else 1, settings={"stage": stage}, steps=2)
+        return run_ranks(
+            save,
+            world_size=world_size,
+            time_limit_s=120,
+            keyword_arguments={"job": job, "checkpoint": checkpoint, "resumed": resumed},
+        )
+
+    first = tmp_path / "tp2 x dp2"
+    [saved, *_] = run("tp2 x dp2", first, None)
+    for layout in ("dp4", "tp4", "one"):
+        away = tmp_path / layout
+        for kept in run(layout, away, first):
+            assert kept.keys() == saved.keys()
+            assert all(np.array_equal(kept[name], saved[name]) for name in saved)
+    for kept in run("tp2 x dp2", tmp_path / "back", tmp_path / "dp4"):
+        assert all(np.array_equal(kept[name], saved[name]) for name in saved)
+    (first / "config.json").write_text((folder / kind / "config.json").read_text())
+    consolidate(first, tmp_path / "whole")
+    make = LlamaForCausalLM if kind == "llama" else MixtralForCausalLM
+    model = make.from_pretrained(tmp_path / "whole")
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.detach().numpy(), saved[name]), name
