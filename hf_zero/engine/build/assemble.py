@@ -284,7 +284,10 @@ def _meet(
     groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm, apart=apart)
     transport = choose_transport(groups, placed, timeout_s, everyone.ledger if everyone else None)
     step_transport = choose_step_transport(transport, groups, placed, timeout_s)
-    refuse_disagreement(describe(model, optimizers, config), transport)
+    facts = describe(model, optimizers, config)
+    if everyone is not None:
+        refuse_disagreement({"config": facts["config"]}, everyone)
+    refuse_disagreement(facts, transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     return Meeting(
