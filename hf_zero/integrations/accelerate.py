@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ..checkpoint.format.manifest import Manifest
 from ..comm.groups.groups import order_launches
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
@@ -48,9 +49,7 @@ from .accelerator.states import folder_to_fill, numbered_states, refuse_unless_s
 from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
-from .checkpoints.file_weights import load_weights_into
 from .checkpoints.progress import progress_of
-from .checkpoints.row_weights import has_row_weights
 from .elastic.last_good import refuse_replication_without_trainer, warn_of_scaled_schedule
 from .seams import mix_in
 from .trainer.resumed import say_resumed
@@ -402,11 +401,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
             # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
             load_model_func_kwargs.setdefault("map_location", "cpu")
-        in_rows = bool(self.zero_engines) and has_row_weights(folder)
+        in_rows = bool(self.zero_engines) and bool(Manifest.read(folder / ZERO_FOLDER).weights)
         with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
         for index, engine in enumerate(self.zero_engines):
             if index == 0 and (in_rows or engine.state.is_split):
+                # Here, not above: it needs transformers' Trainer, which takes seconds to import.
+                from .checkpoints.file_weights import load_weights_into
+
                 load_weights_into(engine, folder)
             load_engine(engine, _zero_folder(folder, index))
         if self.zero_engines:

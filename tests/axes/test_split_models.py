@@ -40,18 +40,19 @@ def assert_close(outcome, other, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    "kind, changes",
+    "kind, changes, stages",
     [
-        ("llama", {"max_norm": 0.5, "accumulation": 2}),
-        ("mixtral", {"ep": 2, "max_norm": 0.5}),
-        pytest.param("tied", {}, marks=pytest.mark.slow),
-        pytest.param("qwen3", {"steps": 20}, marks=pytest.mark.slow),
-        pytest.param("mixtral", {"max_norm": 0.5, "steps": 20}, marks=pytest.mark.slow),
+        ("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES),
+        ("mixtral", {"ep": 2, "max_norm": 0.5}, STAGES[3:]),
+        pytest.param("mixtral", {"ep": 2, "max_norm": 0.5, "steps": 20}, STAGES, marks=pytest.mark.slow),
+        pytest.param("tied", {}, STAGES, marks=pytest.mark.slow),
+        pytest.param("qwen3", {"steps": 20}, STAGES, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"max_norm": 0.5, "steps": 20}, STAGES, marks=pytest.mark.slow),
     ],
 )
-def test_losses_are_transformers_own_and_one_process_s_at_each_stage(folder, kind, changes):
+def test_losses_are_transformers_own_and_one_process_s_at_each_stage(folder, kind, changes, stages):
     job = SplitJob(folder=folder, kind=kind, **changes)
-    everyone, [alone] = both(job, [{"settings": None}, *({"settings": s} for s in STAGES)])
+    everyone, [alone] = both(job, [{"settings": None}, *({"settings": s} for s in stages)])
     for stock, *stages in everyone:
         assert_close(stock, alone)
         for outcome in stages:
@@ -59,12 +60,21 @@ def test_losses_are_transformers_own_and_one_process_s_at_each_stage(folder, kin
             assert_close(outcome, alone)
             for name, value in outcome.whole.items():
                 assert np.allclose(value, alone.whole[name], rtol=1e-2, atol=5e-4), name
-    for stage in range(1, 5):
-        by_rank = [outcomes[stage] for outcomes in everyone]
+    for variant in range(1, len(stages) + 1):
+        by_rank = [outcomes[variant] for outcomes in everyone]
         for name in by_rank[0].own:
             assert np.array_equal(by_rank[0].own[name], by_rank[2].own[name]), name
             assert np.array_equal(by_rank[1].own[name], by_rank[3].own[name]), name
         assert len({tuple(outcome.norms) for outcome in by_rank}) == 1
+
+
+@pytest.mark.slow
+def test_bf16_parameters_with_masters_follow_one_process(folder):
+    job = SplitJob(folder=folder, dtype=torch.bfloat16, max_norm=0.5)
+    everyone, [alone] = both(job, [{"settings": s} for s in STAGES])
+    for outcomes in everyone:
+        for outcome in outcomes:
+            assert_close(outcome, alone, tolerance=1e-2)
 
 
 def test_state_and_traffic_are_those_of_zero_over_the_local_part(folder):

@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...comm.transport import Transport
@@ -42,14 +43,14 @@ def refuse_disagreement(facts: dict[str, str], transport: Transport) -> None:
     digests = transport.exchange(digest)
     if len(set(digests)) == 1:
         return
-    everyone = transport.exchange(facts)
-    reference = everyone[0]
-    for rank, theirs in enumerate(everyone):
+    everyone = transport.exchange((dist.get_rank() if dist.is_initialized() else 0, facts))
+    first, reference = everyone[0]
+    for rank, theirs in everyone:
         for subject in [*reference, *(s for s in theirs if s not in reference)]:
             here, there = reference.get(subject, "absent"), theirs.get(subject, "absent")
             if here != there:
                 raise ValueError(
-                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank 0, {there} on rank {rank}. "
+                    f"hf_zero: the ranks do not train the same thing. {subject}: {here} on rank {first}, {there} on rank {rank}. "
                     "Build model, optimizer and config the same way on every rank (the same seed, config and data vocabulary)."
                 )
     raise ValueError(

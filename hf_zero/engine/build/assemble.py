@@ -309,7 +309,10 @@ def _meet(
     groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm, apart=apart)
     transport = choose_transport(groups, placed, timeout_s, everyone.ledger if everyone else None)
     step_transport = choose_step_transport(transport, groups, placed, timeout_s)
-    refuse_disagreement(describe(model, optimizers, config), transport)
+    facts = describe(model, optimizers, config)
+    if everyone is not None:
+        refuse_disagreement({"config": facts["config"]}, everyone)
+    refuse_disagreement(facts, transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
     if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
         transport = step_transport = RepeatableTransport(transport)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ...comm.transport import Transport
@@ -53,20 +54,21 @@ class BatchLog:
             if loss is not None and not torch.isfinite(loss)
         ]
         known = sum(loss is not None for loss in self._losses)
-        everyone = self._transport.exchange((mine, bad_losses, known))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        everyone = self._transport.exchange((rank, mine, bad_losses, known))
         # Backward goes from the last parameter to the first: what is wrong in a layer is wrong in all those before it.
-        names = sorted({name for theirs, _, _ in everyone for name in theirs}, key=lambda n: -place_of.get(n, 0))
+        names = sorted({name for _, theirs, _, _ in everyone for name in theirs}, key=lambda n: -place_of.get(n, 0))
         return f"{_of_parameters(names)}{self._of_batches(everyone)}"
 
-    def _of_batches(self, everyone: Sequence[tuple[list[str], list[tuple[int, float]], int]]) -> str:
+    def _of_batches(self, everyone: Sequence[tuple[int, list[str], list[tuple[int, float]], int]]) -> str:
         count = max(len(self._losses), 1)
         step = f"It is step {self.step} since the engine was built"
-        for rank, (_, bad, _) in enumerate(everyone):
+        for rank, _, bad, _ in everyone:
             if bad:
                 micro, loss = bad[0]
                 of = f", micro-batch {micro} of {count}" if count > 1 else ""
                 return f"{step}{of} on rank {rank}: its loss is {loss}. "
-        if all(known for _, _, known in everyone):
+        if all(known for _, _, _, known in everyone):
             return f"{step}; the losses that the model returned in it are finite on all ranks. "
         return f"{step}. "
 

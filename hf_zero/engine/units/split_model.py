@@ -8,19 +8,22 @@ gradients, in the layout of the parameter, to the plain ones.
 """
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DeviceMesh, DTensor
 
 from ...comm.transport import Transport
 from ...config import ConfigError
 from ...layout.boxes import Box
 from ...layout.intervals import Interval
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
 
 _SUMS_GRADIENTS = "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"
 """transformers' forward of a norm over a split axis, which hooks its parameters to sum their gradients over the ranks."""
@@ -36,11 +39,13 @@ class SplitParameter:
     """
 
     box: Box
-    mesh: DeviceMesh
+    mesh: "DeviceMesh"
     placements: tuple[Any, ...]
 
-    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+    def as_dtensor(self, local: torch.Tensor) -> "DTensor":
         """The whole tensor that `local` is this rank's part of; its gradient comes back to `local`."""
+        from torch.distributed.tensor import DTensor
+
         stride = torch.empty(self.box.shape, device="meta").stride()
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.box.shape), stride=stride
@@ -79,7 +84,7 @@ class SplitModel:
         self.parts: dict[nn.Parameter, SplitParameter] = {}
         self.names: dict[nn.Parameter, str] = {}
         self._undo: list[Callable[[], None]] = []
-        found = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        found = {name: p for name, p in model.named_parameters() if _is_dtensor(p)}
         parts = {name: _part_of(name, dtensor) for name, dtensor in found.items()}
         if not found:
             return
@@ -214,7 +219,7 @@ class _StateDictHook:
         for name, part in self._own.items():
             value = state_dict.get(f"{prefix}{name}")
             # With `keep_vars` parameters are asked for themselves.
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter | DTensor):
+            if isinstance(value, torch.Tensor) and not (isinstance(value, nn.Parameter) or _is_dtensor(value)):
                 state_dict[f"{prefix}{name}"] = part.as_dtensor(value)
 
 
@@ -284,7 +289,13 @@ def _put_together(shape: tuple[int, ...], dtype: torch.dtype, everyone: Sequence
 def _as_local(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
-    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+    return {key: value.to_local() if _is_dtensor(value) else value for key, value in state.items()}
+
+
+def _is_dtensor(value: object) -> bool:
+    # Where nobody has imported them, which takes a second, there are none.
+    home = sys.modules.get("torch.distributed.tensor")
+    return home is not None and isinstance(value, home.DTensor)
 
 
 def _splits(placement: Any) -> bool:

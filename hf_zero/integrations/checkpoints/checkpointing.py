@@ -18,9 +18,7 @@ from ...comm.all_or_none import Exchange
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import EngineState, SavedState
 from .load_state import SavedOptimizers, load_state
-from .placed_weights import WeightsPlan
 from .progress import progress_bar, progress_of
-from .split_weights import weight_rows
 
 ZERO_FOLDER = "zero"
 
@@ -30,9 +28,15 @@ def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
 
     Of a model that is split over ranks it writes the weights too.
     """
-    model = weight_rows(engine) if engine.state.is_split else WeightsPlan()
-    manifest, pieces = plan_state(engine, folder, weights=model.rows)
-    manifest = replace(manifest, weights=dict(model.weights))
+    if engine.state.is_split:
+        # Here, not above: it needs transformers' Trainer, which takes seconds to import.
+        from .split_weights import weight_rows
+
+        model = weight_rows(engine)
+        manifest, pieces = plan_state(engine, folder, weights=model.rows)
+        manifest = replace(manifest, weights=dict(model.weights))
+    else:
+        manifest, pieces = plan_state(engine, folder)
     nbytes = sum(piece.nbytes for piece in pieces)
     with progress_bar("writing optimizer state", nbytes, is_main=engine.run.rank == 0) as show:
         write_pieces(pieces, Path(folder), engine.everyone.exchange, show)
