@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOME_OF = {
     "ConfigError": "config",
-    "GradScaler": "engine.state.loss_scale",
+    "GradScaler": "optimizer.state.loss_scale",
     "ZeroConfig": "config",
     "ZeroEngine": "engine.engine",
     "doctor": "diagnose.doctor",
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from .diagnose.parity import parity
     from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
-    from .engine.state.loss_scale import GradScaler
     from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
     from .integrations.arguments import ZeroTrainingArguments, with_zero
     from .integrations.callback import ZeroCallback
@@ -78,6 +77,7 @@ if TYPE_CHECKING:
     from .integrations.gathered import gathered, unsharded
     from .integrations.model_parallel import parallel_config
     from .integrations.planning.planner import make_plan
+    from .optimizer.state.loss_scale import GradScaler
     from .report.recorder import RunRecorder
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..engine.engine import ZeroEngine
-from ..engine.state.optimizer import engine_stepped_by, whole_parameters
+from ..optimizer.state.optimizer import engine_stepped_by, whole_parameters
 from .recording import Facts, Recording, write_facts, write_tensors, write_trace
 
 

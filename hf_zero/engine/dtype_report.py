@@ -5,12 +5,12 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from ..buckets.bucket import Bucket
+from ..buckets.precision import Precision
 from ..config import ZeroConfig
 from ..layout.blocks import is_in_blocks
-from .buckets.bucket import Bucket
-from .buckets.precision import Precision
+from ..optimizer.state.state_kinds import state_kinds
 from .report_tables import render
-from .state.state_kinds import state_kinds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,21 +6,21 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import nn
 
+from ..buckets.bucket import rows_with_gradient
 from ..comm.transport import Label
 from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
-from .buckets.bucket import rows_with_gradient
+from ..engine_reference import attach, detach
+from ..optimizer.clip import clamp_values
+from ..optimizer.state.full_tensors import slot_of
+from ..optimizer.state.resize import on_host, resize_whole
 from .build.assemble import Parts, assemble
 from .catch_up import CatchUp
 from .dtype_report import DtypeReport, report_dtypes
-from .engine_reference import attach, detach
 from .engine_state import EngineState
 from .gradients.bad_steps import BadSteps
-from .gradients.clip import clamp_values
 from .memory_report import Places, report_memory
 from .report_tables import CommReport, MemoryReport
-from .state.full_tensors import slot_of
-from .state.resize import on_host, resize_whole
 from .training_step import TrainingStep
 from .travel.buffers import broadcast_buffers
 from .units.gathered import parameters_in

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..buckets.bucket import Bucket
+from ..buckets.rows import KindsOf, Read, StateRow
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
-from .buckets.bucket import Bucket
-from .buckets.rows import KindsOf, Read, StateRow
+from ..optimizer.state.optimizer import ShardedOptimizer
+from ..optimizer.state.row_writes import RowWrites
+from ..optimizer.state.state_kinds import state_itemsizes
+from ..optimizer.state.state_rows import fill_rows, state_rows, state_scalars
 from .build.assemble import Parts
-from .state.optimizer import ShardedOptimizer
-from .state.row_writes import RowWrites
-from .state.state_kinds import state_itemsizes
-from .state.state_rows import fill_rows, state_rows, state_scalars
 from .units.split_model import read_part
 from .units.weights import OwnWeights, held_weights, load_weights, own_weights
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..buckets.bucket import Bucket
 from ..device import peak_bytes
 from ..offload.activations import Activations
 from ..offload.parameter_shards import ParameterTier
 from ..offload.tier import Tier
-from .buckets.bucket import Bucket
+from ..optimizer.state.holder import StateHolder
+from ..optimizer.state.optimizer import ShardedOptimizer
+from ..optimizer.state.state_rows import state_of
 from .report_tables import IN_FILES, MemoryReport, MemoryRow, TrafficReport
-from .state.holder import StateHolder
-from .state.optimizer import ShardedOptimizer
-from .state.state_rows import state_of
 from .travel.outer import OuterSteps
 from .units.sharded_model import ShardedModel
 

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..comm.ledger import CommRow
 from ..comm.trial import Trial
+from ..optimizer.reports import EarlyReport, KernelReport
 
 IN_FILES = "NVMe"
 """Where a row is that takes no memory."""
@@ -38,35 +39,6 @@ class TrafficReport:
     window_bytes: int
     read_bytes_a_step: int
     written_bytes_a_step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyReport:
-    """Buckets that are stepped while backward goes on, of all of them.
-
-    Attributes:
-        kept, forgotten: early steps of a bucket so far that `optimizer.step()` took over, and that it took again.
-        hindrance: why some buckets are not stepped early whatever memory there is; None where nothing stands in the way.
-    """
-
-    buckets: int
-    all_buckets: int
-    kept: int
-    forgotten: int
-    hindrance: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelReport:
-    """Buckets that kernels step, of all of them.
-
-    Attributes:
-        hindrances: why others are left to their optimizers' own steps, each reason once.
-    """
-
-    buckets: int
-    all_buckets: int
-    hindrances: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

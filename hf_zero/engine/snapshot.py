@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..buckets.rows import StateRow
 from ..layout.intervals import Interval
-from .buckets.rows import StateRow
 from .engine_state import EngineState
 from .units.weights import OwnWeights
 

@@ -7,11 +7,14 @@ from itertools import chain
 import torch
 from torch import nn
 
+from ..buckets.bucket import Bucket, rows_with_gradient
+from ..buckets.memory import UnshardedMemory
 from ..comm.transport import Label
 from ..config import ConfigError
 from ..device import Arrival
-from .buckets.bucket import Bucket, rows_with_gradient
-from .buckets.memory import UnshardedMemory
+from ..hooks import WeakHook
+from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
+from ..optimizer.state.row_writes import RowWrites
 from .build.assemble import Parts
 from .catch_up import choose_catch_up
 from .engine_state import EngineState
@@ -20,10 +23,7 @@ from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
 from .gradients.store import GradientStore, Landing
-from .hooks import WeakHook
 from .snapshot import Snapshot
-from .state.optimizer import ShardedOptimizer, identity_of
-from .state.row_writes import RowWrites
 from .travel.in_flight import caches_parameters, is_compiled
 
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")

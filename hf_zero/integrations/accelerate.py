@@ -22,16 +22,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from ..buckets.precision import check_cast_owner, resolve_casts
 from ..checkpoint.format.manifest import Manifest
 from ..comm.groups.groups import order_launches
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
-from ..engine.buckets.precision import check_cast_owner, resolve_casts
 from ..engine.build.other_engines import refuse_other_engines
 from ..engine.engine import ZeroEngine
-from ..engine.engine_reference import engine_attached_to
-from ..engine.state.optimizer import engine_stepped_by
 from ..engine.travel.in_flight import is_compiled
+from ..engine_reference import engine_attached_to
+from ..optimizer.state.optimizer import engine_stepped_by
 from .accelerator.announce import announce
 from .accelerator.batch import rows_of_a_step
 from .accelerator.environment import check_environment, refuse_engines_of_the_launch

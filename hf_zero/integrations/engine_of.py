@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..engine.engine import ZeroEngine
-from ..engine.engine_reference import engine_attached_to
+from ..engine_reference import engine_attached_to
 
 
 def engine_of(owner: object) -> ZeroEngine:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from ..engine.engine import ZeroEngine
-from ..engine.engine_reference import engine_attached_to
+from ..engine_reference import engine_attached_to
 
 
 @contextmanager

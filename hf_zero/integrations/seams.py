@@ -61,9 +61,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 REPLACED_CLASSES: Mapping[str, str] = {
     "integrations/seams": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for "
     "saving, resuming and preparing; test_trainer.py::test_every_door_has_ddps_losses_with_dropout_and_warmup",
-    "engine/state/loss_scale": "GradScalers that a script or accelerate holds already; "
+    "optimizer/state/loss_scale": "GradScalers that a script or accelerate holds already; "
     "test_loss_scale.py::test_accelerate_skips_step_and_scheduler_and_saves_the_scale",
-    "engine/buckets/sharded_parameter": "Parameters whose values are not there: reads raise, and no operation can pass; "
+    "buckets/sharded_parameter": "Parameters whose values are not there: reads raise, and no operation can pass; "
     "test_stage3_faults.py::test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently",
 }
 """File → objects of whose class it makes another one, and why; the test behind the semicolon."""
@@ -79,7 +79,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_disabled_torch_function_impl",),
-        where=("engine/buckets",),
+        where=("buckets",),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
         test="test_zero_grad.py::test_a_backward_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
@@ -135,14 +135,14 @@ SEAMS = (
     Seam(
         owner="torch:Tensor",
         names=("_make_subclass", "_make_wrapper_subclass", "_version"),
-        where=("engine", "offload", "integrations/trainer/checkpoints"),
+        where=("buckets", "engine", "optimizer", "offload", "integrations/trainer/checkpoints"),
         why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
         test="test_zero_grad.py::test_a_backward_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
     Seam(
         owner="torch.ops:aten",
         names=("_to_copy",),
-        where=("engine/buckets/sharded_gradient",),
+        where=("buckets/sharded_gradient",),
         why="`model.to()` converts a gradient without memory by this operation.",
         test="test_zero_grad.py::test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed",
     ),
@@ -157,7 +157,7 @@ SEAMS = (
             "_foreach_mul_",
             "_foreach_norm",
         ),
-        where=("engine", "kernels"),
+        where=("engine", "optimizer", "kernels"),
         why="One call for a list of tensors; torch's own optimizers rest on them.",
         test="test_gradients.py::test_several_backward_calls_add_up",
     ),
@@ -171,28 +171,28 @@ SEAMS = (
     Seam(
         owner="torch._utils:",
         names=("_flatten_dense_tensors", "_unflatten_dense_tensors"),
-        where=("engine/buckets/flat_views",),
+        where=("buckets/flat_views",),
         why="All views of a flat buffer by one call, and a buffer filled by one.",
         test="test_gradients.py::test_several_backward_calls_add_up",
     ),
     Seam(
         owner="torch.utils:_pytree",
         names=("tree_leaves", "tree_map_only"),
-        where=("engine/gradients",),
+        where=("engine/gradients", "optimizer/clipped_gradient"),
         why="Tensors inside whatever containers models return, as torch itself sees them.",
         test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
     ),
     Seam(
         owner="torch.nn.modules.batchnorm:",
         names=("_NormBase",),
-        where=("engine/buckets/gathered_dtypes", "integrations/accelerator/uneven_inputs"),
+        where=("buckets/gathered_dtypes", "integrations/accelerator/uneven_inputs"),
         why="The base of all batch and instance norms: parameters stay float32 under mixed precision, statistics follow batches.",
         test="test_gather_dtype.py",
     ),
     Seam(
         owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
-        where=("engine", "integrations/checkpoints"),
+        where=("engine", "optimizer", "integrations/checkpoints"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
         test="test_late_gradients.py",
     ),
@@ -227,14 +227,14 @@ SEAMS = (
     Seam(
         owner="torch.optim:Optimizer",
         names=("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        where=("engine/state/state_kinds",),
+        where=("optimizer/state/state_kinds",),
         why="A step of a part or on trial is nobody else's step: its hooks are left out.",
         test="test_whole_parameters.py::test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone",
     ),
     Seam(
         owner="torch.amp:GradScaler",
         names=("_per_optimizer_states", "_unscale_grads_"),
-        where=("engine/state/loss_scale",),
+        where=("optimizer/state/loss_scale",),
         why="found_inf is that of all ranks, and gradients are unscaled where they are.",
         test="test_loss_scale.py::test_the_scale_is_torchs_for_any_overflows_here_or_elsewhere",
     ),
@@ -304,7 +304,7 @@ SEAMS = (
     Seam(
         owner="lion_pytorch:Lion",
         names=("_init_lr",),
-        where=("engine/kernel_steps",),
+        where=("optimizer/kernel_steps",),
         why="What decoupled weight decay is measured by.",
         test="test_kernel_steps.py",
     ),
@@ -316,7 +316,7 @@ SEAMS = (
             "_hf_peft_config_loaded",
             "_load_pretrained_model",
         ),
-        where=("engine", "integrations/checkpoints"),
+        where=("buckets", "engine", "integrations/checkpoints"),
         why="Which layers are units, which parameters stay float32, whether adapters are loaded, and how weights are read.",
         test="test_init.py::test_transformers_still_loads_the_way_init_stands_on",
     ),

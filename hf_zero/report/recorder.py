@@ -14,8 +14,8 @@ from ..comm.ledger import CommRow
 from ..config import ZeroConfig
 from ..device import HostValue, peak_bytes
 from ..engine.engine import ZeroEngine
-from ..engine.hooks import WeakHook
 from ..engine.report_tables import CommReport
+from ..hooks import WeakHook
 from .counts import Counts
 from .log_file import LogFile, read_lines
 from .step_trace import StepTrace

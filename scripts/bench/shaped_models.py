@@ -90,7 +90,7 @@ def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
         patch("hf_zero.engine.build.assemble.check_parameters"),
         patch("hf_zero.engine.build.assemble.start_buffers"),
         # A view without memory is its own alias.
-        patch("hf_zero.engine.buckets.memory.alias", lambda view: view.detach()),
+        patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),
         patch("hf_zero.comm.collectives.reduce_scatter_flat", nothing.start),
         patch("hf_zero.comm.collectives.all_gather_flat", nothing.start),
         patch("hf_zero.comm.collectives.dist.all_reduce", nothing.start),

@@ -17,8 +17,8 @@ from hf_zero.checkpoint.format import pieces
 from hf_zero.checkpoint.format.pieces import LivePieces, Piece, write_all
 from hf_zero.checkpoint.format.staging import BUFFERS
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.state.loss_scale import GradScaler
 from hf_zero.integrations.checkpoints.checkpointing import plan_state
+from hf_zero.optimizer.state.loss_scale import GradScaler
 
 pytestmark = [pytest.mark.timeout(150), standin_device.needs_compiler]
 

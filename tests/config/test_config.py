@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import yaml
 
+from hf_zero.buckets.precision import check_cast_owner, resolve_casts
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
-from hf_zero.engine.buckets.precision import check_cast_owner, resolve_casts
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 

@@ -26,7 +26,7 @@ from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
 from hf_zero.comm.label import Label
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.transport import Handle
-from hf_zero.engine.state.replicas import ReplicasDivergedError, checksum
+from hf_zero.optimizer.state.replicas import ReplicasDivergedError, checksum
 
 pytestmark = pytest.mark.timeout(120)
 

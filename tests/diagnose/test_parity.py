@@ -10,8 +10,8 @@ from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
+from hf_zero.buckets.bucket import Bucket
 from hf_zero.diagnose.parity_report import ParityError, ParityReport
-from hf_zero.engine.buckets.bucket import Bucket
 from hf_zero.engine.gradients.store import GradientStore
 
 SECONDS = 90

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hf_zero.buckets.bucket_sizes import choose_sizes
 from hf_zero.comm.cost import cost_of
 from hf_zero.comm.groups.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
-from hf_zero.engine.buckets.bucket_sizes import choose_sizes
 from hf_zero.layout.pool import pool_numel
 from hf_zero.layout.slots import ParameterSpec, plan_buckets
 from hf_zero.offload.downlink import landing_in, widen_in_place

@@ -16,11 +16,11 @@ from hf_zero.comm.transport import Handle, Label
 from hf_zero.device import clock
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
-from hf_zero.engine.state.loss_scale import GradScaler
 from hf_zero.integrations.checkpoints.checkpointing import load_engine
 from hf_zero.kernels.choose import has_triton
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, dequantise_dynamic, quantise_dynamic
 from hf_zero.layout.blocks import blocks
+from hf_zero.optimizer.state.loss_scale import GradScaler
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ from training import gpt2
 
 from hf_zero import ZeroEngine
 from hf_zero.engine.report_tables import in_units
-from hf_zero.engine.state.state_kinds import state_itemsizes
 from hf_zero.integrations.accelerator.announce import announce, ddp_state, state_plan
+from hf_zero.optimizer.state.state_kinds import state_itemsizes
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from hf_zero import (
     ZeroTrainingArguments,
     engine_of,
 )
-from hf_zero.engine.engine_reference import engine_attached_to
+from hf_zero.engine_reference import engine_attached_to
 from hf_zero.integrations.accelerator.first_step import watch_for_the_variable
 
 pytestmark = pytest.mark.timeout(180)

@@ -17,10 +17,10 @@ from torch import nn
 from training import VOCABULARY, Job, fused_adamw, gpt2, gpt2_batch
 
 import hf_zero
+from hf_zero.buckets import offloaded_memory
+from hf_zero.buckets.offloaded_memory import OffloadedMemory
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.device import PAGE_BYTES, ResizedReservation
-from hf_zero.engine.buckets import offloaded_memory
-from hf_zero.engine.buckets.offloaded_memory import OffloadedMemory
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce, state_plan
 from hf_zero.offload import budget

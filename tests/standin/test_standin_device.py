@@ -20,14 +20,14 @@ from training import gpt2_batch
 
 from hf_zero.checkpoint.folder.background import Background
 from hf_zero.device import HostValue, alias, with_index
-from hf_zero.engine.holders.step_thread import StepThread
-from hf_zero.engine.state.loss_scale import GradScaler
 from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
 from hf_zero.kernels.lazy import Kernel
 from hf_zero.offload.host import HostTier
 from hf_zero.offload.host_cores import HostCores
 from hf_zero.offload.parameter_shards import FileMover
 from hf_zero.offload.window import Window
+from hf_zero.optimizer.holders.step_thread import StepThread
+from hf_zero.optimizer.state.loss_scale import GradScaler
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...buckets.mapped_parameters import wanted_dtype
 from ...comm.transport import Transport
 from ...config import ZeroConfig
-from ..buckets.mapped_parameters import wanted_dtype
 
 FILES_ATTRIBUTE = "_hf_zero_files"
 """Of a model whose weights still lie in files: what these are, in words."""

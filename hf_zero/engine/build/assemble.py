@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.memory import UnshardedMemory
 from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups
@@ -19,13 +21,11 @@ from ...offload.activations import Activations
 from ...offload.choose import choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
-from ..buckets.bucket import Bucket, ParameterSlot, Row
-from ..buckets.memory import UnshardedMemory
+from ...optimizer.state.full_tensors import FullTensors
+from ...optimizer.state.holder import StateHolder
+from ...optimizer.state.replicas import ReplicaCheck
 from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, NormOfCopies, choose_norm
-from ..state.full_tensors import FullTensors
-from ..state.holder import StateHolder
-from ..state.replicas import ReplicaCheck
 from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer

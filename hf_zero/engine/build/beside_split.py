@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ...config import ConfigError, ZeroConfig
-from ..state.elementwise import Reach, reach_of
+from ...optimizer.state.elementwise import Reach, reach_of
 from ..units.split_model import SplitModel
 
 

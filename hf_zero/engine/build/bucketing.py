@@ -8,6 +8,14 @@ from typing import cast
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket, BucketKey
+from ...buckets.bucket_sizes import choose_sizes, least_unit_bytes
+from ...buckets.gathered_dtypes import GatheredDtypes
+from ...buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
+from ...buckets.memory import ParameterMemory, UnshardedMemory
+from ...buckets.offloaded_memory import memory_in
+from ...buckets.precision import Precision, resolve_precision, untrained_precision
+from ...buckets.shared_memory import memory_of
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
 from ...config import ConfigError, ZeroConfig
@@ -18,15 +26,7 @@ from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
 from ...offload.tier import Tier
-from ..buckets.bucket import Bucket, BucketKey
-from ..buckets.bucket_sizes import choose_sizes, least_unit_bytes
-from ..buckets.gathered_dtypes import GatheredDtypes
-from ..buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
-from ..buckets.memory import ParameterMemory, UnshardedMemory
-from ..buckets.offloaded_memory import memory_in
-from ..buckets.precision import Precision, resolve_precision, untrained_precision
-from ..buckets.shared_memory import memory_of
-from ..state.elementwise import keeps_intact
+from ...optimizer.state.elementwise import keeps_intact
 from ..travel.wire import Wire
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines

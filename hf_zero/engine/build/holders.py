@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...buckets.mapped_parameters import is_loaded, wanted_dtype
+from ...buckets.precision import resolve_precision
 from ...comm.all_or_none import all_or_none
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
@@ -16,18 +18,16 @@ from ...offload.budget import available_host_bytes, disk_fault, host_memory_faul
 from ...offload.files import free_disk_bytes
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
-from ..buckets.mapped_parameters import is_loaded, wanted_dtype
-from ..buckets.precision import resolve_precision
+from ...optimizer.holders.early import Early
+from ...optimizer.holders.late import Late
+from ...optimizer.holders.places import Places
+from ...optimizer.kernel_steps.kernel_choice import KernelSteps
+from ...optimizer.state.holder import StateHolder
+from ...optimizer.state.placeholders import Placeholders
+from ...optimizer.state.state_kinds import tier_bytes_needed
+from ...optimizer.state.step_choice import OwnSteps
+from ...optimizer.state.step_timing import InTime, StepTiming
 from ..gradients.nonfinite import NonFiniteCheck
-from ..holders.early import Early
-from ..holders.late import Late
-from ..holders.places import Places
-from ..kernel_steps.kernel_choice import KernelSteps
-from ..state.holder import StateHolder
-from ..state.placeholders import Placeholders
-from ..state.state_kinds import tier_bytes_needed
-from ..state.step_choice import OwnSteps
-from ..state.step_timing import InTime, StepTiming
 from ..travel.outer import anchor_numel
 
 _ROOM_TO_KEEP_WHOLE = 4

@@ -9,6 +9,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from ...buckets.bucket_sizes import choose_sizes
+from ...buckets.gathered_dtypes import GatheredDtypes
+from ...buckets.mapped_parameters import wanted_dtype
+from ...buckets.precision import resolve_precision, untrained_precision
 from ...comm.groups.groups import Groups, RankGroup
 from ...comm.quantised import QuantisedAllGather, QuantisedReduceScatter
 from ...comm.transport import Label, Transport
@@ -17,10 +21,6 @@ from ...config import AUTO, ZeroConfig
 from ...device import allocate, wait_for_device
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.quantise import CODES, BlockFormat, dequantise, dequantise_sum, quantise
-from ..buckets.bucket_sizes import choose_sizes
-from ..buckets.gathered_dtypes import GatheredDtypes
-from ..buckets.mapped_parameters import wanted_dtype
-from ..buckets.precision import resolve_precision, untrained_precision
 from .bucketing import parts_of
 
 _IN_BLOCKS = "int8"

@@ -7,11 +7,11 @@ from typing import cast
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ...buckets.bucket import Bucket, ParameterSlot
+from ...buckets.sharded_gradient import ShardedGradient
+from ...buckets.sharded_parameter import look_only
 from ...comm.transport import Label, Transport
-from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded_gradient import ShardedGradient
-from ..buckets.sharded_parameter import look_only
-from ..hooks import WeakHook
+from ...hooks import WeakHook
 from .backward_end import BackwardEnd
 from .store import GradientStore
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...buckets.bucket import Row
 from ...comm.transport import Transport
-from ..buckets.bucket import Row
 
 
 class BatchLog:

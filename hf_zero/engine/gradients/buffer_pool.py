@@ -5,9 +5,9 @@ from functools import cached_property
 
 import torch
 
+from ...buckets.bucket import Bucket
 from ...layout.pool import BufferKind, kind_of_buffer, shared_numel
 from ...offload.tier import DeviceTier
-from ..buckets.bucket import Bucket
 
 
 class OpenBuffer:

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from ...buckets.bucket import Bucket
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
 from ...config import ZeroConfig
-from ..buckets.bucket import Bucket
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool
 from .replicated_store import ReplicatedGradients

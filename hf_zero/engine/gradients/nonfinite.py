@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
+from ...buckets.bucket import Bucket
 from ...comm.model_copies import Agreement
 from ...comm.transport import Label
 from ...config import ZeroConfig
 from ...device import HostValue
-from ..buckets.bucket import Bucket
 from .norm import Measured
 
 _OVERFLOW = Label(kind="agreement on overflow", subject="the step")

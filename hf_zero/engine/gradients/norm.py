@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
+from ...buckets.bucket import Bucket, Row
+from ...buckets.contiguous_rows import runs_of
 from ...comm.model_copies import Agreement
 from ...comm.transport import Label
 from ...config import ZeroConfig
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.choose import uses_kernels
 from ...kernels.statistics import COEFFICIENT, FOUND_INF, NORM, gradient_statistics, step_scalars, sums_of_squares
-from ..buckets.bucket import Bucket, Row
-from ..buckets.contiguous_rows import runs_of
 
 _NORM = Label(kind="agreement on the gradient norm", subject="the step")
 

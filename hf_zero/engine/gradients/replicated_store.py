@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 import torch
 
+from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...comm.transport import Handle, Transport
 from ...device import Arrival, allocate
 from ...offload.downlink import Downlink
-from ..buckets.bucket import Bucket, ParameterSlot, Row
 from .buffer_pool import OpenBuffer
 from .store import GradientStore, Landing, add_or_set, new_buffer
 

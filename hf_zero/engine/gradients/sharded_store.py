@@ -7,16 +7,16 @@ from typing import cast
 
 import torch
 
+from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.padding import clear_padding
+from ...buckets.sharded_gradient import GradientState, ShardedGradient
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
 from ...offload.tier import DeviceTier
-from ..buckets.bucket import Bucket, ParameterSlot, Row
-from ..buckets.padding import clear_padding
-from ..buckets.sharded_gradient import GradientState, ShardedGradient
+from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
-from .clipped_gradient import widen
 from .store import GradientStore, Landing, add_or_set, new_buffer
 
 

@@ -14,13 +14,13 @@ from typing import cast
 import torch
 from torch.autograd.graph import increment_version
 
+from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.padding import clear_padding
 from ...comm.transport import Handle
 from ...device import Arrival, allocate
 from ...offload.downlink import Downlink
-from ..buckets.bucket import Bucket, ParameterSlot, Row
-from ..buckets.padding import clear_padding
+from ...optimizer.clipped_gradient import widen
 from .buffer_pool import OpenBuffer
-from .clipped_gradient import widen
 
 _AT_ONCE_NUMEL = 1 << 20
 """Gradients that fill no more are put in one piece, which takes as much memory once more meanwhile."""

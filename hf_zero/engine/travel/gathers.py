@@ -3,13 +3,13 @@
 from abc import ABC, abstractmethod
 from typing import cast
 
+from ...buckets.bucket import Bucket
+from ...buckets.shared_memory import SharedShardMemory, SharedUnshardedMemory
 from ...comm.groups.groups import Groups
 from ...comm.peers.peer_memory import PeerMemory
 from ...comm.quantised import QuantisedAllGather
 from ...comm.transport import Handle, Transport
 from ...kernels.quantise import BlockFormat
-from ..buckets.bucket import Bucket
-from ..buckets.shared_memory import SharedShardMemory, SharedUnshardedMemory
 
 _KIND = "all-gather parameters"
 

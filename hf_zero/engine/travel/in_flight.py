@@ -14,8 +14,8 @@ from types import FrameType
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket
 from ...comm.transport import Handle
-from ..buckets.bucket import Bucket
 from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathers import Gather
 

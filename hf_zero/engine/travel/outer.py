@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket
+from ...buckets.rows import OUTER, KindsOf, Read, StateRow
 from ...comm.groups.groups import RankGroup
 from ...comm.transport import Transport
 from ...config import CommConfig, OuterConfig
 from ...device import allocate
 from ...layout.intervals import Interval
-from ..buckets.bucket import Bucket
-from ..buckets.rows import OUTER, KindsOf, Read, StateRow
 
 _MOMENTUM = "momentum_buffer"
 _KIND = f"{OUTER}{_MOMENTUM}"

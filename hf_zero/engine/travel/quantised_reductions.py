@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from ...buckets.bucket import Bucket
+from ...buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ...comm.groups.groups import Groups
 from ...comm.quantised import QuantisedAllGather, QuantisedReduceScatter
 from ...comm.steps import StepsInOrder
 from ...comm.transport import Handle, Label, Transport
 from ...kernels.quantise import BlockFormat
 from ...layout.intervals import Interval
-from ..buckets.bucket import Bucket
-from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from .reductions import Reduction
 from .residuals import BETWEEN, OF_SUMS, NoResiduals, Residuals
 

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ...buckets.bucket import Bucket
+from ...buckets.rows import KindsOf, Read, StateRow
 from ...comm.steps import StepsInOrder
 from ...comm.transport import Handle, Transport
-from ..buckets.bucket import Bucket
-from ..buckets.rows import KindsOf, Read, StateRow
 
 
 class Reduction(ABC):

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from ...buckets.bucket import Bucket
+from ...buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ...device import allocate
 from ...layout.intervals import Interval
-from ..buckets.bucket import Bucket
-from ..buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 
 BETWEEN = f"{RESIDUAL}between."
 """Begins the kind of what has not been sent between shard groups; the number of the shard group follows, whose ranks have a

@@ -6,9 +6,9 @@ parameters from their forward to the step, and the gathers of the backward send 
 
 import torch
 
+from ...buckets.bucket import Bucket
 from ...comm.groups.groups import RankGroup
 from ...comm.transport import Handle, Transport
-from ..buckets.bucket import Bucket
 from .gathers import Gather
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket, Row
+from ...buckets.memory import UnshardedMemory
 from ...comm.transport import Transport
 from ...layout.boxes import Box
-from ..buckets.bucket import Bucket, Row
-from ..buckets.memory import UnshardedMemory
-from ..state.replicas import ReplicasDivergedError, checksum
+from ...optimizer.state.replicas import ReplicasDivergedError, checksum
 from .split_model import SplitModel
 
 _FORWARDS = 2

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from ...buckets.bucket import Bucket
 from ...comm.transport import Transport
 from ...kernels.quantise import round_to_blocks
-from ..buckets.bucket import Bucket
-from ..state.holder import StateHolder
+from ...optimizer.state.holder import StateHolder
 from ..travel.gathers import Gather
 
 

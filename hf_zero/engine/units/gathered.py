@@ -7,12 +7,12 @@ from typing import cast
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket, ParameterSlot
+from ...buckets.sharded_parameter import show_values
 from ...comm.transport import Label, Transport
 from ...device import free_bytes
-from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded_parameter import show_values
+from ...optimizer.state.holder import StateHolder
 from ..report_tables import mib
-from ..state.holder import StateHolder
 from .saved_reads import gathered_again
 from .schedule import Unsharding
 from .unit import Unit

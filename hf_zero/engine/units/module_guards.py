@@ -7,8 +7,8 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import nn
 
-from ..buckets.bucket import ParameterSlot
-from ..buckets.sharded_parameter import ShardedParametersError, look_only, show_values
+from ...buckets.bucket import ParameterSlot
+from ...buckets.sharded_parameter import ShardedParametersError, look_only, show_values
 from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import GatheredParameters
 from .schedule import Unsharding

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded_parameter import look_only, show_values
-from ..hooks import WeakHook
+from ...buckets.bucket import Bucket, ParameterSlot
+from ...buckets.sharded_parameter import look_only, show_values
+from ...hooks import WeakHook
 from ..travel.in_flight import is_compiled
 
 _PARAMETERS = attrgetter("_parameters")

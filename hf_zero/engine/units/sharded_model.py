@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...buckets.bucket import Bucket, ParameterSlot
+from ...buckets.sharded_parameter import show_values
 from ...comm.transport import Transport
 from ...config import ZeroConfig
-from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.sharded_parameter import show_values
-from ..hooks import WeakHook
-from ..state.holder import StateHolder
+from ...hooks import WeakHook
+from ...optimizer.state.holder import StateHolder
 from ..travel.buffers import place_buffers
 from ..travel.wire import Wire
 from .gathered import GatheredParameters

@@ -8,10 +8,10 @@ from typing import Protocol, cast
 
 import torch
 
+from ...buckets.bucket import Bucket, ParameterSlot
+from ...buckets.memory import GatheredMemory
+from ...buckets.sharded_parameter import look_only
 from ...comm.transport import Handle
-from ..buckets.bucket import Bucket, ParameterSlot
-from ..buckets.memory import GatheredMemory
-from ..buckets.sharded_parameter import look_only
 from ..travel.gathers import Gather
 
 _VERSION = attrgetter("_version")

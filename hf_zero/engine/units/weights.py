@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...buckets.bucket import Bucket
 from ...comm.groups.groups import Groups
 from ...layout.intervals import Interval
-from ..buckets.bucket import Bucket
-from ..state.holder import StateHolder
+from ...optimizer.state.holder import StateHolder
 
 
 @dataclass(frozen=True, kw_only=True)

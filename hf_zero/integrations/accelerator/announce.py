@@ -7,8 +7,8 @@ from collections.abc import Container, Sequence
 import torch
 from torch import nn
 
-from ...engine.buckets.bucket import Bucket
-from ...engine.buckets.memory import GatheredMemory
+from ...buckets.bucket import Bucket
+from ...buckets.memory import GatheredMemory
 from ...engine.engine import ZeroEngine
 from ...engine.report_tables import IN_FILES, in_units, render
 from ...engine.travel.outer import anchor_numel

@@ -34,7 +34,7 @@ class StepWatch:
         # The hook stays when it is done: torch goes through its hooks at this moment.
         if not self._is_done:
             # Here, not above: what imports hf_zero need not import the engine.
-            from ...engine.state.optimizer import engine_stepped_by
+            from ...optimizer.state.optimizer import engine_stepped_by
 
             # What raises has said it; a notebook may go on.
             self._is_done = True

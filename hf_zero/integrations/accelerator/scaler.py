@@ -6,10 +6,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from ...buckets.mapped_parameters import wanted_dtype
 from ...config import AUTO
-from ...engine.buckets.mapped_parameters import wanted_dtype
 from ...engine.engine import ZeroEngine
-from ...engine.state.loss_scale import GradScaler, scale_over_shards
+from ...optimizer.state.loss_scale import GradScaler, scale_over_shards
 
 
 def seat_scaler(accelerator: Accelerator, models: Iterable[nn.Module]) -> None:

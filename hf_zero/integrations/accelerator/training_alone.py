@@ -5,7 +5,7 @@ import weakref
 import torch
 from torch import nn
 
-from ...engine.engine_reference import engine_attached_to
+from ...engine_reference import engine_attached_to
 
 
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:

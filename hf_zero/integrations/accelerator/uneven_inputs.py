@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...config import ConfigError
 from ...engine.engine import ZeroEngine
-from ...engine.engine_reference import engine_attached_to
 from ...engine.gradients.backward_end import differentiable_tensors
+from ...engine_reference import engine_attached_to
 
 _PURPOSE = "batches that may be uneven"
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, core_model_loading
 
+from ...buckets.mapped_parameters import mark_loaded, wanted_dtype
 from ...checkpoint.format.mapped import mapped_tensors
 from ...config import ZeroConfig
-from ...engine.buckets.mapped_parameters import mark_loaded, wanted_dtype
 from ...engine.build.agreement import FILES_ATTRIBUTE
 from ..seams import replaced
 from .weights import weight_files

@@ -18,15 +18,15 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, is_peft_available
 
+from ...buckets.sharded_parameter import ShardedParametersError
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import WEIGHTS, SavedWeight
 from ...checkpoint.format.pieces import DTYPE_NAMES, Piece, lay_out
 from ...checkpoint.writer import Row
 from ...comm.all_or_none import Exchange
-from ...engine.buckets.sharded_parameter import ShardedParametersError
 from ...engine.engine import ZeroEngine
-from ...engine.hooks import WeakHook
+from ...hooks import WeakHook
 from ...layout.intervals import Interval
 from ..seams import replaced
 

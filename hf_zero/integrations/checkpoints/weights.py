@@ -20,6 +20,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
 )
 
+from ...buckets.rows import MASTER
 from ...checkpoint.format.files import Progress, is_inside, untold
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import link_faults, refuse_links
@@ -28,7 +29,6 @@ from ...checkpoint.format.pieces import Piece, dtype_named, lay_out
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.structure import POSITION_NAME
 from ...checkpoint.verify import checkpoint_faults, in_words, newest_first
-from ...engine.buckets.rows import MASTER
 from ...layout.intervals import Interval
 from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER

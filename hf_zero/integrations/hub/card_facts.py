@@ -23,7 +23,7 @@ from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.structure import STATE_NAME
 from ...config import ZeroConfig
-from ...engine.engine_reference import engine_attached_to
+from ...engine_reference import engine_attached_to
 from ..checkpoints.checkpointing import ZERO_FOLDER
 from ..checkpoints.weights import RUN_NAME, saved_tensors
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...buckets.precision import resolve_casts
 from ...config import AUTO, ConfigError, ZeroConfig
-from ...engine.buckets.precision import resolve_casts
 from ...offload.budget import ranks_on_this_host
 from ...offload.files import free_disk_bytes
 from ...plan.choose import Candidate, Choice, choose

@@ -7,15 +7,15 @@ from typing import cast
 import torch
 from torch import nn
 
+from ...buckets.bucket import BucketKey
+from ...buckets.bucket_sizes import choose_sizes
+from ...buckets.gathered_dtypes import GatheredDtypes
 from ...comm.groups.groups import Groups, RankGroup
 from ...config import ZeroConfig
-from ...engine.buckets.bucket import BucketKey
-from ...engine.buckets.bucket_sizes import choose_sizes
-from ...engine.buckets.gathered_dtypes import GatheredDtypes
 from ...engine.build.bucketing import layouts_of, owners, parts_of, precision_of
-from ...engine.state.elementwise import keeps_intact
-from ...engine.state.state_kinds import state_itemsizes
 from ...layout.slots import USUAL_ALIGNMENT
+from ...optimizer.state.elementwise import keeps_intact
+from ...optimizer.state.state_kinds import state_itemsizes
 from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 
 

@@ -9,8 +9,8 @@ import torch
 import yaml
 from torch import nn
 
+from ...buckets.precision import resolve_casts
 from ...config import ConfigError
-from ...engine.buckets.precision import resolve_casts
 from ...plan.choose import Candidate, Choice, choose
 from ...plan.errors import PlanError
 from ...plan.forecast import Activations

@@ -29,7 +29,7 @@ from ...comm.store_exchange import StoreExchange
 from ...comm.transport import CommunicationError
 from ...device import free_bytes
 from ...engine.engine import ZeroEngine
-from ...engine.hooks import WeakHook
+from ...hooks import WeakHook
 from ..checkpoints.checkpointing import ZERO_FOLDER, plan_state, seal_state, state_bytes
 from ..checkpoints.frozen_base import FrozenBase
 from ..checkpoints.placed_weights import HfLayout, Layout, ShardedLayout, WeightsPlan, can_be_placed

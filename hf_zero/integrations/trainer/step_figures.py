@@ -6,8 +6,8 @@ from transformers import TrainerCallback
 
 from ...device import peak_bytes
 from ...engine.engine import ZeroEngine
-from ...engine.engine_reference import engine_attached_to
 from ...engine.report_tables import CommReport
+from ...engine_reference import engine_attached_to
 
 _MIB = 2**20
 

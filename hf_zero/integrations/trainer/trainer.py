@@ -21,8 +21,8 @@ from ...checkpoint.foreign.find import is_foreign
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...diagnose.rescue import Rescue
 from ...engine.engine import ZeroEngine
-from ...engine.engine_reference import engine_attached_to
 from ...engine.units.forward_dtype import computing_in
+from ...engine_reference import engine_attached_to
 from ...report.recorder import in_one_line
 from ..checkpoints.checkpointing import ZERO_FOLDER, open_own
 from ..checkpoints.file_weights import load_weights_into

@@ -11,9 +11,9 @@ from small_kernel_steps import Small, small
 from torch import nn
 
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.gradients.clip import scale_gradients
-from hf_zero.engine.gradients.clipped_gradient import ClippedGradient
-from hf_zero.engine.state.loss_scale import GradScaler
+from hf_zero.optimizer.clip import scale_gradients
+from hf_zero.optimizer.clipped_gradient import ClippedGradient
+from hf_zero.optimizer.state.loss_scale import GradScaler
 
 WITH_ROWS = {
     "masters": {"stage": 2, "param_dtype": "bfloat16"},

@@ -10,10 +10,10 @@ from ranks import run_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
-from hf_zero.engine.buckets.sharded_gradient import ShardedGradientError
+from hf_zero.buckets.sharded_gradient import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.engine_reference import engine_attached_to
 from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
+from hf_zero.engine_reference import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_zero.engine.buckets.sharded_gradient import ShardedGradientError
+from hf_zero.buckets.sharded_gradient import ShardedGradientError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(180)

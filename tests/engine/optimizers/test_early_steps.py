@@ -15,9 +15,9 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.engine.holders import double
-from hf_zero.engine.holders.early_steps import Trust
 from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.optimizer.holders import double
+from hf_zero.optimizer.holders.early_steps import Trust
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -15,11 +15,11 @@ from transformers.optimization import Adafactor
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.state.elementwise import Reach, keeps_intact, reach_of
 from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
 from hf_zero.integrations.checkpoints.load_state import load_state
 from hf_zero.integrations.checkpoints.plain_optimizer import open_plain
+from hf_zero.optimizer.state.elementwise import Reach, keeps_intact, reach_of
 
 pytestmark = pytest.mark.timeout(180)
 

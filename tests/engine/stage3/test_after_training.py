@@ -14,7 +14,7 @@ from training import VOCABULARY, bert, gpt2, gpt2_batch
 from transformers import TrainerCallback
 
 import hf_zero
-from hf_zero.engine.buckets.sharded_parameter import ShardedParametersError
+from hf_zero.buckets.sharded_parameter import ShardedParametersError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)

@@ -11,7 +11,7 @@ from torch import nn
 from training import Answer, gpt2
 
 import hf_zero
-from hf_zero.engine.buckets.sharded_parameter import ShardedParametersError, are_hidden
+from hf_zero.buckets.sharded_parameter import ShardedParametersError, are_hidden
 
 pytestmark = pytest.mark.timeout(120)
 

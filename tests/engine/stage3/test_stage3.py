@@ -32,10 +32,10 @@ from torch import nn
 from training import VOCABULARY, Answer, bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
+from hf_zero.buckets import memory
 from hf_zero.device import Reservation, ResizedReservation
-from hf_zero.engine.buckets import memory
 from hf_zero.engine.engine import ZeroEngine
-from hf_zero.engine.engine_reference import engine_attached_to
+from hf_zero.engine_reference import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -25,8 +25,8 @@ from transformers import (
 )
 
 from hf_zero import ConfigError, ZeroCallback, ZeroPlugin, ZeroTrainingArguments, engine_of, gathered
+from hf_zero.buckets.mapped_parameters import is_loaded
 from hf_zero.checkpoint.format.manifest import Manifest
-from hf_zero.engine.buckets.mapped_parameters import is_loaded
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -1,0 +1,475 @@
+"""Buckets: parameters as views of one flat buffer, and this rank's rows of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ..comm.transport import Label
+from ..device import Arrival
+from ..hooks import WeakHook
+from ..kernels.quantise import round_to_blocks
+from ..layout.intervals import Interval
+from ..layout.shards import RowLayout, rows_of_shard
+from ..layout.slots import BucketLayout
+from ..offload.parameter_shards import Region
+from ..offload.tier import Tier
+from .flat_views import FlatViews
+from .mapped_parameters import forget_loaded, wanted_dtype
+from .memory import ParameterMemory
+from .padding import clear_padding
+from .precision import Precision
+from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
+from .sharded_parameter import look_only
+
+_SMALL_NUMEL = 1 << 14
+
+
+class BucketKey(NamedTuple):
+    """What the parameters of a bucket have in common.
+
+    Attributes:
+        trained: whether they take gradients.
+        dtype: theirs in the model, before `param_dtype`.
+        gathered_dtype: that they are cast to when they are gathered at stage 3; None where they are not.
+        optimizer: the number of the one that has them, in the order given to the engine; -1 where none has.
+        group: its number in that optimizer's `param_groups`; -1 where there is none.
+    """
+
+    trained: bool
+    dtype: torch.dtype
+    gathered_dtype: torch.dtype | None
+    optimizer: int
+    group: int
+
+
+@dataclass(eq=False)
+class ParameterSlot:
+    """A parameter in its bucket, and what is known of its gradient in the running backward pass.
+
+    Attributes:
+        number: among the slots of the bucket.
+        is_small: it has so few elements that an operation costs the host more than the arithmetic takes.
+        place: the parameter's elements of the bucket's flat buffer, in its shape.
+        arrived: a gradient has been put in the bucket's open buffer.
+        used: a gradient arrived on this rank at any time in the pass; once the pass has ended, on any rank.
+        used_elsewhere: on another rank, and not on this one.
+        continues: what arrives adds to a gradient reduced earlier and not zeroed since.
+        version: autograd's count of in-place edits of the parameter when the master last followed it.
+        row: this rank's part of the parameter, where it owns one.
+    """
+
+    name: str
+    number: int
+    parameter: nn.Parameter
+    interval: Interval
+    bucket: "Bucket" = field(repr=False)
+    place: torch.Tensor = field(repr=False)
+    sharded_gradient: ShardedGradient = field(repr=False)
+    arrived: bool = False
+    used: bool = False
+    used_elsewhere: bool = False
+    continues: bool = False
+    version: int = 0
+    row: "Row | None" = field(default=None, repr=False)
+    is_small: bool = field(init=False, default=False)
+
+    def __post_init__(self):
+        self.is_small = self.interval.numel <= _SMALL_NUMEL
+
+    def view_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This slot of a flat buffer laid out as the bucket, in the parameter's shape, row-major."""
+        return _part(flat, self.interval, self.parameter.shape)
+
+
+def _part(flat: torch.Tensor, interval: Interval, shape: Sequence[int]) -> torch.Tensor:
+    return flat[interval.start : interval.stop].view(shape)
+
+
+@dataclass(eq=False)
+class Row:
+    """The part of one parameter that this rank owns.
+
+    Attributes:
+        tensor: what the optimizer updates, of the master dtype: 1-D, or in the parameter's shape where it may not be cut.
+            The parameter itself where a rank owns it whole and keeps no separate master.
+    """
+
+    slot: ParameterSlot
+    layout: RowLayout
+    tensor: nn.Parameter
+
+    @property
+    def is_parameter(self) -> bool:
+        return self.tensor is self.slot.parameter
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the next step has one for this row."""
+        # model.zero_grad() takes the `ShardedGradient` away; optimizer.zero_grad() takes the row's own gradient away.
+        tensor, parameter = self.tensor, self.slot.parameter
+        return tensor.grad is not None and (tensor is parameter or parameter.grad is not None)
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Whether the script has zeroed the gradient since the last step, and no backward has come since."""
+        sharded_gradient = self.slot.sharded_gradient
+        is_held = self.tensor.grad is not None or self.slot.parameter.grad is not sharded_gradient
+        return not is_held and sharded_gradient.state is GradientState.ZEROED
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """This row of a flat tensor laid out as the rank's shard, in the shape of `tensor`."""
+        return _part(shard, self.layout.in_shard, self.tensor.shape)
+
+
+def rows_with_gradient(row_of: Mapping[nn.Parameter, Row], parameters: Iterable[nn.Parameter]) -> list[Row]:
+    """This rank's rows of some parameters, those for which the next step has a gradient."""
+    with look_only():
+        rows = [row for row in map(row_of.get, parameters) if row is not None and row.has_gradient]
+    for bucket in {row.slot.bucket for row in rows}:
+        bucket.await_gradient()
+    return rows
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together.
+
+    Attributes:
+        key: what its parameters have in common.
+        memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
+        flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
+        own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
+        master: (shard_numel,) of the master dtype; `own` itself without a separate master.
+        slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
+        trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
+        whole: this rank's rows are the parameters themselves.
+        tier: where master, reduced gradient and optimizer state live.
+        arrival: of the reduced gradient in the rows, which may be on its way there; see `await_gradient`.
+        is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
+        gradient_dtype: of the reduced gradient that waits in the rows for the step.
+    """
+
+    def __init__(
+        self,
+        layout: BucketLayout,
+        parameters: Sequence[nn.Parameter],
+        precision: Precision,
+        memory: ParameterMemory,
+        *,
+        shard_rank: int,
+        whole: bool,
+        tier: Tier,
+    ):
+        self.layout = layout
+        self.key = cast(BucketKey, layout.key)
+        self.precision = precision
+        self.memory = memory
+        self.whole = whole
+        self.tier = tier
+        self.arrival = Arrival()
+        self.is_away = False
+        self._labels: dict[str, Label] = {}
+        self.gradient_dtype = precision.master
+        self.trained = parameters[0].requires_grad
+        self.device = memory.flat.device
+        self.flat = memory.flat
+        self.own_interval = layout.shard(shard_rank)
+        self.slots = [
+            ParameterSlot(
+                name=slot.name,
+                number=number,
+                parameter=parameter,
+                interval=slot.interval,
+                bucket=self,
+                place=_part(self.flat, slot.interval, parameter.shape),
+                sharded_gradient=ShardedGradient(slot.name, parameter),
+            )
+            for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
+        ]
+        self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
+        self.rows = self._make_rows(shard_rank) if self.trained else []
+        memory.clear_padding(layout)
+        if precision.has_master:
+            clear_padding(self.master, layout, self.own_interval)
+        for slot in self.slots:
+            self._adopt_with_master(slot)
+        memory.end_filling()
+
+    @property
+    def name(self) -> str:
+        return f"bucket {self.layout.index}"
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self.memory.own
+
+    def step_on_reduced(self) -> None:
+        """Leaves the reduced gradient in bfloat16 where its sum arrives so: what steps the bucket reads that dtype.
+
+        Sums with further gradients are taken in the master dtype all the same. float16 would lose what is unscaled.
+        """
+        if self.precision.reduced == torch.bfloat16 and not self.tier.is_apart:
+            self.gradient_dtype = torch.bfloat16
+            for row in self.rows:
+                # torch lets a parameter have gradients of its own dtype alone, unless told otherwise.
+                row.tensor.grad_dtype = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of this rank's shard of the reduced gradient."""
+        return self.layout.shard_numel * self.precision.master.itemsize
+
+    @property
+    def has_second_copy(self) -> bool:
+        """Whether master and parameters are two copies, of which each has to follow the other."""
+        return self.precision.has_master and not self.memory.is_master
+
+    @property
+    def keeps_master(self) -> bool:
+        """Whether there are two copies between steps, too."""
+        return self.precision.keeps_master and not self.memory.is_master
+
+    @property
+    def copy_to_write(self) -> torch.Tensor | None:
+        """The parameters' shard, (shard_numel,), where a step may write it beside the master; None where there is no second
+        copy between steps, or `write_back` alone knows how."""
+        return self.memory.writable_own if self.keeps_master else None
+
+    @cached_property
+    def contents(self) -> str:
+        """The innermost module that all of its parameters are in, or the first and the last of them."""
+        names = [slot.name for slot in self.slots]
+        if len(names) == 1:
+            return names[0]
+        parts = [name.split(".") for name in names]
+        shared = list(takewhile(lambda at: len(set(at)) == 1, zip(*parts)))
+        return ".".join(at[0] for at in shared) or f"{names[0]} to {names[-1]}"
+
+    def label(self, kind: str) -> Label:
+        """What a collective that moves this bucket is called."""
+        if kind not in self._labels:
+            self._labels[kind] = Label(kind=kind, subject=self.name, channel=self.layout.index, holds=self.contents)
+        return self._labels[kind]
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """All slots of a flat buffer laid out as this bucket, as `ParameterSlot.view_of` gives them."""
+        return self._slot_views.of(flat)
+
+    def fill_slots(self, flat: torch.Tensor, values: Sequence[torch.Tensor], factor: float) -> None:
+        """Writes a tensor for each slot, times `factor`, into a flat buffer laid out as this bucket, and zeros elsewhere."""
+        self._slot_views.fill(flat, values, factor)
+
+    def row_views_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """All rows of a flat tensor laid out as the rank's shard, as `Row.of` gives them."""
+        return self._row_views.of(shard)
+
+    @cached_property
+    def _slot_views(self) -> FlatViews:
+        return FlatViews((slot.interval, slot.parameter.shape) for slot in self.slots)
+
+    @cached_property
+    def _row_views(self) -> FlatViews:
+        return FlatViews((row.layout.in_shard, row.tensor.shape) for row in self.rows)
+
+    def adopt(self, slot: ParameterSlot) -> None:
+        """Copies a parameter into its slot, as far as this rank keeps it, and makes it a view of it."""
+        parameter = slot.parameter
+        with torch.no_grad():
+            self.memory.take_in(slot.place, slot.interval, parameter)
+        self.memory.hang(parameter, slot.place)
+        before, slot.sharded_gradient = slot.sharded_gradient, ShardedGradient(slot.name, parameter)
+        slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = before.shard, before.await_shard
+        slot.version = parameter._version
+
+    def holds(self, slot: ParameterSlot) -> bool:
+        """Whether the parameter still lives in its slot."""
+        return self.memory.is_view(slot.parameter, slot.place)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all of them do, as far as that is seen at a glance; False may be wrong."""
+        return self.memory.are_views(*self._with_elements)
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """The slots', in their order."""
+        return [slot.parameter for slot in self.slots]
+
+    @cached_property
+    def places(self) -> list[torch.Tensor]:
+        """The slots', in their order."""
+        return [slot.place for slot in self.slots]
+
+    @cached_property
+    def _with_elements(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        slots = [slot for slot in self.slots if slot.interval.numel > 0]
+        return [slot.parameter for slot in slots], [slot.place for slot in slots]
+
+    @property
+    def row_writes(self) -> int:
+        """Autograd's count of in-place writes to the rows, which share it and have it to themselves."""
+        return self.rows[0].tensor._version if self.rows else 0
+
+    @property
+    def edited_rows(self) -> list[Row]:
+        """Those whose parameter a script has written to in place since the master last followed it."""
+        return [row for row in self.rows if row.slot.parameter._version != row.slot.version]
+
+    def follow_edits(self) -> None:
+        """Copies parameters that a script has written to in place (load_state_dict, say) into the master."""
+        if self.is_away:
+            # Seen when the master is back.
+            return
+        edited = self.edited_rows
+        if edited and self.has_second_copy:
+            self._follow(edited, self.memory.read_own())
+        for row in edited:
+            row.slot.version = row.slot.parameter._version
+
+    def begin_step(self) -> None:
+        """Takes edits over; rows that no rank has a gradient for have none, and zeroed ones have zeros.
+
+        Raises:
+            ShardedGradientError: no backward has come since the last step, which has given its gradients back; or the script
+                has set a gradient by hand, which no rank would step with.
+        """
+        self.await_gradient()
+        with look_only():
+            for slot in self.slots:
+                gradient = slot.parameter.grad
+                if gradient is slot.sharded_gradient:
+                    if slot.sharded_gradient.state is GradientState.SPENT:
+                        slot.sharded_gradient.refuse_if_spent()
+                elif not (self.whole or gradient is None or isinstance(gradient, ShardedGradient)):
+                    raise ShardedGradientError(
+                        f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward has reduced "
+                        "into the ranks' shards. Let the gradient come from a backward (of a loss that has it as its gradient, "
+                        "if need be), or train at `stage: 0`, where `grad` is the reduced gradient itself."
+                    )
+            self.follow_edits()
+            for row in self.rows:
+                if not row.has_gradient:
+                    row.tensor.grad = torch.zeros_like(row.tensor) if row.is_zeroed else None
+
+    def await_gradient(self) -> None:
+        """Returns when the rows have their reduced gradient. Who reads or writes its values calls this first."""
+        arrival, self.arrival = self.arrival, Arrival()
+        arrival.wait()
+
+    def end_step(self) -> None:
+        """Gives the reduced gradients back. What stands in `p.grad` stays until the script zeroes it."""
+        with look_only():
+            for row in self.rows:
+                row.tensor.grad = None
+            for slot in self.slots:
+                sharded = slot.sharded_gradient
+                if slot.parameter.grad is sharded:
+                    # As `become` does: each parameter comes here in each step.
+                    sharded.state, sharded.pending = GradientState.SPENT, None
+                else:
+                    slot.parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        """Leaves no gradient, neither in the rows nor in the parameters."""
+        # What is on its way may not outlive the memory that it comes into.
+        self.await_gradient()
+        with look_only():
+            for row in self.rows:
+                row.tensor.grad = None
+            for slot in self.slots:
+                slot.parameter.grad = None
+
+    def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
+        if self.precision.weights is None:
+            for row in edited:
+                row.of(self.master).copy_(row.of(values))
+            return
+        # What still shows its master through the blocks has not been edited, and keeps the digits that it does not show: a
+        # script that clamps weights at each step would otherwise undo every update smaller than a block's step.
+        shown = self.master.to(values, copy=True)
+        round_to_blocks(shown, shown, self.precision.weights)
+        for row in edited:
+            master, own = row.of(self.master), row.of(values)
+            master.copy_(torch.where(own == row.of(shown), master.to(own.device), own.to(master.dtype)))
+
+    def follow_values(self) -> None:
+        """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""
+        # One that is away follows by `follow_edits` when it is back.
+        if self.is_away:
+            return
+        if self.has_second_copy:
+            values = self.memory.read_own()
+            for row in self.rows:
+                master = row.of(self.master)
+                own = row.of(values).to(master.device)
+                master.copy_(torch.where(own == master.to(own.dtype), master, own.to(master.dtype)))
+        for slot in self.slots:
+            slot.version = slot.parameter._version
+
+    def write_back(self) -> None:
+        """The updated master into this rank's shard of the parameters."""
+        if self.has_second_copy and not self.is_away:
+            self.memory.write_own(self.master, self.tier.uplink)
+
+    def rest(self, master: Region | None) -> None:
+        """Leaves the shard to where it lives. `master`: where in a file the master lies, in the parameters' own digits."""
+        self.memory.rest(master)
+        if not self.precision.has_master:
+            self.master = self.own
+
+    def bring(self, master: torch.Tensor) -> None:
+        """Has the master, (shard_numel,), in memory again."""
+        self._hang_master(master)
+        self.is_away = False
+
+    def exchange_master(self, master: torch.Tensor) -> None:
+        """Takes `master`, (shard_numel,), for the master, whose tensor is the caller's from now on."""
+        if not self.precision.has_master:
+            self.memory.exchange_own(master)
+        self._hang_master(master)
+
+    def put_away(self, placeholder: torch.Tensor) -> None:
+        """Leaves the master to a file. `placeholder`: a 0-d tensor of its dtype."""
+        self._hang_master(placeholder.expand(self.layout.shard_numel))
+        self.is_away = True
+
+    def _hang_master(self, master: torch.Tensor) -> None:
+        self.master = master
+        for row in self.rows:
+            row.tensor.data = row.of(master)
+
+    def _adopt_with_master(self, slot: ParameterSlot) -> None:
+        as_loaded = slot.parameter.detach()
+        is_wanted_so = wanted_dtype(slot.parameter) == self.precision.kept
+        self.adopt(slot)
+        if self.precision.casts and self.trained:
+            # Inside `gathered` the parameter has another dtype than in a pass, and what stands for its gradient has one.
+            slot.parameter.grad_dtype = None
+        forget_loaded(slot.parameter)
+        for row in self.rows if self.precision.has_master else ():
+            if row.slot is slot:
+                # A model in fp32 trained in bf16 keeps its full digits in the master; one loaded in bf16 has no more.
+                cut = row.layout.in_parameter
+                values = row.of(self.own) if is_wanted_so else as_loaded.reshape(-1)[cut.start : cut.stop]
+                row.of(self.master).view(-1).copy_(values.reshape(-1))
+
+    def _make_rows(self, shard_rank: int) -> list[Row]:
+        slot_of = {slot.name: slot for slot in self.slots}
+        # By `data`: its count of writes begins anew, and parameters that are gathered beside the rows do not count there.
+        master = self.master.data
+        rows = []
+        for layout in rows_of_shard(self.layout, shard_rank):
+            slot = slot_of[layout.name]
+            shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
+            tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
+            slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
+                tensor,
+                WeakHook(self, Bucket.await_gradient),
+            )
+            slot.row = Row(slot=slot, layout=layout, tensor=tensor)
+            rows.append(slot.row)
+        return rows

@@ -1,0 +1,433 @@
+"""Memory of a bucket's parameters: unsharded all the time, or a shard, with a buffer that all-gathers fill for a while."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from ..device import Reservation, alias, allocate, reserve, reserve_apart
+from ..layout.intervals import Interval
+from ..layout.slots import BucketLayout
+from ..offload.parameter_shards import Region
+from ..offload.uplink import Uplink
+from ..read_ahead import ask_for
+from .padding import clear_padding
+from .sharded_parameter import all_are_hidden, are_hidden, hide_all, hide_values, look_only, show_all, show_values
+
+_DTYPE = attrgetter("dtype")
+
+
+class ParameterMemory(ABC):
+    """The flat buffer of one bucket's parameters.
+
+    Attributes:
+        flat: (numel,) of the param dtype.
+        shown: (numel,) what parameters are views of while they are whole: `flat`, or shards of another dtype as they are.
+        is_readable: whether parameters are whole now.
+    """
+
+    flat: torch.Tensor
+    shown: torch.Tensor
+    is_readable: bool
+
+    @property
+    @abstractmethod
+    def own(self) -> torch.Tensor:
+        """This rank's shard, (shard_numel,); a part of `flat` unless it has memory of its own."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """This rank's shard on the training device, as an all-gather sends it."""
+        return self.own
+
+    @property
+    def writable_own(self) -> torch.Tensor | None:
+        """The shard, where a step may write new values into it directly; None where `write_own` has more to do."""
+        return self.own
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the shard is the copy that the optimizer updates, although a master is kept apart from `flat`."""
+        return False
+
+    @property
+    @abstractmethod
+    def lasting_bytes(self) -> int:
+        """Bytes held all the time."""
+
+    @abstractmethod
+    def clear_padding(self, layout: BucketLayout) -> None:
+        """Zeroes what belongs to no parameter, as far as it lasts."""
+
+    @abstractmethod
+    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        """Copies a parameter's values to its `place` in `flat`, which are the elements `interval`."""
+
+    @abstractmethod
+    def end_filling(self) -> None:
+        """Called when all parameters are in: gives back what does not last."""
+
+    @abstractmethod
+    def rest(self, master: Region | None) -> None:
+        """Called when the bucket is built. `master`: where in a file its master lies, in the parameters' own digits."""
+
+    def read_own(self) -> torch.Tensor:
+        """The shard's values in memory, wherever they are kept."""
+        return self.own
+
+    def write_own(self, values: torch.Tensor, uplink: Uplink) -> None:
+        """Replaces the shard's values, which the host does not wait for; `uplink` leads here from where they are."""
+        uplink.start_copy(self.own, values)
+
+    def write_own_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces elements of the shard."""
+        self.own_part(interval).copy_(values)
+
+    def exchange_own(self, values: torch.Tensor) -> None:
+        """Has the shard in another tensor from now on, where it lies by itself in host memory."""
+        raise AssertionError("hf_zero: a shard that is a part of its bucket cannot be exchanged; please report this")
+
+    def own_part(self, interval: Interval) -> torch.Tensor:
+        """Elements of the shard, live, without taking memory for them."""
+        return self.own[interval.start : interval.stop]
+
+    @abstractmethod
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        """Gives a parameter at `place` the data that it has now."""
+
+    @abstractmethod
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        """Whether a parameter's data is what `hang` gave it."""
+
+    @abstractmethod
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        """Whether that is so of all of them, which have elements; False where that is not known at a glance."""
+
+
+def _lies_at(parameter: torch.Tensor, place: torch.Tensor) -> bool:
+    # Of a tensor without elements, the address says nothing.
+    is_there = parameter.data_ptr() == place.data_ptr() or parameter.numel() == 0
+    return is_there and parameter.dtype == place.dtype
+
+
+def _whereabouts(tensors: Sequence[torch.Tensor]) -> tuple[list[int], set[torch.dtype]]:
+    # Each step asks this of every parameter: in loops of C.
+    return list(map(torch.Tensor.data_ptr, tensors)), set(map(_DTYPE, tensors))
+
+
+class UnshardedMemory(ParameterMemory):
+    """Parameters that are never sharded (stages 0 to 2)."""
+
+    is_readable = True
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
+        self.shown = self.flat = self._allocate(layout.numel, dtype, device)
+        self._own = self.flat[shard.start : shard.stop]
+        # Of the places that were asked for last: `flat` stays where it is.
+        self._asked: Sequence[torch.Tensor] = ()
+        self._whereabouts = _whereabouts(())
+
+    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return allocate(numel, dtype, device)
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.flat.nbytes
+
+    def clear_padding(self, layout: BucketLayout) -> None:
+        clear_padding(self.flat, layout)
+
+    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        ask_for(parameter)
+        place.copy_(parameter)
+
+    def end_filling(self) -> None:
+        """All of it lasts."""
+
+    def rest(self, master: Region | None) -> None:
+        """It stays on the device."""
+
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        parameter.data = alias(place)
+
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        return _lies_at(parameter, place)
+
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        if places is not self._asked:
+            self._asked, self._whereabouts = places, _whereabouts(places)
+        return _whereabouts(parameters) == self._whereabouts
+
+
+class GatheredMemory(ParameterMemory):
+    """Parameters that are unsharded from `gather` to `drop` (stage 3). Subclasses know where the shard is kept.
+
+    A parameter that is not gathered keeps its shape, and its values are hidden. What gets at them past Python, as autograd may,
+    finds one NaN of stride 0: that shows in the loss, and cannot crash the process as freed memory would.
+
+    Args:
+        reservation: of `flat`.
+        shard: this rank's interval of it.
+
+    The shard may be of another dtype than `flat`, which forward and backward read. It is cast to that for them, and gathered
+    `exactly`, as it is, to be looked at, edited and saved.
+
+    Attributes:
+        read_as: what parameters are cast to when they are gathered, where that is not the param dtype.
+    """
+
+    def __init__(self, reservation: Reservation, shard: Interval):
+        self._shard = shard
+        self._reservation = reservation
+        self.shown = self.flat = reservation.flat
+        self._absent = torch.full((), float("nan"), dtype=self.flat.dtype, device=self.flat.device)
+        self.is_readable = False
+        self.read_as: torch.dtype | None = None
+        self._absences: list[torch.Tensor] | None = None
+
+    @property
+    @abstractmethod
+    def passing_bytes(self) -> int:
+        """Bytes that `gather` takes and `drop` gives back."""
+
+    @property
+    def casts(self) -> bool:
+        """Whether the shard is of another dtype than `flat`."""
+        return self.own.dtype != self.flat.dtype
+
+    @property
+    def is_shown_exactly(self) -> bool:
+        """Whether parameters are whole in the dtype of the shard, which is not that of forward and backward."""
+        return self.shown is not self.flat
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes that an exact `gather` takes."""
+        return self.flat.numel() * self.own.itemsize if self.casts else self.passing_bytes
+
+    @property
+    def own_place(self) -> torch.Tensor:
+        """This rank's part of `shown`."""
+        return self.shown[self._shard.start : self._shard.stop]
+
+    @abstractmethod
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        """Gives `shown` memory, to be filled from each rank's `source` by an all-gather that is started inside.
+
+        Args:
+            exactly: in the dtype of the shard, where `flat` has another.
+        """
+
+    @abstractmethod
+    def arrive(self) -> None:
+        """Called before that all-gather is finished."""
+
+    @abstractmethod
+    def start_fetch(self) -> None:
+        """Begins to bring the shard to where `gather` takes it from."""
+
+    @abstractmethod
+    def forget_fetch(self) -> None:
+        """Gives up what was fetched and not gathered, and waits for copies from the shard: it is about to be written."""
+
+    @abstractmethod
+    def snapshot(self) -> torch.Tensor | None:
+        """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
+
+    @abstractmethod
+    def keep_edits(self) -> None:
+        """Takes this rank's part of an edited `flat` into the shard."""
+
+    def _make_room(self, *, exactly: bool) -> None:
+        self.is_readable = True
+        if exactly and self.casts:
+            self.shown = torch.empty(self.flat.numel(), dtype=self.own.dtype, device=self.flat.device)
+        else:
+            self._reservation.restore()
+
+    def drop(self) -> None:
+        """Gives back everything but the shard."""
+        self.is_readable = False
+        self.shown = self.flat
+        self._reservation.release()
+        # `p.data.zero_()` on an absent parameter would have made it read as 0.
+        self._absent.fill_(float("nan"))
+
+    def was_written(self) -> bool:
+        """Whether something was written into absent parameters. Told on the host only: elsewhere it would stop the queue."""
+        return self._absent.device.type == "cpu" and not self.is_readable and not math.isnan(self._absent.item())
+
+    def clear_padding(self, layout: BucketLayout) -> None:
+        clear_padding(self.own, layout, self._shard)
+
+    def take_in(self, place: torch.Tensor, interval: Interval, parameter: torch.Tensor) -> None:
+        common = interval.intersect(self._shard)
+        if common is not None:
+            source = common.shift(-interval.start)
+            values = parameter.reshape(-1)[source.start : source.stop]
+            ask_for(values)
+            self.write_own_part(common.shift(-self._shard.start), values)
+
+    def end_filling(self) -> None:
+        self._reservation.release()
+
+    def hang_all(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> None:
+        """`hang` for all of the bucket's, in its order. Each layer comes here four times a step."""
+        if self.read_as is not None:
+            for parameter, place in zip(parameters, places):
+                self.hang(parameter, place)
+            return
+        if self._absences is None:
+            self._absences = [self._absent.expand(place.shape) for place in places]
+        if self.is_shown_exactly:
+            places = list(map(self._shown_at, places))
+        with look_only():
+            for parameter, values in zip(parameters, places if self.is_readable else self._absences):
+                parameter.data = values
+            (show_all if self.is_readable else hide_all)(parameters)
+
+    def hang(self, parameter: nn.Parameter, place: torch.Tensor) -> None:
+        show_values(parameter)
+        values = self._shown_at(place) if self.is_readable else self._absent
+        values = values if self.read_as is None else values.to(self.read_as)
+        parameter.data = values.expand(place.shape)
+        if not self.is_readable:
+            hide_values(parameter)
+
+    def hang_absent(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Lets a parameter that is not gathered be looked at in another dtype."""
+        show_values(parameter)
+        parameter.data = self._absent.to(dtype).expand(parameter.shape)
+        hide_values(parameter)
+
+    def is_view(self, parameter: nn.Parameter, place: torch.Tensor) -> bool:
+        # Nobody else gives data to a parameter whose values are hidden, as they are until a gather under way has ended.
+        return are_hidden(parameter) or (self.is_readable and _lies_at(parameter, self._shown_at(place)))
+
+    def are_views(self, parameters: Sequence[nn.Parameter], places: Sequence[torch.Tensor]) -> bool:
+        if all_are_hidden(parameters):
+            return True
+        if self.is_shown_exactly:
+            places = list(map(self._shown_at, places))
+        return self.is_readable and _whereabouts(parameters) == _whereabouts(places)
+
+    def _shown_at(self, place: torch.Tensor) -> torch.Tensor:
+        """The elements of `shown` that are at `place` in `flat`."""
+        if not self.is_shown_exactly:
+            return place
+        start = place.storage_offset() - self.flat.storage_offset()
+        return self.shown[start : start + place.numel()].view(place.shape)
+
+
+class ShardMemory(GatheredMemory):
+    """The shard is on the training device: a part of `flat` where the rest of `flat` can be freed without it."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
+        super().__init__(self._reserve(layout.numel, dtype, device, slice(shard.start, shard.stop)), shard)
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, kept)
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._reservation.own
+
+    @property
+    def lasting_bytes(self) -> int:
+        return self.own.nbytes
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes - (self.own.nbytes if self._reservation.in_place else 0)
+
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        self._make_room(exactly=exactly)
+        return nullcontext()
+
+    def arrive(self) -> None:
+        """The transport has waited."""
+
+    def start_fetch(self) -> None:
+        """It is there."""
+
+    def forget_fetch(self) -> None:
+        """Nothing was fetched."""
+
+    def snapshot(self) -> torch.Tensor | None:
+        return self.own.clone() if self._reservation.in_place else None
+
+    def keep_edits(self) -> None:
+        if not self._reservation.in_place:
+            self.own.copy_(self.flat[self._shard.start : self._shard.stop])
+
+    def rest(self, master: Region | None) -> None:
+        """It stays on the device."""
+
+
+class ApartShardMemory(ShardMemory):
+    """A shard apart from the gather buffer, so that it stays exact where what is gathered is quantised."""
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve_apart(numel, dtype, device, kept)
+
+
+class SeparateShardMemory(ShardMemory):
+    """A shard in memory of its own, apart from the gather buffer.
+
+    Args:
+        own: the shard.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, own: torch.Tensor
+    ):
+        super().__init__(layout, dtype, device, shard)
+        self._own = own
+
+    def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
+        return reserve(numel, dtype, device, slice(0, 0))
+
+    @property
+    def own(self) -> torch.Tensor:
+        return self._own
+
+    @property
+    def passing_bytes(self) -> int:
+        return self.flat.nbytes
+
+    def snapshot(self) -> torch.Tensor | None:
+        return None
+
+    def keep_edits(self) -> None:
+        self._own.copy_(self.own_place)
+
+
+class CastShardMemory(SeparateShardMemory):
+    """A shard of another dtype than the gather buffer.
+
+    Args:
+        kept: dtype of the shard.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
+    ):
+        super().__init__(layout, dtype, device, shard, allocate(layout.shard_numel, kept, device))
+
+    @property
+    def source(self) -> torch.Tensor:
+        return self._own if self.is_shown_exactly else self.own_place
+
+    def gather(self, *, exactly: bool) -> AbstractContextManager[None]:
+        self._make_room(exactly=exactly)
+        if not self.is_shown_exactly:
+            self.source.copy_(self._own)
+        return nullcontext()

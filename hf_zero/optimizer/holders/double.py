@@ -1,0 +1,88 @@
+"""The next step of one bucket, taken on copies, to be taken over or forgotten."""
+
+from typing import Any
+
+import torch
+
+from ...buckets.bucket import Row
+from ..state.bucket_state import BucketState
+from .seen_step import Seen, seen_again, seen_now, step_on
+
+Stepped = dict[Row, dict[str, Any]]
+"""Of each row that has been stepped, what the optimizer's register is to have."""
+
+
+class Double:
+    """Copies of a bucket's master and state, on which its next step is taken while training still reads the old ones.
+
+    [Note: two copies of the state]
+    An optimizer's step writes in place. Taken early, on copies, it changes nothing that anyone can see: a look at the state, a
+    save, a gradient that is clipped after all find what they would find without it. If the step that then comes would read
+    what was read early (`Seen.equals`), the copies become the state and the old tensors become the next copies. Else the copies
+    are forgotten, and the step is taken as ever. Both ways, the bits are those of a step taken in its time.
+
+    What is in a file is copied to the file's other side; see [Note: two sides of a file].
+
+    Edits that torch does not count (through `.data` or numpy, of rows or their gradients) are not noticed.
+    """
+
+    def __init__(self, state: BucketState, optimizer: torch.optim.Optimizer):
+        self.state = state
+        self.optimizer = optimizer
+        self._master = state.master.copy()
+        self._state = state.state.copy()
+        if state.shard is not None:
+            state.shard.add_side()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the master where it lives is what a step in its time would find."""
+        # A parameter that a script has edited has another master than the file.
+        return self.state.shard is None or not self.state.bucket.edited_rows
+
+    def seen(self) -> Seen:
+        """What a step would depend on now."""
+        return seen_now(self.state.bucket, self.optimizer).with_marks(*self._marks())
+
+    def seen_again(self, seen: Seen) -> Seen:
+        """What a step with the gradients and settings of `seen` would depend on now."""
+        return seen_again(self.state.bucket, self.optimizer, seen).with_marks(*self._marks())
+
+    @torch.no_grad()
+    def step(self, seen: Seen, scratch: torch.Tensor, buffer: torch.Tensor | None) -> Stepped:
+        """Takes the step that `seen` describes on copies. Runs in a thread of its own; calls follow each other.
+
+        Args:
+            scratch: (at least shard_numel,) of the master dtype: some optimizers write into their gradients.
+            buffer: with the contents of the bucket's file; afterwards what its other side is to have.
+        """
+        regions = self.state.regions_in(buffer)
+        master = self._master.begin(regions)
+        begun = self._state.begin({row: state for row, _, state in seen.rows}, regions)
+        stepped = step_on(self.optimizer, seen, master, begun, scratch)
+        self._state.end(stepped, regions)
+        return stepped
+
+    def take_over(self, stepped: Stepped) -> None:
+        """Makes the copies the state, and the state the next copies."""
+        if self.state.shard is not None:
+            self.state.shard.exchange()
+        self._master.take_over()
+        self._state.exchange()
+        for row, state in stepped.items():
+            register = self.optimizer.state[row.tensor]
+            self._state.take_over(row, register)
+            register.clear()
+            register.update(state)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies in memory, while they wait for the next step."""
+        return self._master.nbytes + self._state.nbytes
+
+    def _marks(self) -> tuple[tuple[Any, Any], ...]:
+        shard = self.state.shard
+        if shard is None:
+            return ()
+        parameters = ((row.slot.parameter, row.slot.parameter._version) for row in self.state.bucket.rows)
+        return ((shard, shard.edition), *parameters)

@@ -1,0 +1,100 @@
+"""Steps that are taken while backward goes on."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from ...buckets.bucket import Bucket, Row
+from ...device import Arrival
+from ...offload.tier import StateFiles, Tier
+from ..reports import EarlyReport
+from ..state.bucket_state import BucketState
+from ..state.placeholders import Placeholders
+from ..state.step_timing import StepTiming, without_due
+from .early_steps import EarlySteps
+from .seen_step import Seen
+from .steps_beside import StepsBeside, memory_bytes, try_aside
+
+
+class Early(StepTiming):
+    """A bucket is stepped on copies as soon as its gradient has landed; `optimizer.step()` takes over what still holds.
+
+    Args:
+        tier, files, placeholders: see `StepsBeside`.
+        most_bytes: that copies may take. Buckets beyond it, in the order in which gradients arrive, wait for the step.
+
+    Attributes:
+        steps: which have been begun.
+    """
+
+    steps_early = True
+
+    def __init__(self, tier: Tier, files: StateFiles | None, placeholders: Placeholders, *, most_bytes: int):
+        self._beside = StepsBeside(tier, files, placeholders)
+        self._left_bytes = most_bytes
+        self._bucket_count = 0
+        self._hindrance: str | None = None
+        self.steps = EarlySteps(self._seen, self._beside.start)
+
+    def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
+        self._bucket_count += 1
+        if not state.bucket.tier.is_apart:
+            return
+        trial, hindrance = try_aside(optimizer, state)
+        if trial is None or hindrance is not None:
+            self._hindrance = hindrance
+            return
+        in_memory = memory_bytes(state, trial)
+        self._left_bytes -= in_memory + (0 if state.shard is None else state.shard.nbytes)
+        if self._left_bytes >= 0:
+            self._beside.add(optimizer, state, in_memory)
+
+    def takes(self, bucket: Bucket) -> bool:
+        return bucket in self._beside.doubles
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        double = self._beside.doubles.get(bucket)
+        self.steps.landed(bucket, arrival, may_begin=double is not None and double.may_begin)
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+        mine = set(self._beside.of(optimizer))
+        held = self.steps.take(mine.__contains__)
+        self._beside.end()
+        self._beside.give_back_buffers()
+        self._beside.take_over(held)
+        return held.keys()
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        return without_due(state)
+
+    def beside(self, row: Row) -> dict[str, Any]:
+        return {}
+
+    def report(self) -> EarlyReport:
+        return EarlyReport(
+            buckets=len(self._beside.doubles),
+            all_buckets=self._bucket_count,
+            kept=self.steps.kept,
+            forgotten=self.steps.forgotten,
+            hindrance=self._hindrance,
+        )
+
+    def copy_bytes(self) -> int:
+        return self._beside.copy_bytes()
+
+    def file_copy_bytes(self) -> int:
+        return self._beside.file_copy_bytes()
+
+    def gradient_bytes(self) -> int:
+        return self._beside.scratch_bytes
+
+    def most_beside_bytes(self) -> int:
+        return self._beside.most_bytes
+
+    def close(self) -> None:
+        self.steps.clear()
+        self._beside.close()
+
+    def _seen(self, bucket: Bucket) -> Seen:
+        return self._beside.doubles[bucket].seen()

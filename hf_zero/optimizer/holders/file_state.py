@@ -1,0 +1,193 @@
+"""Optimizer state in a file: as it is, or moments in 8-bit blocks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from ...buckets.bucket import Bucket, Row
+from ...buckets.packed_state import PackedPart, PackedState
+from ...layout.blocks import BLOCK_NUMEL, blocks
+from ...layout.intervals import Interval
+from ...offload.stored import Kind, StoredShard
+from ..state.bucket_state import Regions, StateCopy, StatePlace
+from ..state.placeholders import Placeholders, States
+from .block_state import apart_from_register
+from .packed_moments import PackedMoments
+
+
+class StateInFile(StatePlace):
+    """Tensors with one value an element, each in a region of the bucket's file.
+
+    A parameter without dimensions has state that looks like a scalar, and stays in the register as scalars do.
+
+    Args:
+        names: of the regions.
+    """
+
+    is_away = True
+    lent_bytes = 0
+
+    def __init__(self, shard: StoredShard, names: Sequence[str], placeholders: Placeholders):
+        self._shard = shard
+        self._names = names
+        self._placeholders = placeholders
+
+    def lend(self, states: States, regions: Regions) -> None:
+        self._exchange(states, regions, lambda view: view)
+
+    def take_back(self, states: States, regions: Regions) -> None:
+        self._exchange(states, regions, lambda view: self._placeholders.of(view.shape, view.dtype))
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        if not self._placeholders.has(value):
+            return value
+        return self._shard.read_part(name, row.layout.in_shard).view(row.tensor.shape)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._shard.mapped_part(kind, row.layout.in_shard) if self._placeholders.has(tensor) else tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(state)
+        for name in self._names:
+            value = kept.get(name)
+            if _belongs(value, row) and not self._placeholders.has(value):
+                self._shard.write_part(name, row.layout.in_shard, value.reshape(-1))
+                kept[name] = self._placeholders.of(row.tensor.shape, self._shard.dtypes[name])
+        return kept
+
+    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def copy(self) -> StateCopy:
+        return _InOtherSide(self)
+
+    def copy_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+        return 0
+
+    def close(self) -> None:
+        """The file goes with its tier."""
+
+    def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Puts `instead` of its place in the buffer into the register for each state tensor, whose values then are there."""
+        for row, state in states.items():
+            for name in self._names:
+                value = state.get(name)
+                if not _belongs(value, row):
+                    continue
+                view = row.of(regions[name])
+                if not self._placeholders.has(value) and value.data_ptr() != view.data_ptr():
+                    view.copy_(value.view(view.shape))
+                state[name] = instead(view)
+
+
+class MomentsInFile(StatePlace):
+    """Moments are in the file in 8-bit blocks; those of parameters that are too small for blocks stay in the register."""
+
+    is_away = True
+
+    def __init__(self, bucket: Bucket, shard: StoredShard, moments: PackedMoments):
+        self._bucket = bucket
+        self._shard = shard
+        self._moments = moments
+        self._everything = Interval(0, bucket.layout.shard_numel)
+        self._lent: dict[str, torch.Tensor] = {}
+        self.lent_bytes = moments.float_bytes
+        for name in moments.codes:
+            # Padding behind a parameter shares its last block's scale, and stays zero.
+            self._pack_part(name, self._everything, torch.zeros(self._everything.numel))
+
+    def lend(self, states: States, regions: Regions) -> None:
+        self._lent = self._moments.unpack(states, self._blocks_in(regions))
+
+    def take_back(self, states: States, regions: Regions) -> None:
+        self._moments.pack(states, self._lent, self._blocks_in(regions))
+        self._lent = {}
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        if not self._moments.is_placeholder(value):
+            return value
+        return self._part(row, name).detach().view(row.tensor.shape)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._part(row, kind) if self._moments.is_placeholder(tensor) else tensor
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        kept = dict(state)
+        for name, value in self._moments.packable(row, kept):
+            if not self._moments.is_placeholder(value):
+                self._pack_part(name, row.layout.in_shard, value.reshape(-1).float())
+                kept[name] = self._moments.placeholder(row)
+        return kept
+
+    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
+        packed = sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
+        return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
+
+    def copy(self) -> StateCopy:
+        return _InOtherSide(self)
+
+    def copy_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+        return 0
+
+    def close(self) -> None:
+        """The file goes with its tier."""
+
+    def _part(self, row: Row, name: str) -> PackedPart:
+        codes, scales = (self._shard.mapped_part(region, cut) for region, cut in _regions_of(name, self._everything))
+        return PackedPart(PackedState(codes, scales, self._moments.codes[name]), row.layout.in_shard)
+
+    def _pack_part(self, name: str, interval: Interval, values: torch.Tensor) -> None:
+        packed = PackedState.zeros(interval.numel, self._moments.codes[name], self._bucket.tier)
+        packed.pack(values)
+        for (region, cut), part in zip(_regions_of(name, interval), (packed.codes, packed.scales), strict=True):
+            self._shard.write_part(region, cut, part)
+
+    def _blocks_in(self, regions: Regions) -> dict[str, PackedState]:
+        found = {}
+        for name, code in self._moments.codes.items():
+            codes, scales = (regions[region] for region, _ in _regions_of(name, self._everything))
+            found[name] = PackedState(codes, scales, code)
+        return found
+
+
+class _InOtherSide:
+    """A step writes the buffer with the file's contents, which goes to the file's other side."""
+
+    nbytes = 0
+
+    def __init__(self, state: StateInFile | MomentsInFile):
+        self._state = state
+
+    def begin(self, states: States, regions: Regions) -> dict[Row, dict[str, Any]]:
+        own = {row: dict(state) for row, state in states.items()}
+        self._state.lend(own, regions)
+        apart_from_register(own, states)
+        return own
+
+    def end(self, states: dict[Row, dict[str, Any]], regions: Regions) -> None:
+        self._state.take_back(states, regions)
+
+    def exchange(self) -> None:
+        """The file's sides change places."""
+
+    def take_over(self, row: Row, old: dict[str, Any]) -> None:
+        """Placeholders take no memory."""
+
+
+def _belongs(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
+    """Whether this is state with one value an element of the row."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
+
+
+def kinds_in_blocks(names: Iterable[str], numel: int) -> list[Kind]:
+    """What a file has of these moments, in blocks."""
+    dtypes = (torch.uint8, torch.float32)
+    regions = [zip(_regions_of(name, Interval(0, numel)), dtypes, strict=True) for name in names]
+    return [Kind(region, dtype, cut.numel) for pair in regions for (region, cut), dtype in pair]
+
+
+def _regions_of(name: str, interval: Interval) -> tuple[tuple[str, Interval], tuple[str, Interval]]:
+    """(name in the file, interval there) of the codes and of the scales of a moment's elements, which begin with a block."""
+    scales = Interval(interval.start // BLOCK_NUMEL, blocks(interval.stop))
+    return ((f"{name} codes", interval), (f"{name} scales", scales))

@@ -1,0 +1,230 @@
+"""One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import closing
+from typing import Protocol, cast
+
+import torch
+
+from ...buckets.bucket import Bucket, Row
+from ...comm.transport import Label, Transport
+from ...hooks import WeakHook
+from ...offload.files import OffloadError
+from ...offload.stored import StoredShard
+from ...offload.window import Window
+from ..clipped_gradient import widen
+from .state_kinds import own_step
+
+_WORD = Label(kind="agreement on state in files", subject="the step")
+
+
+class Passage(Protocol):
+    """How a bucket's state comes to memory for a step, and goes back."""
+
+    def lend(self, buffer: torch.Tensor | None) -> None: ...
+
+    def take_back(self, buffer: torch.Tensor | None) -> None: ...
+
+
+class InPlace:
+    """A step finds the state where it is."""
+
+    def lend(self, buffer: torch.Tensor | None) -> None:
+        """It is at hand."""
+
+    def take_back(self, buffer: torch.Tensor | None) -> None:
+        """It is where it belongs."""
+
+
+class Walk(Protocol):
+    """Visits buckets one after the other, each with a buffer that has its file's contents."""
+
+    def walk(
+        self, buckets: Sequence[Bucket], *, spared: int
+    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]: ...
+
+
+class _WalkInMemory:
+    def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
+        yield from ((bucket, None) for bucket in buckets)
+
+
+NO_FILES = _WalkInMemory()
+"""One bucket after another, with nothing to be fetched."""
+
+
+class WalkOverFiles:
+    """Files are read and written through the buffers of a window, behind the buckets that have none.
+
+    Args:
+        shards: the files of buckets that have one.
+    """
+
+    def __init__(self, window: Window, shards: Mapping[Bucket, StoredShard]):
+        self._window = window
+        self._shards = shards
+
+    def walk(
+        self, buckets: Sequence[Bucket], *, spared: int
+    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
+        yield from ((bucket, None) for bucket in buckets if bucket not in self._shards)
+        bucket_of = {self._shards[bucket]: bucket for bucket in buckets if bucket in self._shards}
+        with closing(self._window.walk(list(bucket_of), spared=spared)) as walk:
+            for shard, buffer in walk:
+                yield bucket_of[shard], buffer
+
+
+def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+    """Every bucket is stepped in its time."""
+    return ()
+
+
+class BucketStep(ABC):
+    """Who steps the rows of one bucket, by the optimizer's group as it is at that moment."""
+
+    @abstractmethod
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        """Takes one step. `rows`: those of the bucket that have a gradient."""
+
+    def forget(self, bucket: Bucket) -> None:  # noqa: B027 (who keeps nothing has nothing to forget)
+        """Called when state of the bucket in the optimizer's register is replaced by other tensors."""
+
+
+class OwnStep(BucketStep):
+    """The optimizer's own arithmetic."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self._optimizer = optimizer
+
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        for row in rows:
+            widen(row)
+        groups = self._optimizer.param_groups
+        mine = {id(row.tensor) for row in rows}
+        group = groups[bucket.key.group]
+        part = [tensor for tensor in group["params"] if id(tensor) in mine]
+        self._optimizer.param_groups = [{**group, "params": part}]
+        try:
+            own_step(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+
+
+class LentStep(BucketStep):
+    """A step for which the bucket's state is brought to memory, and put away behind it."""
+
+    def __init__(self, step: BucketStep, passages: Mapping[Bucket, Passage]):
+        self._step = step
+        self._passages = passages
+
+    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        self._passages[bucket].lend(None)
+        self._step.step(bucket, rows)
+        self._passages[bucket].take_back(None)
+
+    def forget(self, bucket: Bucket) -> None:
+        self._step.forget(bucket)
+
+
+class BucketSteps:
+    """Steps one bucket of an optimizer after another, with the bucket's state in memory for that moment.
+
+    [Note: one step in parts]
+    An element-wise optimizer treats each parameter by itself, so that its step over all rows and its steps over the rows of
+    each bucket make the same values. For a part, the optimizer sees one group: a copy of the bucket's group with the bucket's
+    rows only. What it changes in the group's settings (a counter, say) is dropped with the copy. The call that the script
+    made then runs to its end over the real groups, with no gradient left in the rows that have been stepped: it changes the
+    settings once, and hooks and schedulers see one step.
+
+    The parts run in a hook before that call. It is the last such hook, so that others see, and may change, gradients first.
+
+    A disk may fail under one rank. The others have stepped by then, and would wait for its parameters: each step ends with a
+    word from all.
+
+    Args:
+        passages: of each bucket that is stepped so.
+        walk: in which order they come.
+        transport: of the ranks that step together.
+        step: of one bucket.
+        take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        passages: Mapping[Bucket, Passage],
+        walk: Walk,
+        transport: Transport,
+        step: BucketStep,
+        *,
+        take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
+    ):
+        self._optimizer = optimizer
+        self._passages = passages
+        self._walk = walk
+        self._step = step
+        self._take_over = take_over
+        self._transport = transport
+        self._gradients: dict[Row, torch.Tensor] = {}
+        self._broken: OffloadError | None = None
+        self._hook = self._register()
+
+    def come_last(self) -> None:
+        """Moves the hook behind those that were registered since."""
+        self._hook.remove()
+        self._hook = self._register()
+
+    def give_back_gradients(self) -> None:
+        """Gives the rows the gradients that they were stepped with."""
+        for row, gradient in self._gradients.items():
+            row.tensor.grad = gradient
+        self._gradients.clear()
+
+    def refuse_broken(self) -> None:
+        """Raises what ended an earlier step."""
+        if self._broken is not None:
+            raise OffloadError(
+                self._broken.errno, f"an earlier step of this run failed: {self._broken.strerror}"
+            ) from self._broken
+
+    def release(self) -> None:
+        """Takes the hook off."""
+        self._hook.remove()
+
+    def _register(self):
+        return self._optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
+
+    def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        self.refuse_broken()
+        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._passages}
+        try:
+            done = self._take_over(self._optimizer)
+            self._step_each({bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done})
+        except OffloadError as error:
+            self._broken = error
+        self._raise_together()
+        for row in (row for rows in rows_of.values() for row in rows):
+            self._gradients[row] = cast(torch.Tensor, row.tensor.grad)
+            row.tensor.grad = None
+
+    def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
+        # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
+        makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
+        with closing(self._walk.walk(list(rows_of), spared=int(makes_state))) as walk:
+            for bucket, buffer in walk:
+                self._passages[bucket].lend(buffer)
+                self._step.step(bucket, rows_of[bucket])
+                self._passages[bucket].take_back(buffer)
+
+    def _raise_together(self) -> None:
+        """Raises on every rank what has ended this step on one of them. Collective."""
+        failed = torch.tensor([self._broken is not None], dtype=torch.uint8)
+        if not self._transport.agree_max(failed, _WORD).item():
+            return
+        mine = None if self._broken is None else (self._broken.errno, self._broken.strerror)
+        theirs = self._transport.exchange(mine)
+        if self._broken is None:
+            rank, (number, reason) = next((rank, fault) for rank, fault in enumerate(theirs) if fault)
+            self._broken = OffloadError(number, f"on rank {rank}: {reason}")
+        raise self._broken

@@ -1,0 +1,223 @@
+"""Who holds optimizer state between steps, and has it stepped."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ...buckets.bucket import Bucket, Row
+from ...buckets.packed_state import PackedPart
+from ...comm.local import LocalTransport
+from ...comm.transport import Transport
+from ...device import Arrival
+from ...offload.tier import StateFiles
+from ..reports import EarlyReport, KernelReport
+from .bucket_state import BucketState, StatePlace
+from .bucket_steps import NO_FILES, BucketStep, BucketSteps, OwnStep, WalkOverFiles
+from .step_choice import StepChoice
+from .step_timing import StepTiming
+
+
+class StateHolder:
+    """Holds masters and optimizer state between steps. The optimizer's own dict stays the register of what state a row has.
+
+    [Note: where, when and how]
+    Where a bucket's state is, when it is stepped and what steps it are three choices that know nothing of each other:
+    a `BucketState` (in memory, in 8-bit blocks, in a file, a master that is rounded away), a `StepTiming` (in the script's step,
+    before it, behind it) and a `StepChoice` (the optimizer's own arithmetic, or kernels). What none of them has to say about is
+    left to the optimizer's own step over all its parameters.
+
+    Args:
+        place: says where a new bucket's state is.
+        files: the tier whose files hold state; None where there are none.
+        transport: of the ranks that step together.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: Callable[[Bucket], BucketState],
+        timing: StepTiming,
+        choice: StepChoice,
+        files: StateFiles | None,
+        transport: Transport,
+    ):
+        self._place = place
+        self._timing = timing
+        self._choice = choice
+        self._files = files
+        self._transport = transport
+        self._states: dict[Bucket, BucketState] = {}
+        self._steps: list[BucketSteps] = []
+        self._bucket_steps: list[BucketStep] = []
+        self._lent_bytes = 0
+
+    @property
+    def steps_early(self) -> bool:
+        """Whether it wants to be told of gradients while backward goes on."""
+        return self._timing.steps_early
+
+    def adopt(self, bucket: Bucket) -> None:
+        """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
+        state = self._states[bucket] = self._place(bucket)
+        state.master.move_in()
+        bucket.rest(state.master.region)
+        if state.optimizer is not None:
+            self._timing.admit(state.optimizer, state)
+
+    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+        """Has the optimizer's steps go over these buckets, which are its own."""
+        states = {bucket: self._states[bucket] for bucket in buckets}
+        by_others = self._choice.assign(optimizer, states)
+        for assigned in by_others:
+            # No disk can fail under one rank alone, so none has to wait for a word from the others.
+            self._add(
+                assigned.step, BucketSteps(optimizer, assigned.passages, NO_FILES, LocalTransport(), assigned.step)
+            )
+        left = states.keys() - {bucket for assigned in by_others for bucket in assigned.passages}
+        own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
+        step, take_over = OwnStep(optimizer), self._timing.take_over
+        if self._files is not None:
+            shards = {bucket: state.shard for bucket, state in own.items() if state.shard is not None}
+            walk = WalkOverFiles(self._files.window, shards)
+            self._add(step, BucketSteps(optimizer, own, walk, self._transport, step, take_over=take_over))
+        elif own:
+            self._add(step, BucketSteps(optimizer, own, NO_FILES, LocalTransport(), step, take_over=take_over))
+        self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
+        for bucket in buckets:
+            if self._states[bucket].state.is_away:
+                self._put_earlier(optimizer, bucket)
+
+    def before_forward(self) -> None:
+        """Called at each forward."""
+        for steps in self._steps:
+            steps.come_last()
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
+
+        None leaves them.
+        """
+        self._choice.scale_gradients(rows, coefficient)
+
+    def after_step(self, buckets: Sequence[Bucket]) -> None:
+        """Called after the optimizer's step, before gradients are given back: the parameters become what their masters are."""
+        if self._files is not None:
+            # Called twice for a class of optimizer whose step calls its parent's.
+            self._files.end_step()
+        for steps in self._steps:
+            steps.give_back_gradients()
+        for bucket in self._choice.unwritten(buckets):
+            bucket.write_back()
+
+    def at_hand(self, bucket: Bucket) -> AbstractContextManager[None]:
+        """A context in which the bucket's master may be read and written."""
+        return self._states[bucket].master.at_hand()
+
+    def values(self, row: Row, name: str, value: Any) -> Any:
+        """What the optimizer's register has under `name` for a row, with its values, which may be a copy."""
+        return self._state_of(row).values(row, name, value)
+
+    def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        """A row's state, live, without taking memory for it. `tensor` is what the register has."""
+        return self._state_of(row).view(row, kind, tensor)
+
+    def master_view(self, row: Row) -> torch.Tensor | PackedPart:
+        """A row's master, live, without taking memory for it."""
+        master = self._states[row.slot.bucket].master
+        if master.is_away:
+            self._refuse_broken()
+        return master.view(row, row.tensor.detach())
+
+    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
+        for step in self._bucket_steps:
+            step.forget(row.slot.bucket)
+        return self._states[row.slot.bucket].state.put(row, self._timing.put(row, state))
+
+    def put_master(self, row: Row, values: torch.Tensor) -> None:
+        """Replaces the row's master."""
+        self._states[row.slot.bucket].master.put(row, values)
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
+        self._timing.landed(bucket, arrival)
+
+    def beside(self, row: Row) -> dict[str, Any]:
+        """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
+        return self._timing.beside(row)
+
+    def close(self) -> None:
+        """Gives state that lives elsewhere back to the optimizer's register, and ends."""
+        self._timing.close()
+        for steps in self._steps:
+            steps.release()
+        for state in self._states.values():
+            if state.bucket.whole and state.state.is_away:
+                # Its rows are the parameters, whose state stays with the optimizer.
+                self._fill_register(state)
+            state.state.close()
+        if self._files is not None:
+            self._files.close()
+
+    # ---- what it takes ----
+
+    def window_bytes(self) -> int:
+        """Memory at most for state that passes through during a step."""
+        shards = [state.shard for state in self._states.values() if state.shard is not None]
+        return self._lent_bytes + (0 if self._files is None else self._files.window.nbytes(shards))
+
+    def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
+        """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
+        return self._states[bucket].state.nbytes(tensors)
+
+    def copy_bytes(self) -> int:
+        """Bytes of copies of state in memory, for steps that are not taken in their time."""
+        return self._timing.copy_bytes()
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of such copies in files."""
+        return self._timing.file_copy_bytes()
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
+        return self._timing.gradient_bytes()
+
+    def most_beside_bytes(self) -> int:
+        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
+        return self._timing.most_beside_bytes()
+
+    def early_report(self) -> EarlyReport | None:
+        """What is stepped before its time; None where nothing is."""
+        return self._timing.report()
+
+    def kernel_report(self) -> KernelReport | None:
+        """What is stepped by kernels in place of the optimizers' own steps; None where nothing is to be."""
+        return self._choice.report()
+
+    def _add(self, step: BucketStep, steps: BucketSteps) -> None:
+        self._bucket_steps.append(step)
+        self._steps.append(steps)
+
+    def _put_earlier(self, optimizer: torch.optim.Optimizer, bucket: Bucket) -> None:
+        """Takes state that the optimizer had before it came to the engine."""
+        for row in bucket.rows:
+            if row.tensor in optimizer.state:
+                optimizer.state[row.tensor] = self.put(row, optimizer.state[row.tensor])
+
+    def _fill_register(self, state: BucketState) -> None:
+        for row, found in state.registered().items():
+            for name, value in found.items():
+                found[name] = state.state.values(row, name, value)
+
+    def _state_of(self, row: Row) -> StatePlace:
+        state = self._states[row.slot.bucket].state
+        if state.is_away:
+            self._refuse_broken()
+        return state
+
+    def _refuse_broken(self) -> None:
+        """What is in files is not the state of any step once one of them has failed."""
+        for steps in self._steps:
+            steps.refuse_broken()

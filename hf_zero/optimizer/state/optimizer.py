@@ -1,0 +1,225 @@
+"""The user's own optimizer object, given this rank's rows instead of whole parameters."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.sharded_gradient import ShardedGradient
+from ...buckets.sharded_parameter import look_only
+from ...comm.groups.groups import Groups
+from ...engine_reference import engine_attached_to
+from ...hooks import WeakHook
+from .holder import StateHolder
+
+SCALES_ITSELF = "_step_supports_amp_scaling"
+"""What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
+
+_MARK = "hf_zero_shard"
+
+
+class ShardedOptimizer:
+    """Swaps the parameters in an optimizer's groups for rows, and calls the engine around each step.
+
+    The object, its groups and their order stay, so schedulers, per-group settings and later edits of them go on working.
+    A parameter of which this rank owns nothing leaves its group; a group may be empty.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer` whose reach (elementwise.py) the rows suit; state that it has is cut to them.
+        rows: this rank's row of each parameter that it owns a part of.
+        trained: all parameters that the engine has in buckets.
+        identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.
+        before_step: called before each step; returns whether the step is to be taken.
+        after_step: called behind each step, with the same answer.
+        holder: who has the state of the rows.
+
+    Attributes:
+        rows: of this optimizer, in its order.
+        whole_groups: the parameters that the script gave to each group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rows: Mapping[nn.Parameter, Row],
+        trained: set[nn.Parameter],
+        identity: str,
+        before_step: Callable[[], bool],
+        after_step: Callable[[bool], None],
+        holder: StateHolder,
+    ):
+        self.optimizer = optimizer
+        self._identity = identity
+        self._holder = holder
+        self._is_whole = all(row.is_parameter for row in rows.values())
+        self._before_step = before_step
+        self._after_step = after_step
+        self._skipped_groups: list[dict[str, Any]] | None = None
+        self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
+        for group, whole in zip(optimizer.param_groups, self.whole_groups):
+            group["params"] = [rows[p].tensor if p in rows else p for p in whole if p in rows or p not in trained]
+        for row in self.rows:
+            self._cut_state(row)
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._hooks = [
+            optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
+            optimizer.register_step_post_hook(WeakHook(self, ShardedOptimizer._on_stepped)),
+            optimizer.register_state_dict_post_hook(WeakHook(self, ShardedOptimizer._on_state_dict)),
+            optimizer.register_load_state_dict_pre_hook(WeakHook(self, ShardedOptimizer._on_load_state_dict)),
+        ]
+        # torch's own GradScaler, which would skip on one rank alone, then tells a step what it found; see NonFiniteCheck.
+        self._scales_itself = optimizer.__dict__.get(SCALES_ITSELF)
+        optimizer.__dict__[SCALES_ITSELF] = True
+        self._stock_zero_grad = optimizer.zero_grad
+        changed: Any = optimizer
+        changed.zero_grad = self._make_zero_grad()
+        # The optimizer keeps its side of the engine alive; the hooks above, copied with it, do not.
+        changed._hf_zero_keeps = self
+
+    def group_names(self, slot_of: Mapping[nn.Parameter, ParameterSlot]) -> list[list[str]]:
+        """Names of the trained parameters in each group, in the user's order."""
+        return [[slot_of[p].name for p in whole if p in slot_of] for whole in self.whole_groups]
+
+    def refuse_strangers(self) -> None:
+        """Raises `ValueError` for parameters that came into the optimizer's groups after the engine was built."""
+        for group in self.optimizer.param_groups:
+            if self._known.issuperset(map(id, group["params"])):
+                continue
+            strangers = [p for p in group["params"] if id(p) not in self._known]
+            raise ValueError(
+                f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
+                f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
+            )
+
+    def release(self) -> None:
+        """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
+        for hook in self._hooks:
+            hook.remove()
+        for group, whole in zip(self.optimizer.param_groups, self.whole_groups):
+            group["params"] = whole
+        if not self._is_whole:
+            self.optimizer.state.clear()
+        del self.optimizer.__dict__[SCALES_ITSELF]
+        if self._scales_itself is not None:
+            self.optimizer.__dict__[SCALES_ITSELF] = self._scales_itself
+        changed: Any = self.optimizer
+        del changed.zero_grad
+        del changed._hf_zero_keeps
+
+    def _make_zero_grad(self) -> Callable[..., None]:
+        """The optimizer's own zero_grad for its rows, and the same for the whole parameters.
+
+        Rows hold what was reduced. What micro-batches have accumulated since lies in `p.grad` of the whole parameters, some
+        of which this rank has no row of; a script that drops a batch means that too.
+        """
+
+        @functools.wraps(self._stock_zero_grad)
+        def zero_grad(*args, **kwargs) -> None:
+            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+            if not set_to_none:
+                for row in self.rows:
+                    row.slot.bucket.await_gradient()
+            self._stock_zero_grad(*args, **kwargs)
+            with look_only():
+                gradients = [(p, p.grad) for group in self.whole_groups for p in group if p.grad is not None]
+                for parameter, gradient in gradients:
+                    if not set_to_none:
+                        gradient.zero_()
+                        continue
+                    if isinstance(gradient, ShardedGradient):
+                        gradient.pending = None
+                    parameter.grad = None
+
+        return zero_grad
+
+    def _cut_state(self, row: Row) -> None:
+        parameter = row.slot.parameter
+        if row.is_parameter or parameter not in self.optimizer.state:
+            return
+        self.optimizer.state[row.tensor] = {
+            name: cut_to(value, row) for name, value in self.optimizer.state.pop(parameter).items()
+        }
+
+    def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
+        # args[0] is the optimizer itself.
+        if any(value is not None for value in (*args[1:], *kwargs.values())):
+            raise ValueError(
+                "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
+                "step. Call backward first, then optimizer.step()."
+            )
+        self._end_skip()
+        self.refuse_strangers()
+        if not self._before_step():
+            self._begin_skip()
+
+    def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        is_taken = self._skipped_groups is None
+        self._end_skip()
+        self._after_step(is_taken)
+
+    def _begin_skip(self) -> None:
+        """Lets the step that has begun run over groups without parameters. What it counts in them goes with these copies."""
+        self._skipped_groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [{**group, "params": []} for group in self._skipped_groups]
+
+    def _end_skip(self) -> None:
+        if self._skipped_groups is not None:
+            self.optimizer.param_groups, self._skipped_groups = self._skipped_groups, None
+
+    def _on_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        row_of = {id(row.tensor): row for row in self.rows}
+        tensors = [p for group in self.optimizer.param_groups for p in group["params"]]
+        state = {
+            index: values if id(tensors[index]) not in row_of else self._fetched(row_of[id(tensors[index])], values)
+            for index, values in state_dict["state"].items()
+        }
+        state_dict = {**state_dict, "state": state}
+        return state_dict if self._is_whole else {**state_dict, _MARK: self._identity}
+
+    def _fetched(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._holder.values(row, name, value) for name, value in state.items()}
+
+    def _on_load_state_dict(self, _optimizer, state_dict: dict[str, Any]) -> None:
+        if self._is_whole and _MARK not in state_dict:
+            return
+        if state_dict["state"] and state_dict.get(_MARK) != self._identity:
+            raise ValueError(
+                f"hf_zero: this state dict is of {state_dict.get(_MARK, 'a whole optimizer')}, and this optimizer is "
+                f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
+                "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
+            )
+
+
+def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:
+    """Which shard of which layout an optimizer's state belongs to, in words; equal for shards that are laid out alike."""
+    numel = sum(bucket.layout.numel for bucket in buckets)
+    return f"rank {groups.shard_rank} of {groups.shard_size}, stage {stage}, {len(buckets)} buckets of {numel} elements"
+
+
+def engine_stepped_by(optimizer: torch.optim.Optimizer) -> Any:
+    """The live ZeroEngine whose parameters the optimizer steps; None for an optimizer that no engine has."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    parameters = () if sharded is None else (p for group in sharded.whole_groups for p in group)
+    return next((engine for engine in map(engine_attached_to, parameters) if engine is not None), None)
+
+
+def cut_to(value: Any, row: Row) -> Any:
+    """A row's part of a state tensor of the whole parameter, in the row's shape and on its device; scalars as they are."""
+    if not torch.is_tensor(value) or value.dim() == 0:
+        return value
+    if value.shape == row.slot.parameter.shape:
+        cut = row.layout.in_parameter
+        value = value.reshape(-1)[cut.start : cut.stop].view(row.tensor.shape)
+    return value.to(row.tensor.device, copy=True)
+
+
+def whole_parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """The parameters that the script gave to an optimizer, whether or not an engine has put rows in their place since."""
+    sharded = optimizer.__dict__.get("_hf_zero_keeps")
+    groups = [group["params"] for group in optimizer.param_groups] if sharded is None else sharded.whole_groups
+    return [parameter for group in groups for parameter in group]

@@ -1,0 +1,191 @@
+"""Which state an optimizer keeps, seen by a trial step of a copy before its first."""
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...buckets.precision import Precision
+from ...layout.blocks import block_bytes, is_in_blocks
+
+_SHAPE = (4, 4)
+"""Of the trial parameter: a matrix, for optimizers that are made for those."""
+_PLAIN = (torch.Tensor, int, float, str, type(None))
+"""Kinds of state that can be copied, and seen to be as it was."""
+_OF_THE_DEVICE = ("capturable", "fused")
+"""Settings that a step on the host may refuse, and that change nothing of what is kept."""
+
+
+def own_step(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's arithmetic without the step hooks around it.
+
+    torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
+    step calls its parent's comes by a second wrapper, which finds no hooks of this optimizer for the moment.
+    """
+    step: Any = type(optimizer).step
+    inner = step.__wrapped__ if getattr(step, "hooked", False) else step
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        inner(optimizer)
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
+
+
+def enter_training(optimizer: torch.optim.Optimizer) -> None:
+    """Schedule-free optimizers refuse to step before their `train()`."""
+    train = getattr(optimizer, "train", None)
+    if callable(train):
+        train()
+
+
+def double_of(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], state: Mapping[torch.Tensor, dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """An optimizer like this one, with one group and with state of its own, whose step leaves this one alone.
+
+    By its attributes: `copy.copy` would leave those out that a class sets beside its groups. Methods are the class's own: what
+    a scheduler or an engine has put in their place is for this one.
+    """
+    kind = type(optimizer)
+    double = object.__new__(kind)
+    attributes = optimizer.__dict__.items()
+    double.__dict__.update({name: value for name, value in attributes if not callable(getattr(kind, name, None))})
+    double.param_groups, double.state = [group], defaultdict(dict, state)
+    return double
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer group without its parameters."""
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one step of an optimizer shows.
+
+    Attributes:
+        kinds: (name, dtype) of each state tensor with one value an element.
+        has_factors: there are also state tensors of other shapes than the parameter's.
+        hindrance: why a step cannot be taken before its time and on copies, in words; None if it can.
+    """
+
+    kinds: tuple[tuple[str, torch.dtype], ...]
+    has_factors: bool
+    hindrance: str | None
+
+
+def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """One step on a small matrix of `dtype` in a group with these settings, by a double of the optimizer.
+
+    None where it has none that can step.
+    """
+    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    trial = double_of(optimizer, settings_of(settings) | {"params": [parameter]}, {})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            enter_training(trial)
+            before = torch.get_rng_state()
+            own_step(trial)
+            draws = not torch.equal(torch.get_rng_state(), before)
+    except Exception:
+        # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
+        return None
+    return _trial_of(trial, parameter, draws=draws)
+
+
+def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draws: bool) -> Trial:
+    """What its state shows after a step; `draws`: the step has drawn random numbers."""
+    state, name = optimizer.state[parameter], type(optimizer).__name__
+    tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
+    strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
+    hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    return Trial(
+        kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == _SHAPE),
+        has_factors=any(value.numel() > 1 and value.shape != _SHAPE for value in tensors.values()),
+        hindrance=f"{name} draws random numbers" if draws else hindrance,
+    )
+
+
+def state_kinds(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[tuple[str, torch.dtype], ...] | None:
+    """(name, dtype) of each state tensor with one value an element, for rows of `dtype` in a group with these settings.
+
+    None where a trial step tells nothing.
+    """
+    trial = try_step(optimizer, settings, dtype)
+    return None if trial is None else trial.kinds
+
+
+def state_itemsizes(
+    optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """Bytes an element of each kind of state, for parameters of `dtype` in a group with these settings.
+
+    None where a trial step tells nothing, and for state that has not one value an element (Adafactor's rows and columns).
+    """
+    settings = {
+        name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
+        for name, value in settings_of(settings).items()
+    } | {name: False for name in _OF_THE_DEVICE if name in settings}
+    trial = try_step(optimizer, settings, dtype) or _try_new(optimizer, settings, dtype)
+    return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
+
+
+def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """The trial of a new optimizer of the class, for those of torch that make their state when they are built (Adagrad)."""
+    kind: Any = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return None
+    asked = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
+    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        new = kind([parameter], **asked)
+        own_step(new)
+    except Exception:
+        # One that wants another kind of parameter or gradient than a small dense matrix tells nothing beforehand.
+        return None
+    return _trial_of(new, parameter, draws=False)
+
+
+def tier_bytes_needed(
+    owner: Mapping[nn.Parameter, tuple[int, int]],
+    optimizers: Sequence[torch.optim.Optimizer],
+    precision_of: Callable[[nn.Parameter], Precision],
+    shards: int,
+    *,
+    with_gradients: bool,
+    in_blocks: bool,
+) -> int:
+    """Bytes of masters and optimizer state that one of `shards` ranks keeps of its part; `with_gradients`, of those too.
+
+    State that cannot be known beforehand counts nothing.
+
+    Args:
+        owner: (optimizer, group) of each trained parameter.
+        in_blocks: large parameters have their state in 8-bit blocks.
+    """
+    kinds: dict[tuple, list[int]] = {}
+    total = 0
+    for parameter, (index, group) in owner.items():
+        precision = precision_of(parameter)
+        key = (index, group, precision.master)
+        if key not in kinds:
+            optimizer = optimizers[index] if index >= 0 else None
+            found = state_kinds(optimizer, optimizer.param_groups[group], precision.master) if optimizer else ()
+            kinds[key] = [dtype.itemsize for _, dtype in found or ()]
+        master = precision.master.itemsize if precision.has_master else 0
+        gradient = precision.master.itemsize if with_gradients else 0
+        numel = parameter.numel()
+        packed = in_blocks and is_in_blocks(numel)
+        state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
+        total += state + numel * (master + gradient)
+    return total // shards
