@@ -4,7 +4,8 @@ from transformers import Trainer, TrainerCallback
 
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.zero import differences
-from .accelerate import ZeroAcceleratorMixin, ZeroPlugin
+from .accelerate import ZeroPlugin
+from .accelerator_mixin import ZeroAcceleratorMixin
 from .frames import find_in_callers
 from .trainer.trainer import ZeroTrainerMixin, install_in_trainer
 

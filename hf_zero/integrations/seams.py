@@ -408,7 +408,7 @@ SEAMS = (
     Seam(
         owner="accelerate:Accelerator",
         names=("_prepare_tp",),
-        where=("integrations/accelerate",),
+        where=("integrations/accelerator_mixin",),
         why="Looks for the optimizer's parameters among DTensors, which the engine replaces.",
         test="test_split_doors.py::test_accelerate_trains_saves_and_resumes",
     ),

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...diagnose.parity import seed_everything
 from ...diagnose.recorder import Recorder
-from ..accelerate import ZeroAcceleratorMixin
+from ..accelerator_mixin import ZeroAcceleratorMixin
 from ..seams import replaced
 from .command_line import script_call
 from .script import run_as_main, run_script

@@ -1,0 +1,376 @@
+"""The methods of an Accelerator that know engines."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..buckets.precision import resolve_casts
+from ..checkpoint.format.manifest import Manifest
+from ..config import ConfigError, ZeroConfig
+from ..engine.build.other_engines import refuse_other_engines
+from ..engine.engine import ZeroEngine
+from ..engine.travel.in_flight import is_compiled
+from ..engine_reference import engine_attached_to
+from ..optimizer.state.optimizer import engine_stepped_by
+from .accelerator.announce import announce
+from .accelerator.batch import rows_of_a_step
+from .accelerator.no_sync import add_no_sync
+from .accelerator.recorded_run import RecordedAccelerator, begin_in_loop
+from .accelerator.run_record import RunRecord
+from .accelerator.scaler import seat_scaler, unscale
+from .accelerator.skipped_steps import tell_of_skipped_steps
+from .accelerator.split_models import refuse_other_split, split_models_aside
+from .accelerator.states import folder_to_fill, numbered_states, refuse_unless_state
+from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without_engine
+from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
+from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
+from .checkpoints.progress import progress_of
+from .elastic.last_good import refuse_replication_without_trainer, warn_of_scaled_schedule
+from .trainer.resumed import say_resumed
+
+
+class ZeroAcceleratorMixin(RecordedAccelerator):
+    """The methods of an Accelerator that know engines. Engines are built when a model and its optimizers are both there.
+
+    Attributes:
+        zero_config: what engines are built with.
+        zero_cast_owner: who casts, in words.
+        zero_engines: one a model, in the order built.
+        zero_run: of a script that `hf_zero.run` runs.
+    """
+
+    zero_config: ZeroConfig
+    zero_cast_owner: str
+    zero_engines: list[ZeroEngine]
+    zero_run: RunRecord | None = None
+    _zero_joined: JoinedRanks | None = None
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _zero_with_optimizer: bool = False
+    _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
+
+    # ---- prepare ----
+
+    def prepare(self, *args, device_placement=None):
+        self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
+        self._choose_stage(args)
+        seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
+        try:
+            result = super().prepare(*args, device_placement=device_placement)
+        finally:
+            self._zero_with_optimizer = False
+        self._build_engines()
+        return result
+
+    def _choose_stage(self, args: Iterable[Any]) -> None:
+        """Resolves `stage: auto` when a model is among what is prepared. Collective then."""
+        if self.zero_config.is_open:
+            # Here, not above: planning needs transformers, which takes seconds to import.
+            from .planning.at_prepare import config_for
+
+            self.zero_config = config_for(self.zero_config, self, list(args))
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        self._choose_stage([model])
+        if self.zero_config.stage == 3:
+            _refuse_compiled(self, model)
+            if engine_attached_to(model) is not None or self._is_sharded_next(model):
+                # Whole, the model may not fit the device: the engine moves this rank's shard there.
+                device_placement = False
+        refuse_other_engines(model)
+        # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
+        prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        original = self.unwrap_model(prepared, keep_torch_compile=False)
+        if self.zero_run is not None:
+            self.zero_run.models += 1
+        engine = engine_attached_to(original)
+        if engine is not None and engine not in self.zero_engines:
+            self.zero_engines.append(engine)
+        if engine is None and self.zero_config.stage == 3 and _is_frozen(original):
+            # Here, not in _build_engines: `prepare_model(teacher, evaluation_mode=True)` may be the only call for it.
+            self._build_engine(original, [], prepared)
+        elif engine is None and self.num_processes > 1:
+            prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
+        return prepared
+
+    def _is_sharded_next(self, model: nn.Module) -> bool:
+        """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
+        return self._zero_with_optimizer or _is_frozen(model)
+
+    def _prepare_tp(self, *args):
+        # accelerate would look for the places of DTensors; the engine replaces them.
+        return args
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def _build_engines(self) -> None:
+        """An engine for each prepared model whose optimizers are prepared and not yet in one."""
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
+        waiting = [o for o in map(_bare, self._optimizers) if id(o) not in bound]
+        for prepared in self._models:
+            model = self.unwrap_model(prepared, keep_torch_compile=False)
+            parameters = set(model.parameters())
+            mine = [o for o in waiting if any(p in parameters for group in o.param_groups for p in group["params"])]
+            if not mine:
+                continue
+            waiting = [o for o in waiting if o not in mine]
+            self._build_engine(model, mine, prepared)
+            for optimizer in self._zero_early_optimizers.keys() & mine:
+                self._zero_early_optimizers.pop(optimizer).remove()
+        for optimizer in waiting:
+            self._refuse_foreign(optimizer)
+            if optimizer not in self._zero_early_optimizers:
+                hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
+                self._zero_early_optimizers[optimizer] = hook
+
+    def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
+        refuse_replication_without_trainer(self.zero_config)
+        former = engine_attached_to(model)
+        if former is not None:
+            former.close()
+            self.zero_engines.remove(former)
+        config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
+        # Here, not above: what it traces with takes long to import.
+        from .planning.at_start import forecast_at_start
+
+        at_start = forecast_at_start(self, model, optimizers, config) if optimizers else None
+        try:
+            with progress_of("building", is_main=self.is_main_process) as show:
+                engine = ZeroEngine(
+                    model,
+                    optimizers,
+                    config,
+                    entry=prepared if prepared is not model else None,
+                    device=self.device if self.zero_config.stage == 3 else None,
+                    on_progress=show,
+                )
+        except Exception:
+            self._forget(prepared, optimizers)
+            raise
+        refuse_other_split(self, engine)
+        self.zero_engines.append(engine)
+        if self.zero_run is not None and optimizers:
+            self.zero_run.engines += 1
+        add_no_sync(engine, model, prepared)
+        if engine.config.nonfinite != "stop":
+            tell_of_skipped_steps(engine, self._optimizers)
+        casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
+        announce(engine, casts, rows_of_a_step(self), at_start)
+        begin_in_loop(self, engine)
+
+    def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Takes what could not be prepared out of accelerate's lists, so that a notebook can try again."""
+        self._models = [m for m in self._models if m is not prepared]
+        self._optimizers = [o for o in self._optimizers if not any(_bare(o) is refused for refused in optimizers)]
+
+    def _refuse_foreign(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._models:
+            self._forget(None, [optimizer])
+            raise ValueError(
+                f"hf_zero: {type(optimizer).__name__} holds none of the parameters of the prepared models, so it would train "
+                "nothing. Build it from the model that you prepare, after any step that replaces parameters "
+                "(resize_token_embeddings, get_peft_model), and prepare the model with it or before it."
+            )
+
+    # ---- a step ----
+
+    @contextmanager
+    def no_sync(self, model: nn.Module):
+        engine = self._engine_for(model)
+        if engine is None:
+            yield
+        else:
+            with engine.no_sync():
+                yield
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2):
+        parameters = _listed(parameters)
+        engine = self._engine_with(parameters)
+        if engine is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        unscale(self, engine)
+        if self._zero_joined is not None:
+            self._zero_joined.clips(engine, "clip norm", parameters, float(max_norm), float(norm_type))
+        return engine.clip_grad_norm_(float(max_norm), float(norm_type), parameters)
+
+    def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
+        parameters = _listed(parameters)
+        engine = self._engine_with(parameters)
+        if engine is None:
+            super().clip_grad_value_(parameters, clip_value)
+        else:
+            unscale(self, engine)
+            if self._zero_joined is not None:
+                self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
+            engine.clip_grad_value_(clip_value, parameters)
+
+    def unscale_gradients(self, optimizer=None):
+        wanted = (
+            self._optimizers if optimizer is None else optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        )
+        for engine in dict.fromkeys(engine_stepped_by(_bare(opt)) for opt in wanted):
+            if engine is not None:
+                unscale(self, engine)
+        others = [opt for opt in wanted if engine_stepped_by(_bare(opt)) is None]
+        if others:
+            super().unscale_gradients(others)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables, even_batches=None):
+        with joined_ranks(self, joinables, even_batches) as joined:
+            self._zero_joined = joined
+            try:
+                yield
+            finally:
+                self._zero_joined = None
+
+    # ---- state ----
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True):
+        engine = self._engine_for(model)
+        if engine is not None:
+            engine.finish_parameters()
+            if engine.saves_together:
+                # As with FSDP: whole tensors in host memory on the process that writes them, an empty dict on the others.
+                each_node = self.project_configuration.save_on_each_node
+                wanted = self.is_local_main_process if each_node else self.is_main_process
+                # accelerate's savers look for tied weights in an OrderedDict only.
+                return OrderedDict(engine.whole_state_dict(wanted=wanted))
+        return super().get_state_dict(model, unwrap=unwrap)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
+        if not self.zero_engines:
+            return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
+        began_s = time.perf_counter()
+        with folder_to_fill(self, self.zero_engines[0], output_dir) as (root, final):
+            # Behind the meeting of all ranks that a save begins with.
+            for engine in self.zero_engines:
+                engine.synchronise()
+            with self._engines_optimizers_aside(), split_models_aside(self), self._lent_to_hooks():
+                super().save_state(str(root), safe_serialization=safe_serialization, **save_model_func_kwargs)
+            folders = [_zero_folder(root, index) for index in range(len(self.zero_engines))]
+            manifests = [write_state(engine, folder) for engine, folder in zip(self.zero_engines, folders)]
+            # The first engine's manifest vouches for the whole folder, and so comes last.
+            for engine, folder, manifest in reversed(list(zip(self.zero_engines, folders, manifests))):
+                within = "" if folder is folders[0] else f"{folder.name}/"
+                seal_state(engine, root, manifest, folder=folder.name, within=within)
+        self.record_save(began_s, final)
+        return str(final)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
+        if input_dir is not None and self.zero_engines:
+            refuse_unless_state(Path(input_dir).expanduser())
+        for engine in self.zero_engines:
+            engine.finish_parameters()
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._newest_state()
+        if self.zero_engines:
+            refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
+            # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
+            load_model_func_kwargs.setdefault("map_location", "cpu")
+        in_rows = bool(self.zero_engines) and bool(Manifest.read(folder / ZERO_FOLDER).weights)
+        with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
+            super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
+        for index, engine in enumerate(self.zero_engines):
+            if index == 0 and (in_rows or engine.state.is_split):
+                # Here, not above: it needs transformers' Trainer, which takes seconds to import.
+                from .checkpoints.file_weights import load_weights_into
+
+                load_weights_into(engine, folder)
+            load_engine(engine, _zero_folder(folder, index))
+        if self.zero_engines:
+            say_resumed(self.zero_engines[0], folder)
+            self.resume_report(folder)
+            warn_of_scaled_schedule(self, folder)
+
+    def free_memory(self, *objects):
+        for engine in self.zero_engines:
+            engine.finish_parameters()
+        self.end_report()
+        # An engine lives as long as its model and optimizer, and is found again when they are prepared again.
+        self.zero_engines = []
+        return super().free_memory(*objects)
+
+    def _newest_state(self) -> Path:
+        """Where accelerate's automatic checkpoint naming wrote last."""
+        is_automatic = self.project_configuration.automatic_checkpoint_naming
+        numbered = numbered_states(self) if is_automatic else []
+        if not numbered:
+            why = (
+                f"{self.project_dir}/checkpoints holds no checkpoint_N"
+                if is_automatic
+                else "accelerate's automatic naming, whose newest it would be, is off"
+            )
+            raise ValueError(
+                f"hf_zero: load_state() was called without a folder, and {why}. Give the folder that save_state wrote."
+            )
+        return numbered[-1]
+
+    @contextmanager
+    def _lent_to_hooks(self):
+        """Whole parameters on every rank for hooks of `register_save_state_pre_hook`, which save on one rank or on all."""
+        with ExitStack() as stack:
+            for engine in self.zero_engines if self._save_model_state_pre_hook else ():
+                stack.enter_context(engine.lent("accelerator.save_state", wanted=True))
+            yield
+
+    @contextmanager
+    def _engines_optimizers_aside(self):
+        """accelerate pickles whole optimizers on rank 0; the engines' own are saved and loaded as rows."""
+        held = self._optimizers
+        bound = {id(o) for engine in self.zero_engines for o, _ in engine.state.groups()}
+        self._optimizers = [o for o in held if id(_bare(o)) not in bound]
+        try:
+            yield
+        finally:
+            self._optimizers = held
+
+    def _engine_for(self, model: nn.Module) -> ZeroEngine | None:
+        return engine_attached_to(self.unwrap_model(model, keep_torch_compile=False))
+
+    def _engine_with(self, parameters: Iterable[nn.Parameter]) -> ZeroEngine | None:
+        found = [engine for engine in self.zero_engines if any(engine.trains(p) for p in parameters)]
+        if len(found) > 1:
+            raise ValueError(
+                "hf_zero: clip_grad_norm_ was given parameters of several models; clip each model's by itself, as each has a "
+                "gradient norm of its own."
+            )
+        return found[0] if found else None
+
+
+def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:
+    return [cast(nn.Parameter, parameters)] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO or is_compiled(model):
+        raise ConfigError(
+            "hf_zero: stage 3 gathers parameters from hooks around each layer, which a compiled model would trace. Compile what "
+            "is inside the layers instead, `for layer in layers: layer.forward = torch.compile(layer.forward)`, and leave "
+            "torch_compile / dynamo_backend off; or use stage 2, which trains compiled models."
+        )
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    return not any(p.requires_grad for p in model.parameters())
+
+
+def _bare(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _zero_folder(location: str | Path, index: int) -> Path:
+    return Path(location) / (ZERO_FOLDER if index == 0 else f"{ZERO_FOLDER}_{index}")
