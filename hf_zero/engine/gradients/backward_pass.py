@@ -48,6 +48,7 @@ class Gradients:
         after_pass: called at the end of each backward, when all gradients are reduced.
 
     Attributes:
+        hooked: the slots of all trained parameters, each with how far its bucket is filled.
         reducing: False while micro-batches only accumulate.
         ended: backward passes that have come to their end.
         may_pass_over: buckets may be started before all of their gradients have come; see `_start_passed_over`.
@@ -69,6 +70,7 @@ class Gradients:
         self._store = store
         self._transport = transport
         self._slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self.hooked = [(slot, self._filling_of[slot.bucket]) for slot in self._slots]
         self._next = 0
         self._held: set[ParameterSlot] = set()
         self._late: set[Bucket] = set()
@@ -86,8 +88,8 @@ class Gradients:
     def install(self) -> list[RemovableHandle]:
         """Puts a hook on every parameter; the handles take them off again."""
         return [
-            slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, slot, self._filling_of[slot.bucket]))
-            for slot in self._slots
+            slot.parameter.register_post_accumulate_grad_hook(_hook_of(self, index))
+            for index, slot in enumerate(self._slots)
         ]
 
     def refuse_unreduced(self) -> None:
@@ -281,21 +283,26 @@ class Gradients:
         return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
 
 
-def _hook_of(gradients: Gradients, slot: ParameterSlot, filling: _Filling) -> Callable[[torch.Tensor], None]:
-    """A hook on a parameter; the parameter does not keep `gradients`, and the engine with it."""
+def _hook_of(gradients: Gradients, index: int) -> Callable[[torch.Tensor], None]:
+    """A hook on the parameter of a slot, by the slot's number.
+
+    It holds nothing that leads back to the parameter or to the engine: Python does not find such a circle, which goes through
+    torch's own list of hooks, and the model would never be freed.
+    """
     known = weakref.ref(gradients)
 
     def on_gradient(_parameter: torch.Tensor) -> None:
         gradients = known()
         if gradients is not None:
-            gradients.take(slot)
+            gradients.take(gradients.hooked[index][0])
 
     def on_small_gradient(_parameter: torch.Tensor) -> None:
         gradients = known()
         if gradients is not None:
+            slot, filling = gradients.hooked[index]
             gradients.take_small(slot, filling)
 
-    return on_small_gradient if slot.is_small else on_gradient
+    return on_small_gradient if gradients.hooked[index][0].is_small else on_gradient
 
 
 def _is_unreduced(gradient: torch.Tensor | None) -> bool:
