@@ -87,7 +87,7 @@ def over(link: type[PointToPointTransport] | None) -> None:
     """Engines of this rank are built over such a link from here on, and trials go by a clock that nothing else moves."""
     hf_zero.comm.trial.time = CLOCK
     assemble.choose_transport = (
-        choose_transport if link is None else lambda groups, device, timeout_s: link(groups, timeout_s)
+        choose_transport if link is None else lambda groups, device, timeout_s, ledger: link(groups, timeout_s)
     )
 
 

@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate_job import Texts
 from ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
@@ -32,6 +33,18 @@ def drawing(rows):
     return default_collate(rows)
 
 
+class Talking(torch.nn.Module):
+    """A model whose forward gathers from the other ranks, as contrastive losses do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = gpt2()
+
+    def forward(self, **batch):
+        dist.all_reduce(torch.ones(1))
+        return self.inner(**batch)
+
+
 def failing(rows):
     raise KeyError("a column")
 
@@ -49,6 +62,7 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
         "tuples": DataLoader(TensorDataset(torch.zeros(8, LENGTH, dtype=torch.long)), batch_size=2),
         "stream": DataLoader(Stream(), batch_size=2),
         "failing": DataLoader(Texts(16), batch_size=2, collate_fn=failing),
+        "talking": DataLoader(Texts(16), batch_size=2),
         "quiet": DataLoader(Texts(16), batch_size=2),
     }
     said = {}
@@ -57,13 +71,16 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
         PartialState._reset_state()
         logging.getLogger("hf_zero").setLevel(logging.ERROR if name == "quiet" else logging.NOTSET)
         accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
-        model = gpt2()
+        model = Talking() if name == "talking" else gpt2()
+        forwards = []
+        model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
         optimizer = torch.optim.AdamW(model.parameters())
         drawn = torch.get_rng_state(), random.getstate()
         stderr = io.StringIO()
         with contextlib.redirect_stderr(stderr):
             accelerator.prepare(model, optimizer, *([] if loader is None else [loader]))
         assert torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
+        assert not forwards
         said[name] = " ".join(stderr.getvalue().replace("│", " ").split())
         accelerator.free_memory()
     return said
@@ -82,4 +99,5 @@ def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
     assert "not known: batches are not the keyword arguments" in here["tuples"]
     assert "not known: the data set has no rows to be asked for by number" in here["stream"]
     assert "cannot be collated (KeyError" in here["failing"]
+    assert "not known: the model's forward talks to other ranks" in here["talking"]
     assert "hf_zero plan: bytes" in here["quiet"] and "activations" not in here["quiet"]

@@ -42,14 +42,15 @@ def forecast_at_start(
             raise PlanError("hf_zero: the model is split over ranks")
         batch = _first_batch(accelerator)
         shape = _shape_of(batch)
-        traced = trace(
-            model,
-            batch,
-            shape=shape,
-            tokens=0,
-            autocast=_AUTOCAST.get(accelerator.mixed_precision),
-            param_dtype=config.param_dtype,
-        )
+        with _random_numbers_given_back():
+            traced = trace(
+                model,
+                batch,
+                shape=shape,
+                tokens=0,
+                autocast=_AUTOCAST.get(accelerator.mixed_precision),
+                param_dtype=config.param_dtype,
+            )
         job = Job(
             model=model,
             optimizers=optimizers,

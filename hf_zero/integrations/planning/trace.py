@@ -29,6 +29,9 @@ _HOST = torch.device("cpu")
 _ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+_BETWEEN_RANKS = ("c10d", "_c10d_functional")
+"""Where torch has its collectives among operations."""
+
 Batch = Mapping[str, Any]
 
 
@@ -108,7 +111,10 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 def _without_memory(
     model: nn.Module, mode: FakeTensorMode, living: "_LivingBytes", dtype: torch.dtype | None
 ) -> nn.Module:
-    """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come."""
+    """A copy of the model whose parameters and buffers have no memory, and whose gradients go where they come.
+
+    It has no hooks on modules: a script's own would count, log or keep what is no step of training.
+    """
     copies: dict[int, Any] = {}
     with mode:
         for parameter in model.parameters():
@@ -118,6 +124,14 @@ def _without_memory(
     for each in copies.values():
         living.leave_out(each)
     fake = copy.deepcopy(model, copies)
+    for module in fake.modules():
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        ):
+            hooks.clear()
     for parameter in fake.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(living.take_gradient)
@@ -148,6 +162,9 @@ class _LivingBytes(TorchDispatchMode):
             self.curve.append((self.curve[-1][0] + nbytes, self.now))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in _BETWEEN_RANKS:
+            # The others may not be in this forward, and would be waited for.
+            raise PlanError("hf_zero: the model's forward talks to other ranks")
         result = func(*args, **(kwargs or {}))
         self._count_operations(func, args, kwargs or {}, result)
         for tensor in tree_leaves(result):
