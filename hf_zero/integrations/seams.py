@@ -191,6 +191,13 @@ SEAMS = (
     ),
     Seam(
         owner="torch.nn:Module",
+        names=("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"),
+        where=("integrations/planning/trace",),
+        why="The copy of a model that is traced runs no hooks of the script.",
+        test="test_activations_at_start.py::test_the_peak_is_forecast_where_the_data_tells_a_micro_batch",
+    ),
+    Seam(
+        owner="torch.nn:Module",
         names=("_parameters", "_buffers", "_modules"),
         where=("engine", "optimizer", "integrations/checkpoints"),
         why="Which module holds a parameter, and whether it still does. `_parameters` is another dict until a gather has ended.",
