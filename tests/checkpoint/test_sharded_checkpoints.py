@@ -75,7 +75,7 @@ def assert_same(state: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     [
         slow("stage=0", "stage=3"),
         slow("stage=1", "stage=2"),
-        ("stage=3", "stage=1"),
+        slow("stage=3", "stage=1"),
         ("stage=2,param_dtype=bfloat16", "stage=3"),
     ],
 )

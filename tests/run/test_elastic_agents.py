@@ -14,6 +14,7 @@ def assert_went_on(outcome: elastic.Outcome, ranks: int) -> None:
     assert outcome.starts[-1].whole_steps(4 * 2 * (ranks + 1) // ranks // 4)[-1] == PLAIN["max_steps"] - 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(elastic.LIMIT_S + 60)
 def test_one_of_two_agents_is_killed_and_the_other_ends_the_run(tmp_path):
     outcome = elastic.killed_run(
