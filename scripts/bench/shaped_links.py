@@ -21,17 +21,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from step import describe_run
-from workload import WORKLOADS
+from two_hosts import simulated_ms
 
 from hf_zero.config import ZeroConfig
-from hf_zero.integrations.planning.forecasts import Job
-from hf_zero.integrations.planning.times import step_time
-from hf_zero.plan.forecast import Activations
-from hf_zero.plan.machine import Machine
 
 KEPT = Path(__file__).parent / "results" / "shaped_links.json"
 STAGES = {f"hf_zero{stage}": stage for stage in range(1, 4)}
@@ -55,35 +50,18 @@ class Run:
 
     @property
     def simulated_ms(self) -> float:
-        return _simulated_ms(self.model, self.mbit, self.stage, self.step_ms - self.wait_ms)
+        return simulated_ms(
+            self.model,
+            ZeroConfig(stage=self.stage),
+            compute_s=(self.step_ms - self.wait_ms) / 1000,
+            link_bytes_a_second=self.mbit * 1e6 / 8,
+            # The optimizer's step is in what was not waited.
+            memory_bytes_a_second=1e15,
+        )
 
     @property
     def error(self) -> float:
         return self.simulated_ms / self.step_ms - 1
-
-
-def _simulated_ms(model: str, mbit: int, stage: int, busy_ms: float) -> float:
-    with torch.device("meta"):
-        made = WORKLOADS[model].make_model()
-    job = Job(
-        model=made,
-        optimizers=[torch.optim.AdamW(made.parameters(), fused=True)],
-        device=torch.device("cpu"),
-        world_size=2,
-        ranks_a_node=1,
-        activations=None,
-    )
-    work = Activations(curve=((0, 0),), saved_bytes=0, flops=3, forward_flops=1, tokens=1, shape="")
-    machine = Machine(
-        nodes=2,
-        ranks_a_node=1,
-        flops=3 / (busy_ms / 1000),
-        link_bytes_a_second=mbit * 1e6 / 8,
-        # The optimizer's step is in `busy_ms`.
-        memory_bytes_a_second=1e15,
-        call_s=2e-4,
-    )
-    return 1000 * step_time(job.layout(ZeroConfig(stage=stage)), machine, work, 1).step_s
 
 
 def runs_in(described: dict[str, Any]) -> Iterable[Run]:
