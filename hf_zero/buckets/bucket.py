@@ -146,7 +146,7 @@ class Bucket:
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
-        whole: this rank's rows are the parameters themselves.
+        rows_are_parameters: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
         arrival: of the reduced gradient in the rows, which may be on its way there; see `await_gradient`.
         is_away: the master is in a file, or there for the step only; `master` and the rows then have its shape and no memory.
@@ -161,14 +161,14 @@ class Bucket:
         memory: ParameterMemory,
         *,
         shard_rank: int,
-        whole: bool,
+        rows_are_parameters: bool,
         tier: Tier,
     ):
         self.layout = layout
         self.key = cast(BucketKey, layout.key)
         self.precision = precision
         self.memory = memory
-        self.whole = whole
+        self.rows_are_parameters = rows_are_parameters
         self.tier = tier
         self.arrival = Arrival()
         self.is_away = False
@@ -344,7 +344,7 @@ class Bucket:
                 if gradient is slot.sharded_gradient:
                     if slot.sharded_gradient.state is GradientState.SPENT:
                         slot.sharded_gradient.refuse_if_spent()
-                elif not (self.whole or gradient is None or isinstance(gradient, ShardedGradient)):
+                elif not (self.rows_are_parameters or gradient is None or isinstance(gradient, ShardedGradient)):
                     raise ShardedGradientError(
                         f"hf_zero: `grad` of {slot.name!r} was set by hand, and the step is taken with what backward has reduced "
                         "into the ranks' shards. Let the gradient come from a backward (of a loss that has it as its gradient, "
@@ -465,7 +465,7 @@ class Bucket:
         for layout in rows_of_shard(self.layout, shard_rank):
             slot = slot_of[layout.name]
             shape = slot.parameter.shape if self.layout.intact else (layout.in_shard.numel,)
-            tensor = slot.parameter if self.whole else nn.Parameter(_part(master, layout.in_shard, shape))
+            tensor = slot.parameter if self.rows_are_parameters else nn.Parameter(_part(master, layout.in_shard, shape))
             slot.sharded_gradient.shard, slot.sharded_gradient.await_shard = (
                 tensor,
                 WeakHook(self, Bucket.await_gradient),

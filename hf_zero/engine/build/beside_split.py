@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ...config import ConfigError, ZeroConfig
-from ...optimizer.state.elementwise import Reach, reach_of
+from ...optimizer.state.elementwise import UpdateScope, update_scope_of
 from ..units.split_model import SplitModel
 
 
@@ -25,7 +25,7 @@ def refuse_beside_split(split: SplitModel, config: ZeroConfig, optimizers: Seque
             "`out_of_memory` at stop."
         )
     for optimizer in optimizers:
-        if reach_of(optimizer) in (Reach.PARAMETER, Reach.MODEL):
+        if update_scope_of(optimizer) in (UpdateScope.PARAMETER, UpdateScope.MODEL):
             raise ConfigError(
                 f"hf_zero: the optimizer {type(optimizer).__name__} updates an element by what the rest of its parameter is, and "
                 "the model is split over ranks (tensor or expert parallel), so that a rank has parts of parameters only. Use one "

@@ -278,7 +278,7 @@ def build_buckets(
                 precision,
                 make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
                 shard_rank=groups.shard_rank,
-                whole=keeps_rows_whole(config, groups, parameter_of.values(), placement),
+                rows_are_parameters=rows_are_parameters(config, groups, parameter_of.values(), placement),
                 tier=tier,
             )
         )
@@ -343,7 +343,7 @@ def _specs(
     return specs
 
 
-def keeps_rows_whole(
+def rows_are_parameters(
     config: ZeroConfig, groups: Groups, parameters: Iterable[nn.Parameter], placement: Placement
 ) -> bool:
     """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""

@@ -27,7 +27,7 @@ def choose_store(
         groups: of the ranks that take each step together.
     """
     world_size, replicated = groups.world_size, groups.shard_size == 1
-    if all(bucket.whole for bucket in buckets):
+    if all(bucket.rows_are_parameters for bucket in buckets):
         return ReplicatedGradients(transport, world_size, landing)
     apart = any(bucket.tier.is_apart for bucket in buckets)
     if config.stage < 2 or (replicated and not apart):

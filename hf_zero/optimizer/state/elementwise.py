@@ -9,7 +9,7 @@ from ...config import AUTO, ConfigError, ZeroConfig
 from .state_kinds import double_of, enter_training, own_step, settings_of
 
 
-class Reach(Enum):
+class UpdateScope(Enum):
     """What the update of an element depends on.
 
     ELEMENT: that element alone. PARAMETER: the parameter it is in (a norm, a row's mean, a matrix product). MODEL: other
@@ -55,30 +55,30 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
             f"hf_zero: the optimizer {name} {_NOT_STEPPED_SO[name.lower()]}, so it cannot be stepped over shards. Use AdamW, "
             "Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Lion, Muon, Adafactor, ..., or train without hf_zero."
         )
-    reach = reach_of(optimizer)
-    if reach is Reach.MODEL and (shards > 1 or config.steps_by_bucket):
+    scope = update_scope_of(optimizer)
+    if scope is UpdateScope.MODEL and (shards > 1 or config.steps_by_bucket):
         raise ValueError(
             f"hf_zero: the optimizer {name} updates a parameter by what other parameters are, and here only some of them are "
             "stepped at a time. Set `stage: 0`, where each rank has all, without `offload.optimizer: nvme` and `rounding: "
             "stochastic` and `moments: 8bit`, which step a bucket at a time; or use another optimizer."
         )
     split = config.split_parameters
-    if split is True and reach in (Reach.PARAMETER, Reach.MODEL):
+    if split is True and scope in (UpdateScope.PARAMETER, UpdateScope.MODEL):
         raise ConfigError(
             f"hf_zero config: `split_parameters: true`, and the optimizer {name} updates an element by what the rest of its "
             "parameter is, so that parts of it would be trained otherwise than the whole. Leave `split_parameters` at auto."
         )
-    return reach is not Reach.ELEMENT if split == AUTO else not split
+    return scope is not UpdateScope.ELEMENT if split == AUTO else not split
 
 
-def reach_of(optimizer: torch.optim.Optimizer) -> Reach:
+def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
     """How far the optimizer looks, seen by trial steps of copies of it that leave it alone.
 
     Two matrices are stepped together, each alone, and cut into flat pieces; whatever gives the same values does not tell
     those cases apart.
     """
     if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
-        return Reach.ELEMENT
+        return UpdateScope.ELEMENT
     generator = torch.Generator().manual_seed(0)
     matrices, gradients = ([torch.randn(_SHAPE, generator=generator) for _ in range(2)] for _ in range(2))
     # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
@@ -89,15 +89,15 @@ def reach_of(optimizer: torch.optim.Optimizer) -> Reach:
         alone = [*_stepped(optimizer, matrices[:1], gradients[:1]), *_stepped(optimizer, matrices[1:], gradients[1:])]
     except Exception:
         # A class that cannot step outside its own construction tells nothing about its arithmetic.
-        return Reach.UNKNOWN
+        return UpdateScope.UNKNOWN
     if not _same(together, alone):
-        return Reach.MODEL
+        return UpdateScope.MODEL
     try:
         pieces = _stepped(optimizer, _cut(matrices[0]), _cut(gradients[0]))
     except Exception:
         # Made for matrices.
-        return Reach.PARAMETER
-    return Reach.ELEMENT if _same(pieces, _cut(alone[0])) else Reach.PARAMETER
+        return UpdateScope.PARAMETER
+    return UpdateScope.ELEMENT if _same(pieces, _cut(alone[0])) else UpdateScope.PARAMETER
 
 
 def _cut(whole: torch.Tensor) -> list[torch.Tensor]:

@@ -154,7 +154,7 @@ class StateHolder:
         for steps in self._steps:
             steps.release()
         for state in self._states.values():
-            if state.bucket.whole and state.state.is_away:
+            if state.bucket.rows_are_parameters and state.state.is_away:
                 # Its rows are the parameters, whose state stays with the optimizer.
                 self._fill_register(state)
             state.state.close()

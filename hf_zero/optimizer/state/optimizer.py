@@ -28,7 +28,8 @@ class ShardedOptimizer:
     A parameter of which this rank owns nothing leaves its group; a group may be empty.
 
     Args:
-        optimizer: any `torch.optim.Optimizer` whose reach (elementwise.py) the rows suit; state that it has is cut to them.
+        optimizer: any `torch.optim.Optimizer` whose update scope (elementwise.py) the rows suit; state that it has is cut to
+            them.
         rows: this rank's row of each parameter that it owns a part of.
         trained: all parameters that the engine has in buckets.
         identity: of this shard ("rank 1 of 2, …"), written into `state_dict()`.

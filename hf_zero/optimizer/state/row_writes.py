@@ -118,4 +118,4 @@ class RowWrites:
 
 
 def _is_copied(bucket: Bucket) -> bool:
-    return not bucket.whole and (isinstance(bucket.memory, UnshardedMemory) or bucket.has_second_copy)
+    return not bucket.rows_are_parameters and (isinstance(bucket.memory, UnshardedMemory) or bucket.has_second_copy)

@@ -19,7 +19,7 @@ from hf_zero.integrations.accelerator.announce import announce
 from hf_zero.integrations.checkpoints.checkpointing import ZERO_FOLDER, load_engine
 from hf_zero.integrations.checkpoints.load_state import load_state
 from hf_zero.integrations.checkpoints.plain_optimizer import open_plain
-from hf_zero.optimizer.state.elementwise import Reach, keeps_intact, reach_of
+from hf_zero.optimizer.state.elementwise import UpdateScope, keeps_intact, update_scope_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -264,21 +264,21 @@ def test_a_file_of_plain_trainer_goes_on_with_its_factors(tmp_path):
 @pytest.mark.parametrize(
     ("make", "reach"),
     [
-        (torch.optim.Muon, Reach.PARAMETER),
-        (torch.optim.Adafactor, Reach.PARAMETER),
-        (Adafactor, Reach.PARAMETER),
-        (Lamb, Reach.PARAMETER),
-        (SignOfTheMean, Reach.PARAMETER),
-        (Prodigious, Reach.MODEL),
-        (partial(torch.optim.AdamW, capturable=True), Reach.ELEMENT),
-        (partial(torch.optim.SGD, lr=0.1), Reach.ELEMENT),
-        (torch.optim.LBFGS, Reach.UNKNOWN),
+        (torch.optim.Muon, UpdateScope.PARAMETER),
+        (torch.optim.Adafactor, UpdateScope.PARAMETER),
+        (Adafactor, UpdateScope.PARAMETER),
+        (Lamb, UpdateScope.PARAMETER),
+        (SignOfTheMean, UpdateScope.PARAMETER),
+        (Prodigious, UpdateScope.MODEL),
+        (partial(torch.optim.AdamW, capturable=True), UpdateScope.ELEMENT),
+        (partial(torch.optim.SGD, lr=0.1), UpdateScope.ELEMENT),
+        (torch.optim.LBFGS, UpdateScope.UNKNOWN),
     ],
 )
 def test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone(make, reach):
     optimizer = make([nn.Parameter(torch.ones(3, 2))])
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the trial called the script's hook"))
-    assert reach_of(optimizer) is reach
+    assert update_scope_of(optimizer) is reach
     assert not optimizer.state and torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 2))
 
 
@@ -290,7 +290,7 @@ def test_an_optimizer_derived_from_adamw_is_tried_and_not_believed():
                 p.grad.div_(p.grad.norm())
             super().step()
 
-    assert reach_of(Normed([nn.Parameter(torch.ones(3, 2))])) is Reach.PARAMETER
+    assert update_scope_of(Normed([nn.Parameter(torch.ones(3, 2))])) is UpdateScope.PARAMETER
 
 
 def test_what_no_layout_suits_is_refused_by_name():
