@@ -16,6 +16,7 @@ from training import gpt2, gpt2_batch
 from transformers import Trainer
 
 from hf_zero import ZeroPlugin, last_good_state, same_global_batch
+from hf_zero.integrations.elastic.agents_store import trap_of_agents_store
 from hf_zero.integrations.elastic.data_position import DataPosition
 
 pytestmark = pytest.mark.timeout(300)
@@ -194,3 +195,18 @@ def test_a_loop_finds_the_last_good_state_on_all_ranks_and_saves_under_a_number_
     arguments = {"folder": str(tmp_path)}
     for seen in run_ranks(saves_and_goes_on, world_size=2, time_limit_s=100, keyword_arguments=arguments):
         assert seen == [None, "checkpoint_0", True, "checkpoint_2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_trap"),
+    [
+        ({}, True),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+        ({"GROUP_WORLD_SIZE": "1"}, False),
+    ],
+)
+def test_workers_that_would_look_for_a_lost_node_are_told_what_to_set(changes, is_trap):
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}
+    trap = trap_of_agents_store(environment | changes)
+    assert (trap is not None and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in trap) == is_trap

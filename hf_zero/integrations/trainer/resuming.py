@@ -22,6 +22,7 @@ from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, in_wor
 from ...checkpoint.writer import row_file
 from ..checkpoints.checkpointing import ZERO_FOLDER
 from ..checkpoints.progress import progress_of
+from ..elastic.agents_store import trap_of_agents_store
 from ..elastic.exchange import exchange_between_ranks
 
 logger = logging.get_logger(__name__)
@@ -68,6 +69,9 @@ def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on:
             is good. Lists each with its faults.
     """
     output_dir, rank = Path(trainer.args.output_dir), trainer.args.process_index
+    trap = trap_of_agents_store() if goes_on else None
+    if trap is not None and rank == 0:
+        logger.warning(trap)
     if goes_on and asked is not False:
         found, passed = _newest_good(trainer, output_dir)
         if found is None and passed:
