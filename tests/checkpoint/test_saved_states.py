@@ -14,7 +14,7 @@ from training import gpt2, gpt2_batch
 from hf_zero import ZeroPlugin
 from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
-from hf_zero.integrations import accelerate as door
+from hf_zero.integrations import accelerator_mixin as door
 
 pytestmark = pytest.mark.timeout(120)
 
