@@ -126,8 +126,7 @@ class Groups:
             ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            alone = RankGroup(ranks=(0,), place=0)
-            return cls(world_size=1, rank=0, backend="local", world=alone, shard=alone, replicate=alone, gather=alone)
+            return cls._of_one(0, nodes=(0,))
         rank, everyone = dist.get_rank(), range(dist.get_world_size())
         timeout = timedelta(seconds=comm.timeout_s)
         backend = _backend_for(device_type)
@@ -139,17 +138,7 @@ class Groups:
         sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
         world_size = len(sets[0])
         if world_size == 1:
-            alone = RankGroup(ranks=(rank,), place=0)
-            return cls(
-                world_size=1,
-                rank=0,
-                backend="local",
-                world=alone,
-                shard=alone,
-                replicate=alone,
-                gather=alone,
-                nodes=nodes,
-            )
+            return cls._of_one(rank, nodes=nodes)
         if apart is not None and backend != "fake":
             control = _make(sets, rank, timeout, "gloo").handle
         size = _shard_size(stage, comm, [nodes[each] for each in sets[0]])
@@ -182,6 +171,14 @@ class Groups:
             shard_control=shard_control,
             timeout_s=comm.timeout_s,
             late_s=comm.late_s,
+        )
+
+    @classmethod
+    def _of_one(cls, rank: int, *, nodes: tuple[int, ...]) -> "Groups":
+        """A rank of the run that shares nothing with others."""
+        alone = RankGroup(ranks=(rank,), place=0)
+        return cls(
+            world_size=1, rank=0, backend="local", world=alone, shard=alone, replicate=alone, gather=alone, nodes=nodes
         )
 
     def of_a_step(self) -> "Groups":
