@@ -181,7 +181,9 @@ def test_any_request_is_planned_or_refused_by_name(options, kept, batch):
         for stage in (1, 2, 3)
         if f"stage {stage}" in state
     ]
-    assert lasting == sorted(lasting, reverse=True)
+    # Parameters that are not split lie unevenly: of a layer's, one rank may hold nearly all.
+    if kept.get("split_parameters") is not False:
+        assert lasting == sorted(lasting, reverse=True)
     if plan.settings is not None:
         assert plan.yaml()
 

@@ -239,11 +239,8 @@ def build_buckets(
     """
     parameter_of = dict(part.parameters)
     buckets = []
-    make_memory: Callable[..., ParameterMemory] = UnshardedMemory
-    if wire.peers is not None:
-        make_memory = memory_of(wire.peers, sharded=part.sharded)
-    elif part.sharded:
-        make_memory = memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
+    make_memory = _choose_memory(part, wire, parameter_tier, device)
+    are_parameters = rows_are_parameters(config, groups, parameter_of.values(), placement)
     layouts = layouts_of(
         part,
         owner,
@@ -278,12 +275,22 @@ def build_buckets(
                 precision,
                 make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
                 shard_rank=groups.shard_rank,
-                rows_are_parameters=rows_are_parameters(config, groups, parameter_of.values(), placement),
+                rows_are_parameters=are_parameters,
                 tier=tier,
             )
         )
         adopt(buckets[-1])
     return buckets
+
+
+def _choose_memory(
+    part: Part, wire: Wire, parameter_tier: ParameterTier, device: torch.device
+) -> Callable[..., ParameterMemory]:
+    if wire.peers is not None:
+        return memory_of(wire.peers, sharded=part.sharded)
+    if part.sharded:
+        return memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
+    return UnshardedMemory
 
 
 def layouts_of(

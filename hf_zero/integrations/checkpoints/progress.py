@@ -22,21 +22,7 @@ def progress_bar(
         nbytes: in all; None where that is not known.
         done_bytes: before this begins.
     """
-    # Here, not above: importing hf_zero does not take the time that the Hub's client takes.
-    from huggingface_hub.utils import tqdm
-
-    with tqdm(
-        desc=f"hf_zero: {what}",
-        total=nbytes,
-        initial=done_bytes,
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        delay=_PATIENCE_S,
-        mininterval=_EVERY_S,
-        # None: only on a terminal.
-        disable=None if is_main and _are_wanted() else True,
-    ) as bar:
+    with _bar(what, nbytes, is_main=is_main, done_bytes=done_bytes) as bar:
         yield bar.update
 
 
@@ -47,26 +33,31 @@ def progress_of(what: str, *, is_main: bool = True) -> Iterator[Callable[[int, i
         bar: Any = None
 
         def show(done_bytes: int, total_bytes: int) -> None:
-            from huggingface_hub.utils import tqdm
-
             nonlocal bar
             if bar is None or done_bytes < bar.n:
                 stack.close()
-                bar = stack.enter_context(
-                    tqdm(
-                        desc=f"hf_zero: {what}",
-                        total=total_bytes,
-                        unit="B",
-                        unit_scale=True,
-                        leave=False,
-                        delay=_PATIENCE_S,
-                        mininterval=_EVERY_S,
-                        disable=None if is_main and _are_wanted() else True,
-                    )
-                )
+                bar = stack.enter_context(_bar(what, total_bytes, is_main=is_main))
             bar.update(done_bytes - bar.n)
 
         yield show
+
+
+def _bar(what: str, nbytes: int | None, *, is_main: bool, done_bytes: int = 0) -> Any:
+    # Here, not above: importing hf_zero does not take the time that the Hub's client takes.
+    from huggingface_hub.utils import tqdm
+
+    return tqdm(
+        desc=f"hf_zero: {what}",
+        total=nbytes,
+        initial=done_bytes,
+        unit="B",
+        unit_scale=True,
+        leave=False,
+        delay=_PATIENCE_S,
+        mininterval=_EVERY_S,
+        # None: only on a terminal.
+        disable=None if is_main and _are_wanted() else True,
+    )
 
 
 def _are_wanted() -> bool:
