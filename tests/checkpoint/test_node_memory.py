@@ -105,6 +105,7 @@ def test_a_generation_without_all_of_its_files_is_passed_over_for_the_one_before
     assert not generations(tmp_path / "node0")
 
 
+@pytest.mark.slow
 def test_memory_of_a_run_whose_output_dir_was_emptied_is_not_taken(tmp_path):
     run([0, 1], tmp_path, end_at=3)
     shutil.rmtree(tmp_path / "out")

@@ -72,6 +72,7 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
     assert "checkpoint-2 at step 2, saved by 2 ranks at stage 2; going on with 1 rank at stage 3." in of_two
 
 
+@pytest.mark.short_cells("stage=3,checkpoint.layout=sharded")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "config", ["stage=2", "stage=2,checkpoint.async_save=false", "stage=3,checkpoint.layout=sharded"]

@@ -330,6 +330,7 @@ def summed(by_rank: list) -> dict[str, np.ndarray]:
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "others"), [(2, [(2, None)]), pytest.param(3, [(2, None), (6, 2), (6, 3)], marks=pytest.mark.slow)]
 )

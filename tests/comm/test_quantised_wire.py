@@ -150,6 +150,7 @@ def went_down(rank: int, world_size: int) -> dict[bool, float]:
     return depths
 
 
+@pytest.mark.slow
 def test_without_error_feedback_what_is_small_in_its_block_is_never_learned():
     """100 steps of 0.1 on a slope of 0.05 go down by 0.5. In a block with a 1, 4 bits have no 0.05."""
     for depths in run_ranks(went_down, world_size=2, time_limit_s=60):
@@ -302,6 +303,7 @@ def moved_away(rank: int, world_size: int, nvme: str) -> list[list[float]]:
     return [start(setting(stage, BOTH, offload=place), steps=3)[3] for stage in (1, 2, 3) for place in places]
 
 
+@pytest.mark.slow
 def test_offload_changes_no_loss(tmp_path):
     for losses in run_ranks(moved_away, world_size=2, time_limit_s=100, keyword_arguments={"nvme": str(tmp_path)}):
         for here, host, files in (

@@ -76,6 +76,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.short_cells("2-True-variants0")
 @pytest.mark.parametrize(
     "world_size, clips, variants",
     [

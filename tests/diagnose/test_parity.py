@@ -50,6 +50,7 @@ def test_local_accumulation_is_equal_and_sharded_within_rounding():
         assert "grad_accumulation: sharded" in sharded.reasons[0]
 
 
+@pytest.mark.slow
 def test_three_ranks_and_clipping_are_named_as_reasons():
     for reports in on_ranks(3, settings=[{"stage": 1}, {"stage": 3}], max_norm=0.5):
         for report in reports:

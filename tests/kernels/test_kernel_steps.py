@@ -111,6 +111,7 @@ def lions_beside_ddp(rank: int, world_size: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_lion_follows_ddp(world_size):
     for errors in run_ranks(lions_beside_ddp, world_size=world_size, time_limit_s=120):
@@ -207,6 +208,7 @@ def goes_on(rank: int, world_size: int, folder: str, cells: list[tuple[Callable,
         assert other_losses == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cells",
     [

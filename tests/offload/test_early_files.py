@@ -66,6 +66,7 @@ def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(name, st
         other.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_forget_and_keep_together_bit_for_bit(world_size, tmp_path):
     arguments = {"count": 2 if world_size == 2 else 3, "early": early(tmp_path)}

@@ -365,6 +365,7 @@ def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) ->
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_way_that_fails_on_gpus_is_shown_and_the_others_are_measured(tmp_path, monkeypatch):
     measure = gpus.measure
 

@@ -65,6 +65,7 @@ def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
 # The recipes, end to end
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), "zero3_offload_cpu.yaml"])
 def test_bert_learns_reloads_and_resumes(zero, tmp_path):
@@ -181,6 +182,7 @@ def test_a_mistake_ends_a_run_with_its_paragraph_and_no_traceback(tmp_path):
 # What a run learns from where it is told nothing
 
 
+@pytest.mark.slow
 def test_standard_library_text_is_the_same_every_time_and_split_cleanly():
     splits = docstrings()
     assert splits["train"].to_list() == docstrings()["train"].to_list()
@@ -190,6 +192,7 @@ def test_standard_library_text_is_the_same_every_time_and_split_cleanly():
     assert sum(map(len, sources()["train"]["text"])) > 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [train_for_classification, train_for_language_modelling])
 def test_a_tokenizer_trained_twice_is_the_same(train):
     texts = docstrings()["validation"]["text"]

@@ -72,6 +72,7 @@ def test_trainer_trains_a_bert_from_host_memory_at_stage_3(library, tmp_path):
     compared(library, tmp_path, [trainer("flag 3", "bert", tmp_path)])
 
 
+@pytest.mark.slow
 def test_accelerate_trains_at_stage_2(library, tmp_path):
     compared(library, tmp_path, [("accelerate", {"door": "plugin 2", "steps": STEPS})])
 

@@ -106,6 +106,7 @@ def on_text(settings: dict, count: int = 100) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_small_gpt_learns_a_text_as_with_32_bits():
     exact, quantised = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})
     print("loss by step, 32 and 8 bits:", *zip(exact[::10], quantised[::10]), sep="\n")
@@ -242,6 +243,7 @@ def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> 
     return differ + (["a late step came in its time"] if late.equals(in_time) else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), slow(2, "float32")])
 def test_blocks_are_the_same_wherever_they_are_and_whenever_they_are_stepped(world_size, dtype, tmp_path):
     arguments = {"path": str(tmp_path), "dtype": dtype}
