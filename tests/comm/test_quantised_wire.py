@@ -150,7 +150,6 @@ def went_down(rank: int, world_size: int) -> dict[bool, float]:
     return depths
 
 
-@pytest.mark.slow
 def test_without_error_feedback_what_is_small_in_its_block_is_never_learned():
     """100 steps of 0.1 on a slope of 0.05 go down by 0.5. In a block with a 1, 4 bits have no 0.05."""
     for depths in run_ranks(went_down, world_size=2, time_limit_s=60):

@@ -106,7 +106,6 @@ def on_text(settings: dict, count: int = 100) -> list[float]:
     return losses
 
 
-@pytest.mark.slow
 def test_a_small_gpt_learns_a_text_as_with_32_bits():
     exact, quantised = on_text({"stage": 2}), on_text({"stage": 2, **IN_8_BITS})
     print("loss by step, 32 and 8 bits:", *zip(exact[::10], quantised[::10]), sep="\n")
