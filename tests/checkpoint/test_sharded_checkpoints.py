@@ -126,6 +126,7 @@ def load_consolidated(checkpoint: Path, out: Path, *parts: object) -> dict[str, 
     return in_numpy(load_file(out / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_hosts_with_disks_of_their_own_keep_their_ranks_parts(tmp_path):
     run, settings = tmp_path / "run", f"stage=3,{SHARDED}"
     whole = on_ranks(trains, output_dir=str(run), settings=settings, own_disks=True, save_total_limit=1)

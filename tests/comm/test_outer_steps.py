@@ -162,6 +162,7 @@ def with_offload_and_without(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "world_size", "size"),
     [

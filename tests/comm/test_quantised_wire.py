@@ -220,6 +220,7 @@ def looks_and_edits(rank: int, world_size: int) -> None:
         assert all(torch.equal(whole[name], exact[name]) for name in exact if name != "transformer.wpe.weight")
 
 
+@pytest.mark.slow
 def test_what_is_read_saved_and_edited_is_exact():
     run_ranks(looks_and_edits, world_size=2, time_limit_s=100)
 

@@ -78,6 +78,7 @@ def at_each_collective(rank: int, world_size: int, *, variants: list[dict], reen
     return found
 
 
+@pytest.mark.slow
 def test_a_failure_before_any_collective_of_two_steps_leaves_no_trace():
     arguments = {"variants": [PLAIN], "reentrant": None, "every": 3}
     [(number,), _] = run_ranks(at_each_collective, world_size=2, time_limit_s=150, keyword_arguments=arguments)

@@ -110,6 +110,7 @@ def scaled_in_groups(rank: int, world_size: int, cells: list[tuple]) -> tuple[li
     return found, scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cells", [[(3, FLOAT16, False)], slow([(2, {}, True)], id="stage 2")], ids=["stage 3", None])
 def test_shard_groups_skip_together_and_stay_alike(cells):
     first, *others = run_ranks(scaled_in_groups, world_size=4, time_limit_s=170, keyword_arguments={"cells": cells})

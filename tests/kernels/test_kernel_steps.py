@@ -93,6 +93,7 @@ def worst_errors(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_losses_are_those_of_torchs_steps(world_size):
     for errors in run_ranks(worst_errors, world_size=world_size, time_limit_s=170):

@@ -76,6 +76,7 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, tmp_path):
             assert kept > 0 < forgotten, what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_no_offload_has_the_same_trajectory_bit_for_bit(world_size, tmp_path):
     stages = (0, 2, 3) if world_size == 1 else (1, 2, 3)

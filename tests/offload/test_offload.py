@@ -50,6 +50,7 @@ def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, in
     return [found for case in cases for found in in_pairs(rank, world_size, **case)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
     host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}

@@ -71,6 +71,7 @@ def with_other_settings(rank: int, world_size: int, path: str) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_other_setting_changes_a_digit(world_size, tmp_path):
     arguments = {"path": str(tmp_path)}

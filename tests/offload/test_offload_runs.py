@@ -220,6 +220,7 @@ def losses_in(lines: list[str]) -> dict[str, str]:
     return {line.split()[0]: line.split()[1] for line in lines if line[0].isdigit()}
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_goes_on_bit_for_bit(tmp_path):
     disk, plain, killed = tmp_path / "disk", tmp_path / "plain", tmp_path / "killed"
     for folder in (disk, plain, killed):

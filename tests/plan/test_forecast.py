@@ -215,6 +215,7 @@ def run_bench(tmp_path, *arguments: str) -> list[dict]:
     return json.loads(path.read_text())["cells"]
 
 
+@pytest.mark.slow
 def test_state_is_what_was_forecast_and_a_peak_no_less():
     """glibc's heap keeps freed blocks of this process's ranks: the peak is compared where it gives them back, in the slow run."""
     [cell] = measure([("gpt2", "2", 2, 32)], ranks=2, time_limit_s=150)

@@ -252,6 +252,7 @@ def offload_figures(path: Path, *arguments: object) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_offload_compares_ways_end_to_end_and_says_what_it_leaves_out(tmp_path):
     figures = offload_figures(

@@ -111,6 +111,7 @@ def test_gpt_learns_and_reloads(zero, tmp_path):
     assert tokenizer.decode(written[0]).startswith("import ")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("zero", ["zero2_offload_cpu.yaml", pytest.param("zero3.yaml", marks=pytest.mark.slow)])
 def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tmp_path):
@@ -133,6 +134,7 @@ def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tm
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name", ["bert", pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.slow)]

@@ -115,6 +115,7 @@ def ways_of_the_gpu_script(library: Path, folder: Path, world_size: int, *chosen
     return found
 
 
+@pytest.mark.slow
 def test_the_script_for_several_gpus_runs_on_devices(library, tmp_path):
     ways = ways_of_the_gpu_script(library, tmp_path, 2, "stage 3")
     assert [way["way"] for way in ways] == ["FSDP2", "stage 3"]

@@ -197,8 +197,7 @@ def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Calla
     "place",
     [
         "by chance",
-        "kernels with masters",
-        *(slow(place) for place in ("device", "host", "partly host")),
+        *(slow(place) for place in ("kernels with masters", "device", "host", "partly host")),
     ],
 )
 def test_blocks_are_the_same_on_every_layout(place):

@@ -89,6 +89,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 def test_no_place_changes_a_digit(tmp_path):
     places = json.loads(json.dumps(PLACES))
     places["all in files"]["offload"]["nvme_path"] = str(tmp_path)

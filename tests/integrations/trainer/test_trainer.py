@@ -357,6 +357,7 @@ def sums_each_step(rank: int, world_size: int, door: str, output_dir: str, gathe
     return reader.sums
 
 
+@pytest.mark.slow
 def test_parameters_read_right_after_a_step_are_the_new_ones(tmp_path):
     expected = run_on_ranks(sums_each_step, door="ddp", output_dir=str(tmp_path))[0]
     for gather, door in ((False, "flag 2"), (True, "flag 2"), (True, "flag 3")):
