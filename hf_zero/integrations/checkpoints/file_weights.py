@@ -1,14 +1,17 @@
-"""Weights files of a plain folder into a model that is split over ranks: each rank reads its own part."""
+"""Weights of any checkpoint into a model that is split over ranks: each rank reads its own part."""
 
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
+from ...checkpoint.foreign.find import is_foreign, open_foreign
 from ...checkpoint.format.mapped import mapped_tensors
 from ...engine.engine import ZeroEngine
 from ...engine.units.split_model import read_part
+from ...layout.boxes import Box
 from ...layout.intervals import Interval
 from .placed_weights import saved_tensors_of
 from .row_weights import has_row_weights, load_row_weights, names_in
@@ -25,36 +28,54 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
     """
     if has_row_weights(checkpoint):
         load_row_weights(engine, checkpoint)
-    else:
-        _load_file_weights(engine, checkpoint)
-
-
-def _load_file_weights(engine: ZeroEngine, checkpoint: Path) -> None:
-    """Replaces the values of a model that is split over ranks by those of files that `from_pretrained` reads. Collective.
-
-    Every rank reads its own part.
-
-    Raises:
-        CheckpointError: on every rank: damaged, or of another model.
-    """
+        return
+    opens = _foreign_weights if is_foreign(checkpoint) else _file_weights
     tensors = saved_tensors_of(engine.model)
     bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
 
     def load_own() -> None:
-        files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
-        held = {name: values for file in files for name, values in file.items()}
-        shapes = {name: engine.state.box_of(tensor).shape for name, tensor in tensors.items()}
-        name_of = names_in({name: tuple(v.shape) for name, v in held.items()}, tensors, shapes, checkpoint)
+        weights = opens(checkpoint)
+        box_of = {id(tensor): engine.state.box_of(tensor) for tensor in tensors.values()}
+        shapes = {name: box_of[id(tensor)].shape for name, tensor in tensors.items()}
+        name_of = names_in(weights.shapes, tensors, shapes, checkpoint)
 
-        def read(parameter: torch.Tensor, interval: Interval) -> torch.Tensor:
-            return held[name_of[id(parameter)]].reshape(-1)[interval.start : interval.stop]
+        def read(tensor: torch.Tensor, interval: Interval) -> torch.Tensor:
+            return weights.read(name_of[id(tensor)], box_of[id(tensor)], interval)
 
-        engine.state.load_weights(read)
-        for tensor in tensors.values():
-            if id(tensor) not in bucketed:
-                box = engine.state.box_of(tensor)
-                values = read_part(box, Interval(0, box.numel), partial(read, tensor))
-                tensor.detach().copy_(values.view(tensor.shape))
+        engine.state.load_own_weights(read)
+        for tensor in {id(each): each for each in tensors.values() if id(each) not in bucketed}.values():
+            values = read(tensor, Interval(0, box_of[id(tensor)].numel))
+            tensor.detach().copy_(values.view(tensor.shape))
 
     on_all_ranks(engine.everyone.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
     engine.state.share_weights()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """Weights of a checkpoint by name.
+
+    Attributes:
+        shapes: whole ones.
+        read: the elements of an interval of a part of a weight, 1-D.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str, Box, Interval], torch.Tensor]
+
+
+def _foreign_weights(checkpoint: Path) -> _Weights:
+    foreign = open_foreign(checkpoint)
+    return _Weights(shapes=foreign.weight_shapes(), read=foreign.read_weight)
+
+
+def _file_weights(checkpoint: Path) -> _Weights:
+    """Of files that `from_pretrained` reads."""
+    files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
+    held = {name: values for file in files for name, values in file.items()}
+
+    def read(name: str, box: Box, interval: Interval) -> torch.Tensor:
+        flat = held[name].reshape(-1)
+        return read_part(box, interval, lambda run: flat[run.start : run.stop])
+
+    return _Weights(shapes={name: tuple(values.shape) for name, values in held.items()}, read=read)
