@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from ...layout.boxes import Box
 from ...layout.intervals import Interval
+from ..format.blocks import SavedBlock, read_blocks
 from ..format.files import is_inside
 from ..format.manifest import CheckpointError
 from .pickles import Record, load_dcp_metadata, load_stream
@@ -88,29 +90,18 @@ class DcpFolder:
         shape = entry.shape or (1,)
         if box is None or box.is_whole:
             box = Box.whole(shape)
-        row_numel = math.prod(box.local_shape[1:])
-        if interval.numel == 0 or row_numel == 0:
-            return torch.empty(0)
         self._refuse_uncovered(path)
-        rows = Interval(interval.start // row_numel, -(-interval.stop // row_numel))
-        part = box.narrow(0, rows)
-        blocks = list(part.slices())
-        buffer: torch.Tensor | None = None
-        for chunk in entry.chunks:
-            offsets, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
-            common = [both for there, here in blocks if (both := _overlap(offsets, sizes, there, here)) is not None]
-            if not common:
-                continue
-            values = self._load(chunk)
-            if not torch.is_tensor(values) or tuple(values.shape) != chunk.sizes:
-                raise self._damaged(path, "has a chunk of another shape than its metadata says")
-            if buffer is None:
-                buffer = torch.empty(part.local_shape, dtype=values.dtype)
-            for in_chunk, in_part in common:
-                buffer[in_part] = values.reshape(sizes)[in_chunk]
-        assert buffer is not None
-        first = interval.start - rows.start * row_numel
-        return buffer.reshape(-1)[first : first + interval.numel]
+        blocks = (
+            SavedBlock(offsets=chunk.offsets or (0,), sizes=chunk.sizes or (1,), load=partial(self._block, path, chunk))
+            for chunk in entry.chunks
+        )
+        return read_blocks(box, interval, blocks)
+
+    def _block(self, path: tuple[Any, ...], chunk: _Chunk) -> torch.Tensor:
+        values = self._load(chunk)
+        if not torch.is_tensor(values) or tuple(values.shape) != chunk.sizes:
+            raise self._damaged(path, "has a chunk of another shape than its metadata says")
+        return values.reshape(chunk.sizes or (1,))
 
     def _refuse_uncovered(self, path: tuple[Any, ...]) -> None:
         """Raises `CheckpointError` unless the chunks of a tensor hold each of its elements once, by their boxes alone."""
@@ -216,24 +207,3 @@ def _dtype_of(entry: Record) -> torch.dtype | None:
         return None
     values = (*properties.unnamed, *properties.fields.values())
     return next((value for value in values if isinstance(value, torch.dtype)), None)
-
-
-_Slices = tuple[slice, ...]
-
-
-def _overlap(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], there: _Slices, here: _Slices
-) -> tuple[_Slices, _Slices] | None:
-    """Where the elements lie that a chunk and a block of a part have in common: (in the chunk, in the part).
-
-    Args:
-        there, here: the block, in the whole tensor and in the part.
-    """
-    in_chunk, in_part = [], []
-    for offset, size, whole, own in zip(offsets, sizes, there, here, strict=True):
-        start, stop = max(offset, whole.start), min(offset + size, whole.stop)
-        if start >= stop:
-            return None
-        in_chunk.append(slice(start - offset, stop - offset))
-        in_part.append(slice(start - whole.start + own.start, stop - whole.start + own.start))
-    return tuple(in_chunk), tuple(in_part)
