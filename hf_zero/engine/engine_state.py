@@ -157,12 +157,14 @@ class EngineState:
 
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
         """Replaces this rank's part of the model; `read` gives runs of whole parameters. `share_weights` has to follow."""
-        self._parts.parameter_gather.finish_all()
-        load_weights(
-            self._parts.all_buckets,
-            self._parts.holder,
-            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter)),
+        self.load_own_weights(
+            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter))
         )
+
+    def load_own_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+        """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`)."""
+        self._parts.parameter_gather.finish_all()
+        load_weights(self._parts.all_buckets, self._parts.holder, read)
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""
