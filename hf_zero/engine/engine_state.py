@@ -108,6 +108,11 @@ class EngineState:
         """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
         return self._parts.meeting.split.box_of(parameter)
 
+    def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of the ranks' parts of a parameter, or of what has its shape. Collective over its copy."""
+        split = self._parts.meeting.split.parts.get(parameter)
+        return part if split is None else split.as_dtensor(part).full_tensor()
+
     def boxes(self) -> dict[str, Box]:
         """Name → part of each parameter of the model of which this rank's model has not all."""
         split = self._parts.meeting.split
