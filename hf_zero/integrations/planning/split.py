@@ -38,13 +38,11 @@ def split_without_memory(model: nn.Module, tp_size: int) -> None:
         )
     made: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) not in made:
                 style = _style_of(f"{module_name}.{name}", plan)
                 made[id(parameter)] = _part(parameter, name, style, tp_size)
-            module._parameters[name] = made[id(parameter)]
+            setattr(module, name, made[id(parameter)])
 
 
 def _part(parameter: nn.Parameter, name: str, style: str | None, tp_size: int) -> nn.Parameter:
