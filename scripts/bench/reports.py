@@ -178,7 +178,7 @@ def _curve(curve: Record) -> str:
                     f"{row['cpu_ratio']['median']:.2f}" if has_times else "",
                     _megabytes(row),
                     _peak(row),
-                    (verdict(row, engines) if has_times else "") or "",
+                    verdict(row, engines),
                 )
             )
     return markdown((curve["varied"], "engine", "CPU a step / DDP", "wire MB", "peak MiB", BEHIND), rows)
