@@ -11,13 +11,14 @@ Without `--zero` it runs under stock DDP.
 """
 
 import math
+import os
 import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration, PartialState
+from accelerate import Accelerator, DataLoaderConfiguration
 from finetune_bert import load_model
 from recipes.arguments import ModelArguments, parse_arguments
 from recipes.classification import ClassificationArguments, class_names, load_classification, tokenize
@@ -122,10 +123,11 @@ def share_global_batch(run: LoopArguments) -> None:
     """Deals the global batch, where one is asked for, to the ranks that there are."""
     if run.global_batch_size is None:
         return
-    ranks = PartialState().num_processes
+    # Of the launcher: accelerate asked before there is an Accelerator counts one of ranks on the CPU.
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     batch = same_global_batch(run.global_batch_size, rows=run.per_device_train_batch_size, world_size=ranks)
     run.per_device_train_batch_size, run.gradient_accumulation_steps = batch.rows, batch.accumulation
-    if batch.global_rows != run.global_batch_size and PartialState().is_main_process:
+    if batch.global_rows != run.global_batch_size and os.environ.get("RANK", "0") == "0":
         print(f"{run.global_batch_size} rows cannot be shared evenly by {ranks} ranks: a step takes {batch}.")
 
 

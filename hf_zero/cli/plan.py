@@ -28,6 +28,7 @@ def plan(
     model: Annotated[str, typer.Argument(help="A name of the Hub, a folder, or a config.json. No weights are read.")],
     gpus: Annotated[int, typer.Option(help="Accelerators of a node, one rank each.")] = 1,
     nodes: Annotated[int, typer.Option(help="Hosts.")] = 1,
+    tp_size: Annotated[int, typer.Option(help="Ranks that hold one copy of the model together.")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Of an accelerator, such as 24GB; with --cpu, of a rank.")] = "24GB",
     host_memory: Annotated[str | None, typer.Option(help="Of a node, for what is offloaded.")] = None,
     disk: Annotated[str | None, typer.Option(help="Of a node, for what is offloaded.")] = None,
@@ -54,6 +55,7 @@ def plan(
     options: dict[str, Any] = {
         "gpus": gpus,
         "nodes": nodes,
+        "tp_size": tp_size,
         "gpu_memory": gpu_memory,
         "host_memory": host_memory,
         "disk": disk,

@@ -52,6 +52,11 @@ class ModelCopies:
         alike = tuple(tuple(sorted(members)) for members in zip(*copies))
         return cls(copies=copies, alike=alike)
 
+    def part_in_words(self, rank: int) -> str:
+        """Which copy a rank is of and which part it has: its places along the data and the tensor parallel axis."""
+        data, copy = next((place, copy) for place, copy in enumerate(self.copies) if rank in copy)
+        return f"dp {data}, tp {copy.index(rank)}"
+
 
 class OverCopies:
     """Agrees first among the ranks that hold the same part of the model, then among those of one copy.

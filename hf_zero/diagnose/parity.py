@@ -22,6 +22,7 @@ from ..engine.engine import ZeroEngine
 from .parity_report import ParityReport, compare, repeats
 from .recorder import Recorder
 from .recording import Recording, write_trace
+from .split_copies import LocalValues, PlainCopies, is_split
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
@@ -60,11 +61,13 @@ def parity(
     """Trains a model for a few steps with DDP and with the engine, and compares losses, gradients and parameters.
 
     Both runs start from the model's weights as they are, with the same random numbers and batches; the model itself is left as
-    it is. Without a process group, or at one rank, the run to compare with is the plain model. Collective.
+    it is. Without a process group, or at one rank, the run to compare with is the plain model. A model that transformers has
+    split over ranks (tensor, expert parallelism) is compared with its own run, gradients averaged over its copies by a plain
+    all-reduce; it is trained itself, and has its values again afterwards, in new parameters. Collective.
 
     Args:
         model: in train mode or not, on the device to train on.
-        batches: this rank's, each what `loss` takes.
+        batches: this rank's, each what `loss` takes; the ranks of one copy of a split model need the same.
         config: anything `ZeroConfig.of` takes.
         optimizer: makes one for a copy of the model; by default AdamW with learning rate 1e-3.
         loss: of a model and a batch; by default the loss that the model returns for `model(**batch)`, or `model(*batch)` where a
@@ -93,24 +96,44 @@ def parity(
         max_norm=max_norm,
         seed=seed,
     )
+    stock_run = _split_stock if is_split(model) else _stock
     with tempfile.TemporaryDirectory(prefix="hf-zero-parity-") as folder, _same_random_numbers_afterwards():
-        stock = _record(job, Path(folder, "stock"), _stock)
+        stock = _record(job, Path(folder, "stock"), stock_run)
         engine = _record(job, Path(folder, "engine"), lambda model, made: _with_engine(model, made, settings))
         report = _on_all_ranks(lambda: compare(stock(), engine(), tolerance))
         if report.passed or report.reasons:
             return report
-        again = _record(job, Path(folder, "again"), _stock)
+        again = _record(job, Path(folder, "again"), stock_run)
         return _on_all_ranks(lambda: dataclasses.replace(report, repeats=repeats(stock(), again())))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Trained:
-    """A model to train: what is called, what its micro-batches run in, how it is clipped, what ends it."""
+    """A model to train: what is called, what its micro-batches run in, how it is clipped, what ends it.
+
+    Attributes:
+        reduce: what is left to do behind the last backward of a step.
+        place: of this rank among those with batches of their own.
+    """
 
     entry: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]]
     clip: Callable[[float], torch.Tensor]
     close: Callable[[], None]
+    place: int
+    reduce: Callable[[], None] = lambda: None
+
+
+def _split_stock(model: nn.Module, made: torch.optim.Optimizer) -> _Trained:
+    copies = PlainCopies(model, made)
+    return _Trained(
+        entry=model,
+        no_sync=nullcontext,
+        clip=copies.clip,
+        close=lambda: None,
+        place=copies.place,
+        reduce=copies.average,
+    )
 
 
 def _stock(model: nn.Module, made: torch.optim.Optimizer) -> _Trained:
@@ -120,12 +143,15 @@ def _stock(model: nn.Module, made: torch.optim.Optimizer) -> _Trained:
         no_sync=getattr(entry, "no_sync", nullcontext),
         clip=lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         close=lambda: None,
+        place=_rank(),
     )
 
 
 def _with_engine(model: nn.Module, made: torch.optim.Optimizer, config: ZeroConfig) -> _Trained:
     engine = ZeroEngine(model, [made], dataclasses.replace(config, report=False))
-    return _Trained(entry=model, no_sync=engine.no_sync, clip=engine.clip_grad_norm_, close=engine.close)
+    return _Trained(
+        entry=model, no_sync=engine.no_sync, clip=engine.clip_grad_norm_, close=engine.close, place=engine.groups.rank
+    )
 
 
 def _record(
@@ -133,12 +159,32 @@ def _record(
 ) -> Callable[[], Recording]:
     """Trains a copy of the model; returns what reads the recording, on rank 0."""
     folder.mkdir()
-    model = copy.deepcopy(job.model)
+    with _to_train(job.model) as model:
+        recorder = _train(job, model, folder, prepare)
+    for rank, trace in enumerate(_from_all_ranks(recorder.trace)):
+        write_trace(folder, rank, trace)
+    return recorder.read
+
+
+@contextmanager
+def _to_train(model: nn.Module) -> Iterator[nn.Module]:
+    """A copy of the model; one that is split over ranks itself, with its values given back afterwards."""
+    if not is_split(model):
+        yield copy.deepcopy(model)
+        return
+    kept = LocalValues(model)
+    yield model
+    kept.put_back()
+
+
+def _train(
+    job: _Job, model: nn.Module, folder: Path, prepare: Callable[[nn.Module, torch.optim.Optimizer], _Trained]
+) -> Recorder:
     made = job.optimizer(model)
     trained = prepare(model, made)
     recorder = Recorder(folder, job.steps, lambda: [model])
     recorder.watch(made)
-    seed_everything(job.seed + _rank())
+    seed_everything(job.seed + trained.place)
     for step in range(job.steps):
         for micro in range(job.accumulation):
             batch = job.batches[step * job.accumulation + micro]
@@ -146,14 +192,13 @@ def _record(
                 value = job.loss(trained.entry, batch) / job.accumulation
                 recorder.loss(value)
                 value.backward()
+        trained.reduce()
         if job.max_norm is not None:
             recorder.norm(trained.clip(job.max_norm))
         made.step()
         made.zero_grad()
     trained.close()
-    for rank, trace in enumerate(_from_all_ranks(recorder.trace)):
-        write_trace(folder, rank, trace)
-    return recorder.read
+    return recorder
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from torch import nn
 from ..engine.engine import ZeroEngine
 from ..optimizer.state.optimizer import engine_stepped_by, whole_parameters
 from .recording import Facts, Recording, write_facts, write_tensors, write_trace
+from .split_copies import put_together
 
 
 class Recorder:
@@ -165,9 +166,10 @@ def full_gradients(
     """Each parameter's whole reduced gradient; None where it has none. Collective with an engine."""
     for name, parameter in named.items():
         if engine is not None and engine.trains(parameter):
-            yield name, engine.full_grad(parameter)
+            gradient = engine.full_grad(parameter)
+            yield name, None if gradient is None else engine.state.as_whole(parameter, gradient)
         else:
-            yield name, parameter.grad
+            yield name, None if parameter.grad is None else put_together(parameter.grad)
 
 
 @torch.no_grad()
@@ -179,7 +181,7 @@ def full_parameters(
         engine.finish_parameters()
     for name, parameter in named.items():
         if engine is None:
-            yield name, parameter.detach()
+            yield name, put_together(parameter.detach())
         else:
             with engine.gathered(parameter):
-                yield name, parameter.detach().clone()
+                yield name, engine.state.as_whole(parameter, parameter.detach().clone())

@@ -251,7 +251,12 @@ class ZeroEngine:
     def comm_report(self) -> CommReport:
         """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built."""
         rows = self.transport.ledger.rows()
-        return CommReport(rows=rows, gradient_error=self._parts.wire.reduction.error, trials=self._trials)
+        return CommReport(
+            rows=rows,
+            gradient_error=self._parts.wire.reduction.error,
+            trials=self._trials,
+            not_counted=self._parts.meeting.not_counted,
+        )
 
     # ---- moving in and out ----
 

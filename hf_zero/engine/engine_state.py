@@ -108,6 +108,11 @@ class EngineState:
         """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
         return self._parts.meeting.split.box_of(parameter)
 
+    def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of the ranks' parts of a parameter, or of what has its shape. Collective over its copy."""
+        split = self._parts.meeting.split.parts.get(parameter)
+        return part if split is None else split.as_dtensor(part).full_tensor()
+
     def boxes(self) -> dict[str, Box]:
         """Name → part of each parameter of the model of which this rank's model has not all."""
         split = self._parts.meeting.split
@@ -157,12 +162,14 @@ class EngineState:
 
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
         """Replaces this rank's part of the model; `read` gives runs of whole parameters. `share_weights` has to follow."""
-        self._parts.parameter_gather.finish_all()
-        load_weights(
-            self._parts.all_buckets,
-            self._parts.holder,
-            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter)),
+        self.load_own_weights(
+            lambda parameter, interval: read_part(self.box_of(parameter), interval, partial(read, parameter))
         )
+
+    def load_own_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
+        """The same, where `read` gives intervals of the part of a parameter that this rank's model has (`box_of`)."""
+        self._parts.parameter_gather.finish_all()
+        load_weights(self._parts.all_buckets, self._parts.holder, read)
 
     def share_weights(self) -> None:
         """Sends the loaded parts to ranks that hold parameters whole. Collective."""

@@ -83,11 +83,13 @@ class CommReport:
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
     backward passes another. `trials` are what `comm.gradients: auto` and `comm.weights: auto` have gone by.
+    `not_counted` says what is sent beside these rows; "" where nothing is.
     """
 
     rows: tuple[CommRow, ...]
     gradient_error: float | None = None
     trials: tuple[Trial, ...] = ()
+    not_counted: str = ""
 
     @property
     def bytes_sent(self) -> int:
@@ -126,7 +128,8 @@ class CommReport:
         inside, between = in_units(self.bytes_sent - self.bytes_between), in_units(self.bytes_between)
         rows.append(("total", "", inside, between, f"{1e3 * self.wait_seconds:,.0f}", ""))
         columns = ("kind", "calls", "in node", "between nodes", "exposed ms", "GB/s")
-        return render("Sent by this rank", columns, rows) + "".join(f"{trial}\n" for trial in self.trials)
+        more = [*map(str, self.trials), *filter(None, [self.not_counted])]
+        return render("Sent by this rank", columns, rows) + "".join(f"{line}\n" for line in more)
 
 
 def mib(nbytes: int) -> str:

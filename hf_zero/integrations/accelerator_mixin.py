@@ -279,9 +279,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             refuse_faults(self.zero_engines[0], folder, ZERO_FOLDER)
             # accelerate would read the whole model into each device, where at stage 3 there may be no room for it.
             load_model_func_kwargs.setdefault("map_location", "cpu")
-        in_rows = bool(self.zero_engines) and bool(Manifest.read(folder / ZERO_FOLDER).weights)
+        manifest = Manifest.read(folder / ZERO_FOLDER) if self.zero_engines else None
+        in_rows = manifest is not None and bool(manifest.weights)
         with self._engines_optimizers_aside(), split_models_aside(self, all_of_them=in_rows):
             super().load_state(str(folder), load_kwargs=load_kwargs, **load_model_func_kwargs)
+        if manifest is not None and manifest.world_size != self.num_processes:
+            # accelerate counts micro-batches, of which other ranks made up a step: the next one begins a step.
+            self.step -= self.step % self.gradient_accumulation_steps
         for index, engine in enumerate(self.zero_engines):
             if index == 0 and (in_rows or engine.state.is_split):
                 # Here, not above: it needs transformers' Trainer, which takes seconds to import.

@@ -40,6 +40,11 @@ class Box:
         kept = tuple(piece for each in wanted for piece in _within(held, each))
         return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
 
+    def narrow(self, dim: int, interval: Interval) -> "Box":
+        """The elements of this part whose index in it along a dimension is in an interval."""
+        kept = tuple(_within(self.ranges[dim], interval))
+        return Box(self.shape, (*self.ranges[:dim], kept, *self.ranges[dim + 1 :]))
+
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Of the part."""

@@ -18,6 +18,7 @@ class PlanRequest:
     Args:
         gpus: accelerators of a node, one rank each.
         nodes: hosts.
+        tp_size: ranks that hold one copy of the model together, as transformers splits it.
         gpu_memory: of an accelerator, in bytes or as `24GB`; on the CPU, what a rank may take.
         host_memory: of a node, for what is offloaded; None plans without it.
         disk: of a node, likewise.
@@ -36,6 +37,7 @@ class PlanRequest:
 
     gpus: int = 1
     nodes: int = 1
+    tp_size: int = 1
     gpu_memory: int | str = "24GB"
     host_memory: int | str | None = None
     disk: int | str | None = None
@@ -52,8 +54,10 @@ class PlanRequest:
     utilisation: float = 0.45
 
     def __post_init__(self):
-        for name in ("gpus", "nodes", "batch", "accumulation"):
+        for name in ("gpus", "nodes", "batch", "accumulation", "tp_size"):
             whole_number(name, getattr(self, name), 1)
+        if self.gpus % self.tp_size:
+            raise refuse("tp_size", self.tp_size, f"a number that divides the {self.gpus} ranks of a node")
         for name in ("seq", "lora"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
@@ -73,6 +77,11 @@ class PlanRequest:
     @property
     def world_size(self) -> int:
         return self.gpus * self.nodes
+
+    @property
+    def data_ranks(self) -> int:
+        """Copies of the model, over which hf_zero shards."""
+        return self.world_size // self.tp_size
 
     @property
     def machine(self) -> Machine:

@@ -254,6 +254,7 @@ def offload_figures(path: Path, *arguments: object) -> dict:
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_offload_compares_ways_end_to_end_and_says_what_it_leaves_out(tmp_path):
     figures = offload_figures(
@@ -367,6 +368,7 @@ def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) ->
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_way_that_fails_on_gpus_is_shown_and_the_others_are_measured(tmp_path, monkeypatch):
     measure = gpus.measure
 

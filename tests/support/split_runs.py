@@ -189,6 +189,23 @@ def local_of(model: nn.Module) -> dict[str, np.ndarray]:
     return {name: local(p).detach().float().numpy().copy() for name, p in model.named_parameters()}
 
 
+def moments_of(engine: ZeroEngine, model: nn.Module) -> dict[str, np.ndarray]:
+    """Whole moments of every parameter. Collective."""
+    meeting = engine._parts.meeting
+    found = {}
+    for name, parameter in model.named_parameters():
+        box = meeting.split.box_of(parameter)
+        for kind, value in engine.full_state(parameter).items():
+            if torch.is_tensor(value) and value.dim():
+                whole = torch.zeros(box.shape)
+                everyone = [(box, value.numpy())] if box.is_whole else meeting.copy.exchange((box, value.numpy()))
+                for part, values in everyone:
+                    for there, here in part.slices():
+                        whole[there] = torch.from_numpy(values)[here]
+                found[f"{kind} of {name}"] = whole.numpy()
+    return found
+
+
 def sent_bytes(engine: ZeroEngine) -> int:
     """What this rank has sent of gradients and parameters."""
     by_verb = engine.comm_report().bytes_by_verb()

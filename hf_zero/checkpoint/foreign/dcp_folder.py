@@ -2,12 +2,15 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...layout.boxes import Box
 from ...layout.intervals import Interval
+from ..format.blocks import SavedBlock, read_blocks
 from ..format.files import is_inside
 from ..format.manifest import CheckpointError
 from .pickles import Record, load_dcp_metadata, load_stream
@@ -37,6 +40,7 @@ class SavedEntry:
     """A tensor, or with shape None a plain value, and where its bytes lie."""
 
     shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
     chunks: tuple[_Chunk, ...]
 
 
@@ -57,6 +61,7 @@ class DcpFolder:
         paths = metadata.get("planner_data") or {}
         places = self._places(metadata.get("storage_data") or {})
         self.entries: dict[tuple[Any, ...], SavedEntry] = {}
+        self._covered: set[tuple[Any, ...]] = set()
         for key, entry in metadata["state_dict_metadata"].items():
             path = paths.get(key)
             if not isinstance(path, tuple):
@@ -72,41 +77,58 @@ class DcpFolder:
         [chunk] = self.entries[path].chunks
         return self._load(chunk)
 
-    def read(self, path: tuple[Any, ...], interval: Interval) -> torch.Tensor:
-        """The elements `interval`, row-major, of a tensor; only chunks that hold some of its rows are read. 1-D.
+    def read(self, path: tuple[Any, ...], interval: Interval, box: Box | None = None) -> torch.Tensor:
+        """The elements `interval`, row-major, of a part of a tensor; only chunks that hold some of its rows are read. 1-D.
+
+        Args:
+            box: the part; None is all of the tensor.
 
         Raises:
             CheckpointError: an element is in no chunk or in two, or a file is missing, cut off or damaged.
         """
         entry = self.entries[path]
         shape = entry.shape or (1,)
-        row_numel = math.prod(shape[1:])
-        if interval.numel == 0 or row_numel == 0:
-            return torch.empty(0)
-        rows = Interval(interval.start // row_numel, -(-interval.stop // row_numel))
-        buffer: torch.Tensor | None = None
-        found_numel = 0
-        for chunk in entry.chunks:
-            offsets, sizes = chunk.offsets or (0,), chunk.sizes or (1,)
-            common = Interval(offsets[0], offsets[0] + sizes[0]).intersect(rows)
-            if common is None or 0 in sizes:
-                continue
-            values = self._load(chunk)
-            if not torch.is_tensor(values) or tuple(values.shape) != chunk.sizes:
-                raise self._damaged(path, "has a chunk of another shape than its metadata says")
-            values = values.reshape(sizes)[common.start - offsets[0] : common.stop - offsets[0]]
-            if buffer is None:
-                buffer = torch.empty((rows.numel, *shape[1:]), dtype=values.dtype)
-            box = (
-                slice(common.start - rows.start, common.stop - rows.start),
-                *(slice(o, o + s) for o, s in zip(offsets[1:], sizes[1:])),
+        if box is None or box.is_whole:
+            box = Box.whole(shape)
+        self._refuse_uncovered(path)
+        blocks = (
+            SavedBlock(offsets=chunk.offsets or (0,), sizes=chunk.sizes or (1,), load=partial(self._block, path, chunk))
+            for chunk in entry.chunks
+        )
+        return read_blocks(box, interval, blocks)
+
+    def _block(self, path: tuple[Any, ...], chunk: _Chunk) -> torch.Tensor:
+        values = self._load(chunk)
+        if not torch.is_tensor(values) or tuple(values.shape) != chunk.sizes:
+            raise self._damaged(path, "has a chunk of another shape than its metadata says")
+        return values.reshape(chunk.sizes or (1,))
+
+    def _refuse_uncovered(self, path: tuple[Any, ...]) -> None:
+        """Raises `CheckpointError` unless the chunks of a tensor hold each of its elements once, by their boxes alone."""
+        if path in self._covered:
+            return
+        entry = self.entries[path]
+        shape = entry.shape or (1,)
+        boxes = [(chunk.offsets or (0,), chunk.sizes or (1,)) for chunk in entry.chunks if 0 not in chunk.sizes]
+        if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
+            raise self._damaged(path, "has a chunk of another number of dimensions")
+        # Between neighbouring cuts all elements are in the same chunks, so that one of them stands for all.
+        cuts = [
+            sorted({0, size, *(o[dim] for o, _ in boxes), *(o[dim] + s[dim] for o, s in boxes)})
+            for dim, size in enumerate(shape)
+        ]
+        if any(of_dim[0] < 0 or of_dim[-1] > size for of_dim, size in zip(cuts, shape)):
+            raise self._damaged(path, "has a chunk beyond its end")
+        place = [{cut: number for number, cut in enumerate(of_dim)} for of_dim in cuts]
+        times = torch.zeros([len(of_dim) - 1 for of_dim in cuts], dtype=torch.int32)
+        for offsets, sizes in boxes:
+            times[tuple(slice(at[o], at[o + s]) for at, o, s in zip(place, offsets, sizes))] += 1
+        if not bool((times == 1).all()):
+            found = sum(math.prod(sizes) for _, sizes in boxes)
+            raise self._damaged(
+                path, f"has {found} of {math.prod(shape)} elements in its chunks, or some of them in two chunks"
             )
-            buffer[box] = values
-            found_numel += values.numel()
-        if buffer is None or found_numel != buffer.numel():
-            raise self._damaged(path, f"has {found_numel} of {rows.numel * row_numel} elements in its chunks")
-        first = interval.start - rows.start * row_numel
-        return buffer.reshape(-1)[first : first + interval.numel]
+        self._covered.add(path)
 
     def _places(self, storage: dict[Record, Record]) -> dict[tuple[str, tuple[int, ...] | None], Record]:
         places = {}
@@ -118,10 +140,11 @@ class DcpFolder:
     def _entry(self, key: str, entry: Record, places: dict[Any, Record]) -> SavedEntry:
         if "chunks" not in entry.fields:
             place = places.get((key, None))
-            return SavedEntry(shape=None, chunks=(self._chunk(key, (), (), place),))
+            return SavedEntry(shape=None, dtype=None, chunks=(self._chunk(key, (), (), place),))
         boxes = [(tuple(box.fields["offsets"]), tuple(box.fields["sizes"])) for box in entry.fields["chunks"]]
         return SavedEntry(
             shape=tuple(entry.fields["size"]),
+            dtype=_dtype_of(entry),
             chunks=tuple(self._chunk(key, offsets, sizes, places.get((key, offsets))) for offsets, sizes in boxes),
         )
 
@@ -176,3 +199,11 @@ class DcpFolder:
         return CheckpointError(
             f"hf_zero: {self.folder}: {'.'.join(map(str, path))} {fault}; the checkpoint is damaged, resume from another."
         )
+
+
+def _dtype_of(entry: Record) -> torch.dtype | None:
+    properties = entry.fields.get("properties")
+    if not isinstance(properties, Record):
+        return None
+    values = (*properties.unnamed, *properties.fields.values())
+    return next((value for value in values if isinstance(value, torch.dtype)), None)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..format.links import refuse_links
 from ..format.manifest import CheckpointError
-from .dcp import MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
+from .dcp import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint
 from .deepspeed_files import step_folder_of
 from .states import ForeignCheckpoint
@@ -14,7 +14,7 @@ def is_foreign(folder: Path) -> bool:
     """Whether a folder looks like DeepSpeed's or FSDP's; `open_foreign` says whether it is good."""
     if not folder.is_dir():
         return False
-    if (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir():
+    if _is_dcp(folder):
         return True
     return (folder / "pytorch_model_fsdp.bin").is_file() or _is_deepspeed(folder)
 
@@ -47,16 +47,21 @@ def _open(folder: Path) -> ForeignCheckpoint:
             f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "
             "SHARDED_STATE_DICT."
         )
-    if (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir():
+    if _is_dcp(folder):
         return DcpCheckpoint(folder)
     step_folder = step_folder_of(folder)
     if step_folder is None:
         found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise CheckpointError(
             f"hf_zero: {folder} is no checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP ({MODEL_FOLDER}/ "
-            f"and {OPTIMIZER_FOLDER}/); found: {found}."
+            f"and {OPTIMIZER_FOLDER}/, or {METADATA_NAME} of torch.distributed.checkpoint); found: {found}."
         )
     return DeepSpeedCheckpoint(folder, step_folder)
+
+
+def _is_dcp(folder: Path) -> bool:
+    named = (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir()
+    return named or (folder / METADATA_NAME).is_file()
 
 
 def _is_deepspeed(folder: Path) -> bool:

@@ -30,9 +30,13 @@ class Unread:
 
 
 class Record:
-    """In the place of a dataclass: its fields are in `fields`, and nothing of the class itself is there."""
+    """In the place of a dataclass: its fields are in `fields`, and nothing of the class itself is there.
+
+    Those of a class that pickles them without names are in `unnamed`.
+    """
 
     fields: dict[str, Any]
+    unnamed: tuple[Any, ...] = ()
 
     def __new__(cls, *_args: object) -> "Record":
         # An unpickler makes objects without __init__, and those without a state it leaves so.
@@ -43,6 +47,8 @@ class Record:
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
             self.fields = {str(name): value for name, value in state.items()}
+        elif isinstance(state, tuple):
+            self.unnamed = state
 
 
 _OF_DEEPSPEED = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...layout.boxes import Box
 from ...layout.intervals import Interval
 from ..format.manifest import CheckpointError
 
@@ -37,6 +38,7 @@ class ForeignCheckpoint(ABC):
     origin: str
     shapes: dict[str, tuple[int, ...]]
     groups: tuple[ForeignGroup, ...]
+    _others: dict[str, torch.Tensor] | None = None
 
     @abstractmethod
     def kinds_of(self, name: str) -> tuple[str, ...]:
@@ -54,6 +56,13 @@ class ForeignCheckpoint(ABC):
             CheckpointError: the bytes are not there or cannot be read.
         """
 
+    def read_part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
+        """The same of a part of the parameter; `interval` is of the part."""
+        if box.is_whole:
+            return self.read(kind, name, interval)
+        runs = box.runs(interval)
+        return torch.cat([self.read(kind, name, Interval(start, start + run.numel)) for run, start in runs])
+
     @abstractmethod
     def other_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Frozen parameters and buffers, whole, by their names in the model."""
@@ -63,6 +72,24 @@ class ForeignCheckpoint(ABC):
         for name, shape in self.shapes.items():
             yield name, self.read(MASTER, name, Interval(0, torch.Size(shape).numel())).view(shape)
         yield from self.other_weights()
+
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shape of every weight of the model, by its name there."""
+        return self.shapes | {name: tuple(value.shape) for name, value in self.other_weights()}
+
+    def weight_dtype(self, name: str) -> torch.dtype:
+        """In which `read_weight` gives a weight."""
+        return self.read_weight(name, Box.whole(self.weight_shapes()[name]), Interval(0, 1)).dtype
+
+    def read_weight(self, name: str, box: Box, interval: Interval) -> torch.Tensor:
+        """The elements `interval` of a part of a weight; trained ones as the optimizer kept them. 1-D."""
+        if name in self.shapes:
+            return self.read_part(MASTER, name, box, interval)
+        if self._others is None:
+            self._others = dict(self.other_weights())
+        flat = self._others[name].reshape(-1)
+        runs = [flat[start : start + run.numel] for run, start in box.runs(interval)]
+        return torch.cat(runs) if runs else flat[:0]
 
     def check_names(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises `CheckpointError` unless the checkpoint trains exactly these parameters, with these shapes."""

@@ -21,17 +21,19 @@ class CollectiveLog:
             first, is when the host had waited for it: an accelerator may still be at work then.
         site: where training is: forward, backward, evaluate, ...
         step: optimizer steps taken since the engine was built.
+        part: which part of which copy of the model this rank has, in words; "" of a model that is not split.
     """
 
     def __init__(self):
         self.entries: deque[list[Any]] = deque(maxlen=_LENGTH)
         self.site = "setting up"
         self.step = 0
+        self.part = ""
 
     @property
     def place(self) -> str:
         """Where training is, in words."""
-        return f"{self.site}, step {self.step}"
+        return f"{self.site}, step {self.step}" + (f", {self.part}" if self.part else "")
 
     def latest(self, label: object) -> list[Any] | None:
         """The entry of the collective with this label that was started last."""

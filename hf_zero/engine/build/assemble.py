@@ -78,6 +78,16 @@ class Meeting:
         return self.groups.shard_size == 1
 
     @property
+    def not_counted(self) -> str:
+        """Which traffic of training is the model's own and in no report, in words; "" where there is none."""
+        if self.split.is_empty:
+            return ""
+        return (
+            f"These are hf_zero's, between the {self.groups.world_size} copies of the model. What ranks {list(self.split.ranks)} "
+            "send each other in forward and backward as one copy (tensor or expert parallel) is the model's own and not counted."
+        )
+
+    @property
     def agreement(self) -> tuple[Agreement, bool]:
         """Between the ranks of which each has its share of a step's gradients; and whether each has all."""
         if self.split.is_empty:
@@ -302,6 +312,7 @@ def _meet(
         everyone = choose_transport(of_all, placed, timeout_s)
         copies = ModelCopies.of(everyone.exchange(split.ranks, "ranks of a copy of the model"))
         apart = copies.alike
+        everyone.ledger.watch.log.part = copies.part_in_words(of_all.rank)
         of_copy = Groups.create(
             stage=1, device_type=placed.type, comm=together, apart=tuple(map(sorted, copies.copies))
         )

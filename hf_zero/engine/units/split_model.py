@@ -84,7 +84,7 @@ class SplitModel:
         self.parts: dict[nn.Parameter, SplitParameter] = {}
         self.names: dict[nn.Parameter, str] = {}
         self._undo: list[Callable[[], None]] = []
-        found = {name: p for name, p in model.named_parameters() if _is_dtensor(p)}
+        found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
         parts = {name: _part_of(name, dtensor) for name, dtensor in found.items()}
         if not found:
             return
@@ -219,7 +219,7 @@ class _StateDictHook:
         for name, part in self._own.items():
             value = state_dict.get(f"{prefix}{name}")
             # With `keep_vars` parameters are asked for themselves.
-            if isinstance(value, torch.Tensor) and not (isinstance(value, nn.Parameter) or _is_dtensor(value)):
+            if isinstance(value, torch.Tensor) and not (isinstance(value, nn.Parameter) or is_dtensor(value)):
                 state_dict[f"{prefix}{name}"] = part.as_dtensor(value)
 
 
@@ -289,10 +289,11 @@ def _put_together(shape: tuple[int, ...], dtype: torch.dtype, everyone: Sequence
 def _as_local(state: Any) -> Any:
     if not isinstance(state, dict):
         return state
-    return {key: value.to_local() if _is_dtensor(value) else value for key, value in state.items()}
+    return {key: value.to_local() if is_dtensor(value) else value for key, value in state.items()}
 
 
-def _is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> bool:
+    """Whether a value is a DTensor."""
     # Where nobody has imported them, which takes a second, there are none.
     home = sys.modules.get("torch.distributed.tensor")
     return home is not None and isinstance(value, home.DTensor)

@@ -27,8 +27,8 @@ from .load_state import SavedOptimizers
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed and not what; those of the run that goes on stay."""
-_NOT_COPIED = (".safetensors", ".bin", ".index.json")
-_OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
+_NOT_COPIED = (".safetensors", ".bin", ".index.json", ".distcp")
+_OF_THE_ENGINE = ("latest", "zero_to_fp32.py", "zero_to_torch.py", ".metadata")
 
 
 @contextmanager
@@ -62,6 +62,7 @@ def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOpti
     yield SavedOptimizers(
         settings=settings,
         read=foreign.read,
+        read_part=foreign.read_part,
         kinds_of=foreign.kinds_of,
         scalars_of=foreign.scalars_of,
         origin=foreign.origin,
@@ -214,5 +215,5 @@ def _copy_the_rest(source: Path, out: Path) -> None:
     refuse_links(source, paths)
     for path in paths:
         of_weights = path.name.endswith(_NOT_COPIED) and path.name not in ("training_args.bin", "scheduler.bin")
-        if path.is_file() and not of_weights and path.name not in _OF_DEEPSPEED and not (out / path.name).exists():
+        if path.is_file() and not of_weights and path.name not in _OF_THE_ENGINE and not (out / path.name).exists():
             shutil.copy2(path, out / path.name)

@@ -14,6 +14,7 @@ from ...checkpoint.format.settings import restore_settings
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import EngineState, KindsOf, Read
 from ...engine.units.split_model import read_part
+from ...layout.boxes import Box
 from ...layout.intervals import Interval
 from .progress import progress_bar
 
@@ -25,6 +26,7 @@ class SavedOptimizers:
     Attributes:
         settings: groups of the run's optimizers, each with the settings that were saved of it.
         read: the elements of an interval of one kind of state of a parameter, a 1-D host tensor of its own memory.
+        read_part: the same of a part of the parameter, where it is not read run by run with `read`.
         kinds_of: the kinds of state of a parameter that have one value an element.
         scalars_of: a parameter's state that holds for it as a whole (`step`).
         origin: who wrote it, in words; None is hf_zero.
@@ -35,6 +37,13 @@ class SavedOptimizers:
     kinds_of: KindsOf
     scalars_of: Callable[[str], dict[str, Any]]
     origin: str | None = None
+    read_part: Callable[[str, str, Box, Interval], torch.Tensor] | None = None
+
+    def part(self, kind: str, name: str, box: Box, interval: Interval) -> torch.Tensor:
+        """The elements `interval` of a part of one kind of state of a parameter."""
+        if self.read_part is not None:
+            return self.read_part(kind, name, box, interval)
+        return read_part(box, interval, partial(self.read, kind, name))
 
 
 Opens = Callable[[Path, EngineState], AbstractContextManager[SavedOptimizers]]
@@ -66,11 +75,8 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
             boxes = engine.state.boxes()
 
             def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
-                values = (
-                    read_part(boxes[name], interval, partial(saved.read, kind, name))
-                    if name in boxes
-                    else saved.read(kind, name, interval)
-                )
+                box = boxes.get(name)
+                values = saved.read(kind, name, interval) if box is None else saved.part(kind, name, box, interval)
                 show(values.nbytes)
                 return values
 

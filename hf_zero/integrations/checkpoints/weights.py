@@ -21,14 +21,17 @@ from transformers.utils import (
 )
 
 from ...buckets.rows import MASTER
+from ...checkpoint.foreign.dcp import METADATA_NAME as DCP_METADATA_NAME
+from ...checkpoint.foreign.find import is_foreign, open_foreign
 from ...checkpoint.format.files import Progress, is_inside, untold
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import link_faults, refuse_links
 from ...checkpoint.format.manifest import WEIGHTS, CheckpointError
-from ...checkpoint.format.pieces import Piece, dtype_named, lay_out
+from ...checkpoint.format.pieces import DTYPE_NAMES, Piece, dtype_named, lay_out
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.structure import POSITION_NAME
 from ...checkpoint.verify import checkpoint_faults, in_words, newest_first
+from ...layout.boxes import Box
 from ...layout.intervals import Interval
 from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER
@@ -182,6 +185,32 @@ class RowWeights(Weights):
         self._reader.__exit__(*error)
 
 
+class ForeignWeights(Weights):
+    """In a checkpoint of DeepSpeed ZeRO or FSDP; trained ones in the precision of the optimizer's own values."""
+
+    def __init__(self, folder: Path):
+        self._foreign = open_foreign(folder)
+        self.tensors = []
+        for name, shape in self._foreign.weight_shapes().items():
+            dtype = self._foreign.weight_dtype(name)
+            self.tensors.append(
+                SavedTensor(
+                    name=name,
+                    file=folder.name,
+                    shape=shape,
+                    dtype=DTYPE_NAMES[dtype],
+                    nbytes=math.prod(shape) * dtype.itemsize,
+                )
+            )
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        whole = self._foreign.read_weight(tensor.name, Box.whole(tensor.shape), Interval(0, math.prod(tensor.shape)))
+        return whole.view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 class MasterWeights(Weights):
     """The fp32 masters of a run in 16 bits, and the weights of what has none.
 
@@ -218,7 +247,10 @@ class MasterWeights(Weights):
 
 def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
     """A folder's model, wherever it lies."""
-    return RowWeights(folder, others) if has_row_weights(folder) else FileWeights(folder)
+    if has_row_weights(folder):
+        return RowWeights(folder, others)
+    is_plain = is_checkpoint_of_ours(folder) or any(folder.glob("*.safetensors"))
+    return FileWeights(folder) if is_plain or not is_foreign(folder) else ForeignWeights(folder)
 
 
 def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
@@ -357,7 +389,7 @@ def _shards(tensors: list[SavedTensor], dtype: torch.dtype | None, max_shard_byt
 
 def is_of_the_run(name: str) -> bool:
     """Whether a file of this name continues or describes a run, and is no part of the model."""
-    return name in _OF_THE_RUN or "rng_state" in name
+    return name in _OF_THE_RUN or name == DCP_METADATA_NAME or name.endswith(".distcp") or "rng_state" in name
 
 
 def is_checkpoint_of_ours(folder: Path) -> bool:

@@ -22,12 +22,18 @@ from .forecasts import Job
 from .free_memory import reserve_on
 from .inputs import batch_of, longest
 from .models import model_without_memory, optimizer_like_trainers
+from .split import split_without_memory
 from .times import ddp_step_time, step_time
 from .trace import Batch, trace
 
 _LONGEST = 2048
 FILES_FOLDER = "/path/to/a/local/disk"
 """`offload.nvme_path` of a plan: which folder it is, the machine knows."""
+
+_LEFT_OUT = (
+    "the model is split over tp_size ranks: state is that of a rank's part over the copies; activations, step times and what "
+    "the ranks of a copy send each other are left out"
+)
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -38,6 +44,7 @@ class Plan:
 
     Attributes:
         model: its name, in words; `parameters` and `trained` are its elements.
+        held: elements of the part that a rank's copy has, where tensor parallelism splits the model; else all.
         activations: of a micro-batch; None where they could not be traced, and then `warnings` says why.
         candidates: the set-ups, the simplest first.
         choice: the recommended one, with reasons.
@@ -46,6 +53,7 @@ class Plan:
     model: str
     parameters: int
     trained: int
+    held: int
     request: PlanRequest
     room: Room
     activations: Activations | None
@@ -75,6 +83,7 @@ class Plan:
             "model": self.model,
             "parameters": self.parameters,
             "trained": self.trained,
+            "held": self.held,
             "request": request,
             "activations": None
             if traced is None
@@ -132,13 +141,20 @@ def make_plan(
     made = model if isinstance(model, nn.Module) else _model_of(model, request)
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
-    activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request)
+    numels = _numels(made)
+    if request.tp_size > 1:
+        if isinstance(model, nn.Module):
+            raise PlanError("hf_zero: tp_size goes with a model's name, a folder or a config.json, not with a model.")
+        split_without_memory(made, request.tp_size)
+        activations, warnings = None, [_LEFT_OUT]
+    else:
+        activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request)
     job = Job(
         model=made,
         optimizers=[optimizer or optimizer_like_trainers(made)],
         device=torch.device("cpu" if request.on_cpu else "cuda"),
-        world_size=request.world_size,
-        ranks_a_node=request.gpus,
+        world_size=request.data_ranks,
+        ranks_a_node=request.gpus // request.tp_size,
         activations=activations,
     )
     room = Room(
@@ -149,7 +165,7 @@ def make_plan(
     )
     wanted = set_ups(
         kept or {},
-        world_size=request.world_size,
+        world_size=request.data_ranks,
         on_host=request.on_cpu,
         nvme_path=FILES_FOLDER if request.disk else None,
     )
@@ -162,8 +178,9 @@ def make_plan(
         )
     return Plan(
         model=str(model) if isinstance(model, str | Path) else type(model).__name__,
-        parameters=sum(p.numel() for p in made.parameters()),
-        trained=sum(p.numel() for p in made.parameters() if p.requires_grad),
+        parameters=numels[0],
+        trained=numels[1],
+        held=_numels(made)[0],
         request=request,
         room=room,
         activations=activations,
@@ -171,6 +188,12 @@ def make_plan(
         choice=choose(found, room),
         warnings=(*warnings, *faults),
     )
+
+
+def _numels(model: nn.Module) -> tuple[int, int]:
+    """Elements of a model's parameters, and those of the trained ones."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return sum(p.numel() for p in model.parameters()), trained
 
 
 def candidates_of(

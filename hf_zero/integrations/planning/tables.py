@@ -26,6 +26,11 @@ def header(plan: Plan) -> Iterator[str]:
     kind = "ranks on the CPU" if request.on_cpu else "accelerators"
     trained = "" if plan.trained == plan.parameters else f", {plan.trained:,} of them trained"
     yield f"{plan.model}: {plan.parameters:,} parameters{trained}; {where} {kind} with {size(plan.room.device)} each"
+    if request.tp_size > 1:
+        yield (
+            f"{request.data_ranks} copies of the model, each split over {request.tp_size} ranks (tp_size): {plan.held:,} "
+            "parameters a rank, sharded over the copies"
+        )
     if plan.activations is not None:
         traced = plan.activations
         yield (

@@ -319,11 +319,12 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
-        if not is_checkpoint_of_ours(folder) and is_foreign(folder):
+        is_whole = not is_split(self.model if model is None else model)
+        if is_whole and not is_checkpoint_of_ours(folder) and is_foreign(folder):
             self._issue_warnings_after_load(load_foreign_weights(self.model if model is None else model, folder))
             return
         engine = _only_engine(self)
-        if has_row_weights(folder) or is_split(self.model if model is None else model):
+        if has_row_weights(folder) or not is_whole:
             # Each rank reads its own part, once it has one: with the optimizer's state, or here after training.
             if engine is not None:
                 load_weights_into(engine, folder)

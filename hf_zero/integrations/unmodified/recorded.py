@@ -12,7 +12,9 @@ from accelerate import Accelerator
 from torch import nn
 
 from ...diagnose.parity import seed_everything
+from ...diagnose.parity_report import ParityError
 from ...diagnose.recorder import Recorder
+from ...diagnose.split_copies import is_split
 from ..accelerator_mixin import ZeroAcceleratorMixin
 from ..seams import replaced
 from .command_line import script_call
@@ -43,7 +45,14 @@ def recording(folder: Path, steps: int) -> Iterator[None]:
 
     def models() -> list[nn.Module]:
         prepared = [(a, model) for a in accelerators for model in a._models]
-        return list(dict.fromkeys(a.unwrap_model(model, keep_torch_compile=False) for a, model in prepared))
+        found = list(dict.fromkeys(a.unwrap_model(model, keep_torch_compile=False) for a, model in prepared))
+        for model in filter(is_split, found):
+            raise ParityError(
+                f"hf_zero parity: {type(model).__name__} is split over ranks (tensor or expert parallel), and a script is "
+                "compared with DDP, which holds whole models. Call hf_zero.parity(model, batches, config) in a script under "
+                "torchrun: it compares with a plain all-reduce over the copies."
+            )
+        return found
 
     def end() -> None:
         raise SystemExit(0)

@@ -1,0 +1,69 @@
+"""Part of a tensor put together from blocks of it, as checkpoints of other layouts hold them."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ...layout.boxes import Box
+from ...layout.intervals import Interval
+
+_Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedBlock:
+    """Elements of a tensor that lie beside each other along each dimension.
+
+    Attributes:
+        offsets, sizes: in the whole tensor, one a dimension.
+        load: the values, of shape `sizes`.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+
+def read_blocks(box: Box, interval: Interval, blocks: Iterable[SavedBlock]) -> torch.Tensor:
+    """The elements `interval`, row-major, of a part of a tensor, 1-D; only blocks that have some of its rows are loaded.
+
+    Args:
+        blocks: that have each element of the whole tensor once.
+    """
+    row_numel = math.prod(box.local_shape[1:])
+    if interval.numel == 0 or row_numel == 0:
+        return torch.empty(0)
+    rows = Interval(interval.start // row_numel, -(-interval.stop // row_numel))
+    part = box.narrow(0, rows)
+    wanted = list(part.slices())
+    buffer: torch.Tensor | None = None
+    for block in blocks:
+        common = [both for there, here in wanted if (both := _overlap(block, there, here)) is not None]
+        if not common:
+            continue
+        values = block.load()
+        if buffer is None:
+            buffer = torch.empty(part.local_shape, dtype=values.dtype)
+        for in_block, in_part in common:
+            buffer[in_part] = values[in_block]
+    assert buffer is not None
+    first = interval.start - rows.start * row_numel
+    return buffer.reshape(-1)[first : first + interval.numel]
+
+
+def _overlap(block: SavedBlock, there: _Slices, here: _Slices) -> tuple[_Slices, _Slices] | None:
+    """Where the elements lie that two blocks have in common: (in the saved one, in the part).
+
+    Args:
+        there, here: the other block, in the whole tensor and in the part.
+    """
+    in_block, in_part = [], []
+    for offset, size, whole, own in zip(block.offsets, block.sizes, there, here, strict=True):
+        start, stop = max(offset, whole.start), min(offset + size, whole.stop)
+        if start >= stop:
+            return None
+        in_block.append(slice(start - offset, stop - offset))
+        in_part.append(slice(start - whole.start + own.start, stop - whole.start + own.start))
+    return tuple(in_block), tuple(in_part)
