@@ -42,7 +42,7 @@ def source(record: Record) -> str:
             f". Other work was on the machine (load {record['load_before']:.1f} before, {record['load_after']:.1f} after): "
             "bytes and memory are not disturbed by that, ratios of CPU time little, seconds much"
         )
-    return said + "."
+    return " ".join([f"{said}.", *([record["note"]] if "note" in record else [])])
 
 
 # ---- a step ----
