@@ -176,4 +176,7 @@ def _job(name: str, comparison: Comparison) -> Job:
 
 
 def _bytes_only(names: list[str], peaks: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"name": name, "title": ENGINES[name].title, **asdict(peaks[name])} for name in names]
+    return [
+        {"name": name, "title": ENGINES[name].title, "is_ours": ENGINES[name].is_ours, **asdict(peaks[name])}
+        for name in names
+    ]

@@ -66,7 +66,7 @@ CURVES = {
     ),
     "ranks": Curve(
         varied="ranks",
-        values=(1, 2, 3, 4, 6, 8),
+        values=(1, 2, 4, 8),
         quick_values=(1, 2),
         at=lambda comparison, ranks: replace(comparison, world_size=ranks, rounds=0),
     ),

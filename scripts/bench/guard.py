@@ -32,7 +32,7 @@ from host_time import ClippedSteps, LaunchBound
 from memory import MALLOC_MMAP_THRESHOLD_BYTES, status_bytes
 from peers import BASELINE, ENGINES
 from ranks import run_ranks
-from step import BENCH_FOLDER, describe_run
+from record import BENCH_FOLDER, describe_run
 from wire import tcp_bytes
 from workload import adamw_arguments
 

@@ -9,6 +9,7 @@
 set -euo pipefail
 
 rate="${1:-1gbit}"
+delay="${DELAY:-0ms}"
 shift || true
 engines=("$@")
 bench_folder="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -52,7 +53,7 @@ for host in 0 1; do
     ip -n "${namespaces[$host]}" link set "${interfaces[$host]}" up
     # Each end limits what it sends, so both directions run at the full rate at once, as on a real cable.
     tc -n "${namespaces[$host]}" qdisc add dev "${interfaces[$host]}" root handle 1: tbf rate "$rate" burst 1mb latency 50ms
-    [[ -z "${DELAY:-}" ]] || tc -n "${namespaces[$host]}" qdisc add dev "${interfaces[$host]}" parent 1: netem delay "$DELAY" \
+    [[ "$delay" == 0ms ]] || tc -n "${namespaces[$host]}" qdisc add dev "${interfaces[$host]}" parent 1: netem delay "$delay" \
         || skip "this kernel cannot delay packets (no netem)"
 done
 
@@ -63,7 +64,7 @@ for host in 0 1; do
         timeout "${TIME_LIMIT_S:-1800}" \
         python "$bench_folder/hosts_rank.py" \
         --rank "$host" --store-folder "$work_folder" --rate "$rate" --model "${MODEL:-30m}" \
-        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" --delay "${DELAY:-0ms}" \
+        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" --delay "$delay" \
         ${JSON:+--json "$JSON"} ${engines[@]+--engines "${engines[@]}"} &
     rank_processes+=($!)
 done

@@ -100,11 +100,11 @@ def saves_of_ours(
     seconds: dict[str, list[float]] = {"at once": [], "stall": [], "behind": []}
     for repeat in range(repeats):
         trainer.state.global_step = 10 + 2 * repeat
-        seconds["at once"].append(timed(lambda: savers["at once"].save(None)))
+        seconds["at once"].append(timed(lambda: savers["at once"].save(None, None)))
         trainer.state.global_step = 11 + 2 * repeat
 
         def behind() -> None:
-            savers["behind"].save(None)
+            savers["behind"].save(None, None)
             # What is not on the disk when the optimizer steps is copied then: the copy is part of the stall.
             ids = WORKLOADS[model].make_batch(rank, len(seconds["stall"]))
             trainer.model(input_ids=ids, labels=ids).loss.backward()

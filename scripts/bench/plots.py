@@ -16,7 +16,10 @@ from matplotlib.axes import Axes
 Record = dict[str, Any]
 MIB = 2**20
 DOTS_AN_INCH = 110
-OURS, PEERS = ("#0b6e4f", "#2aa876", "#7fd1ae", "#14b8c4", "#075f7a"), ("#8a8a8a", "#d1495b", "#edae49", "#6f4a8e")
+OURS, PEERS = (
+    ("#0b6e4f", "#2aa876", "#7fd1ae", "#14b8c4", "#075f7a", "#9bc53d", "#3a5a40"),
+    ("#8a8a8a", "#d1495b", "#edae49", "#6f4a8e"),
+)
 
 PANELS: dict[str, Callable[[Record], float | None]] = {
     "CPU a step / DDP": lambda row: row["cpu_ratio"]["median"] if "cpu_ratio" in row else None,

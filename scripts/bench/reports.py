@@ -42,7 +42,7 @@ def source(record: Record) -> str:
             f". Other work was on the machine (load {record['load_before']:.1f} before, {record['load_after']:.1f} after): "
             "bytes and memory are not disturbed by that, ratios of CPU time little, seconds much"
         )
-    return said + "."
+    return " ".join([f"{said}.", *([record["note"]] if "note" in record else [])])
 
 
 # ---- a step ----
@@ -178,7 +178,7 @@ def _curve(curve: Record) -> str:
                     f"{row['cpu_ratio']['median']:.2f}" if has_times else "",
                     _megabytes(row),
                     _peak(row),
-                    (verdict(row, engines) if has_times else "") or "",
+                    verdict(row, engines),
                 )
             )
     return markdown((curve["varied"], "engine", "CPU a step / DDP", "wire MB", "peak MiB", BEHIND), rows)

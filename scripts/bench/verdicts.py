@@ -11,7 +11,7 @@ LEVEL = 0.005
 Row = dict[str, Any]
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {
-    "CPU": lambda row: row["cpu_ratio"]["median"],
+    "CPU": lambda row: row["cpu_ratio"]["median"] if "cpu_ratio" in row else None,
     "wire": lambda row: row["sent_bytes"],
     "peak": lambda row: row["peak_bytes"],
     "first step": lambda row: row.get("first_step_cpu_s"),

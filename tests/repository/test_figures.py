@@ -108,8 +108,10 @@ def published_in_words(found: dict) -> list[str]:
     ]
 
 
-def goals_in_words(found: dict) -> list[str]:
-    return [] if found["missed"] else ["The goals are 1.05 of DDP at stages 1 and 2 and 0.4 of FSDP2 at stage 3"]
+def models_in_words(found: dict) -> list[str]:
+    curves = [curve for name, curve in found["curves"].items() if name != "size"]
+    [million] = {round(point["parameters"] / 1e6) for curve in curves for point in curve["points"]}
+    return [f"on a GPT-2 of {million} M parameters, with one figure varied"]
 
 
 SENTENCES: list[tuple[str, str, Callable[[dict], list[str]]]] = [
@@ -117,6 +119,7 @@ SENTENCES: list[tuple[str, str, Callable[[dict], list[str]]]] = [
     ("docs/planning.md", "auto.json", choices_in_words),
     ("docs/planning.md", "links.json", links_in_words),
     ("docs/planning.md", "published.json", published_in_words),
+    ("docs/benchmarks.md", "curves.json", models_in_words),
     ("docs/precision.md", "bf16_ways.json", bf16_in_words),
     ("docs/elastic.md", "elastic.json", recoveries_in_words),
 ]
