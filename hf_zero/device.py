@@ -36,18 +36,19 @@ class _HostArena:
         everything = torch.frombuffer(self._region, dtype=torch.uint8)
         self._offset = (-everything.data_ptr() - boundary) % _HUGE_PAGE_BYTES if huge else 0
         self.bytes = everything[self._offset : self._offset + nbytes]
+        self._end = self._offset + nbytes
         if huge:
             start = _page_below(self._offset)
-            # A tail that fills little of its huge page stays on small ones.
+            # A tail that fills less of its huge page stays on small ones: those take less memory, and no longer to come.
             spare = -(self._offset + everything.data_ptr() + nbytes) % _HUGE_PAGE_BYTES
-            stop = self._offset + nbytes + (spare if spare < _HUGE_PAGE_BYTES // 2 else 0)
-            self._region.madvise(mmap.MADV_HUGEPAGE, start, stop - start)
+            self._end += spare if spare < _HUGE_PAGE_BYTES // 4 else 0
+            self._region.madvise(mmap.MADV_HUGEPAGE, start, self._end - start)
 
     def discard(self, start: int, stop: int) -> None:
         """Gives back the whole pages of the bytes `start` to `stop`; they read as zero afterwards."""
         first = _page_below(self._offset + start + PAGE_BYTES - 1)
-        # Behind the end there is nothing in the last page.
-        last = _page_below(self._offset + stop + (PAGE_BYTES - 1 if stop == self.bytes.nbytes else 0))
+        # Behind the end there is nothing, in the last page and in a huge one.
+        last = _page_below(self._end + PAGE_BYTES - 1 if stop == self.bytes.nbytes else self._offset + stop)
         if last > first:
             self._region.madvise(mmap.MADV_DONTNEED, first, last - first)
 

@@ -24,6 +24,7 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import cells  # noqa: E402
 import cpu_times  # noqa: E402
 import ranks  # noqa: E402
 import small_units  # noqa: E402, F401
@@ -90,7 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("short" if config.getoption("markexpr") == "not slow" else "long")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 from ranks import PRELOADED_MODULES, run_ranks
+from record import BENCH_FOLDER, describe_run
 from rich.console import Console
 from rich.table import Table
-from step import BENCH_FOLDER, describe_run
 from transformers import BertConfig, BertForSequenceClassification
 
 BASELINE = "DDP, autocast"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from summary import EngineSummary
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +32,16 @@ def bounds_for(workload_name: str) -> dict[str, Bound]:
     return {} if workload_name == "tiny" else BOUNDS
 
 
-def broken_bounds(summary: EngineSummary, bound: Bound) -> list[str]:
-    """Each limit that the engine did not keep, in words; empty where it kept all that was measured."""
+def broken_bounds(workload_name: str, engines: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Engine -> each limit that it did not keep, in words; empty where it kept all that was measured."""
+    bounds = bounds_for(workload_name)
+    return {each["name"]: _broken(each, bounds[each["name"]]) for each in engines if each["name"] in bounds}
+
+
+def _broken(engine: dict[str, Any], bound: Bound) -> list[str]:
     checks = [
-        ("CPU", summary.cpu_ratio.median, bound.cpu_ratio),
-        ("wire", summary.sent_ratio.median, bound.sent_ratio),
+        ("CPU", engine["cpu_ratio"]["median"], bound.cpu_ratio),
+        ("wire", engine["sent_ratio"]["median"], bound.sent_ratio),
+        ("peak", engine["peak_ratio"], bound.peak_ratio),
     ]
-    if summary.peak_ratio is not None:
-        checks.append(("peak", summary.peak_ratio, bound.peak_ratio))
-    return [f"{what} {ratio:.3f} > {limit:.2f}" for what, ratio, limit in checks if ratio > limit]
+    return [f"{what} {ratio:.3f} > {limit:.2f}" for what, ratio, limit in checks if ratio is not None and ratio > limit]

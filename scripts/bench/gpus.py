@@ -27,9 +27,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from device_trace import DeviceTrace, trace_of
 from gpu_models import MODELS, Batch
+from record import BENCH_FOLDER, describe_run
 from rich.console import Console
 from rich.table import Table
-from step import BENCH_FOLDER, describe_run
 from torch import nn
 
 from hf_zero import ZeroPlugin

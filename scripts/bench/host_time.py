@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,10 +24,10 @@ from typing import Any
 import torch
 from peers import BASELINE, ENGINES, Engine, chosen_engines
 from ranks import run_ranks
+from record import BENCH_FOLDER, describe_run, write_record
 from rich.console import Console
 from rich.table import Table
 from rounds import Station, visit_in_turn
-from step import BENCH_FOLDER, describe_run
 from transformers import BertConfig, BertForSequenceClassification
 from workload import SEED, adamw_arguments
 
@@ -244,8 +243,7 @@ def main() -> int:
     console = Console(width=120)
     console.print(table_of(rows, missed, title))
     path = options.json or BENCH_FOLDER / "results" / f"host_time-{run['commit']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(run | {"engines": [asdict(row) for row in rows], "missed": missed}, indent=2) + "\n")
+    write_record(path, run | {"kind": "host_time", "engines": [asdict(row) for row in rows], "missed": missed})
     console.print(f"written to {path}")
     return 0
 

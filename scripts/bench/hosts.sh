@@ -4,8 +4,8 @@
 #     scripts/bench/hosts.sh                            # every engine at 1gbit
 #     scripts/bench/hosts.sh 200mbit fsdp2 hf_zero2     # these and DDP, at 200 Mbit/s
 #
-# MODEL, ROUNDS, STEPS, TIME_LIMIT_S and JSON (a file for the figures) are read from the environment. Needs root, `ip` and `tc`; without
-# them it says so and exits with status 0.
+# MODEL, ROUNDS, STEPS, TIME_LIMIT_S, DELAY (one way, such as 5ms) and JSON (a file for the figures) are read from the environment. Needs
+# root, `ip` and `tc`; without them it says so and exits with status 0.
 set -euo pipefail
 
 rate="${1:-1gbit}"
@@ -51,7 +51,9 @@ for host in 0 1; do
     ip -n "${namespaces[$host]}" link set lo up
     ip -n "${namespaces[$host]}" link set "${interfaces[$host]}" up
     # Each end limits what it sends, so both directions run at the full rate at once, as on a real cable.
-    tc -n "${namespaces[$host]}" qdisc add dev "${interfaces[$host]}" root tbf rate "$rate" burst 1mb latency 50ms
+    tc -n "${namespaces[$host]}" qdisc add dev "${interfaces[$host]}" root handle 1: tbf rate "$rate" burst 1mb latency 50ms
+    [[ -z "${DELAY:-}" ]] || tc -n "${namespaces[$host]}" qdisc add dev "${interfaces[$host]}" parent 1: netem delay "$DELAY" \
+        || skip "this kernel cannot delay packets (no netem)"
 done
 
 for host in 0 1; do
@@ -61,7 +63,7 @@ for host in 0 1; do
         timeout "${TIME_LIMIT_S:-1800}" \
         python "$bench_folder/hosts_rank.py" \
         --rank "$host" --store-folder "$work_folder" --rate "$rate" --model "${MODEL:-30m}" \
-        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" \
+        --rounds "${ROUNDS:-5}" --steps "${STEPS:-8}" --delay "${DELAY:-0ms}" \
         ${JSON:+--json "$JSON"} ${engines[@]+--engines "${engines[@]}"} &
     rank_processes+=($!)
 done

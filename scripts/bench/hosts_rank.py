@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from peers import USUAL_ENGINES, chosen_engines
 from ranks import joined_process_group
-from rich.console import Console
+from record import describe_run, write_record
+from reports import links
 from rounds import measure_rounds
-from step import describe_run
-from summary import summarise
-from table import hosts_table
+from shaped_links import record_of, runs_in
+from summary import summarise_ranks
 from workload import WORKLOADS
 
 WORLD_SIZE = 2
@@ -26,6 +25,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--store-folder", type=Path, required=True)
     parser.add_argument("--rate", required=True, help="the link's rate, for the table's title")
+    parser.add_argument("--delay", default="0ms", help="of the link, one way")
     parser.add_argument("--engines", nargs="+", default=list(USUAL_ENGINES))
     parser.add_argument("--model", choices=WORKLOADS, required=True)
     parser.add_argument("--rounds", type=int, required=True)
@@ -45,14 +45,13 @@ def main() -> None:
             steps=options.steps,
         )
     if options.rank == 0:
-        title = (
+        record = describe_run(options) | {"engines": [asdict(each) for each in summarise_ranks([figures])]}
+        print(
             f"two hosts at {options.rate}, {options.model} model, medians of {options.rounds} x {options.steps} steps"
         )
-        summaries = summarise([figures])
-        Console(width=100).print(hosts_table(summaries, title))
+        print(links(record_of(runs_in(record)))["links"])
         if options.json is not None:
-            described = describe_run(options) | {"engines": [asdict(each) for each in summaries]}
-            options.json.write_text(json.dumps(described, indent=2, default=str) + "\n")
+            write_record(options.json, record)
 
 
 if __name__ == "__main__":

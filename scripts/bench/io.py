@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import shutil
 import tempfile
@@ -26,10 +25,10 @@ import torch.distributed.checkpoint as dcp
 from memory import status_bytes
 from peers import make_fsdp2
 from ranks import PRELOADED_MODULES, run_ranks
+from record import BENCH_FOLDER, describe_run, write_record
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
-from step import BENCH_FOLDER, describe_run
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from workload import WORKLOADS, adamw_arguments
@@ -147,16 +146,31 @@ def saves_of_torch(rank: int, world_size: int, *, model: str, folder: str, repea
         states = get_state_dict(engine.model, engine.optimizer)
         dcp.save(dict(zip(("model", "optimizer"), states)), checkpoint_id=target / "dcp")
 
+    stalls: list[float] = []
+
+    def behind_training() -> None:
+        shutil.rmtree(target / "dcp-async", ignore_errors=True)
+        dist.barrier()
+        began_s = time.perf_counter()
+        states = get_state_dict(engine.model, engine.optimizer)
+        saving = dcp.async_save(
+            dict(zip(("model", "optimizer"), states)),
+            checkpoint_id=target / "dcp-async",
+            process_group=dist.new_group(),
+        )
+        stalls.append(time.perf_counter() - began_s)
+        saving.result()
+
     def by_safetensors() -> None:
         if rank == 0:
             weights = {name: p.detach() for name, p in plain.named_parameters()}
             save_file(weights, target / "weights.safetensors")
             _to_disk(target / "weights.safetensors")
 
-    ways = {"torch.save": by_torch, "DCP": by_dcp, "safetensors": by_safetensors}
+    ways = {"torch.save": by_torch, "DCP": by_dcp, "DCP async": behind_training, "safetensors": by_safetensors}
     seconds = {name: [timed(way) for _ in range(repeats)] for name, way in ways.items()}
     engine.close()
-    return seconds
+    return seconds | {"DCP async: stall": stalls}
 
 
 def saves_for_merging(rank: int, world_size: int, *, model: str, folder: str) -> None:
@@ -252,21 +266,19 @@ def main() -> None:
     if options.quick:
         options.model, options.repeats = "tiny", 1
     PRELOADED_MODULES.extend(["transformers.trainer", "torch.distributed.checkpoint", "hf_zero.integrations.callback"])
-    machine = describe_run(options)
     with tempfile.TemporaryDirectory(prefix="io-", dir=options.folder) as folder:
         saves, loads = measure(options, Path(folder))
         merged = measure_merges(options, Path(folder))
+    run = describe_run(options)
     numel = sum(parameter.numel() for parameter in WORKLOADS[options.model].make_model().parameters())
     console = Console(width=120)
-    console.print(
-        table_of_saves(saves, f"saving {options.model} from {options.ranks} ranks, commit {machine['commit']}")
-    )
+    console.print(table_of_saves(saves, f"saving {options.model} from {options.ranks} ranks, commit {run['commit']}"))
     console.print(table_of_loads(loads, 4 * numel, options.ranks))
     console.print(table_of_merges(merged, 4 * numel))
-    path = options.json or BENCH_FOLDER / "results" / f"io-{machine['commit']}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figures = {"machine": machine, "model": options.model, "saves": saves, "resumes": loads, "merges": merged}
-    path.write_text(json.dumps(figures, indent=1, default=str))
+    path = options.json or BENCH_FOLDER / "results" / f"io-{run['commit']}.json"
+    write_record(
+        path, run | {"kind": "checkpoints", "model": options.model, "saves": saves, "resumes": loads, "merges": merged}
+    )
     console.print(f"written to {path}")
 
 

@@ -12,7 +12,6 @@ passed by where the file system lets direct I/O, which the table says. `--minute
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -26,9 +25,9 @@ from largest import find_largest
 from memory import MALLOC_MMAP_THRESHOLD_BYTES, status_bytes
 from offload_ways import OURS, WAYS
 from ranks import RankFailedError, RanksTimedOutError, run_alone
+from record import BENCH_FOLDER, describe_run, write_record
 from rich.console import Console
 from rich.table import Table
-from step import BENCH_FOLDER, describe_run
 from workload import WORKLOADS
 
 from hf_zero.device import peak_bytes, wait_for_device
@@ -236,11 +235,11 @@ def main() -> int:
         is_well = figures["largest"] is not None
     else:
         figures, is_well = compare(options, deadline_s)
-    run = describe_run(options) | {"device": device_name(), "cores": len(os.sched_getaffinity(0))}
+    run = describe_run(options)
     kind = "largest" if options.largest else "offload"
     label = device_name().lower().replace(" ", "-")
     path = options.json or BENCH_FOLDER / "results" / f"{kind}-{run['commit']}-{label}.json"
-    path.write_text(json.dumps({"run": run, **figures}, indent=1, default=str) + "\n")
+    write_record(path, run | {"kind": kind, **figures})
     print(f"figures in {path}")
     return 0 if is_well else 1
 

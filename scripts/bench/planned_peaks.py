@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from memory import MALLOC_MMAP_THRESHOLD_BYTES, STEPS, status_bytes
 from ranks import run_ranks
+from record import describe_run
 from rich.console import Console
 from rich.table import Table
-from step import describe_run
 from transformers import (
     BertConfig,
     BertForMaskedLM,

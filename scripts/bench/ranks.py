@@ -4,6 +4,11 @@
 
 `measure(rank, world_size, **keyword_arguments)` runs in every rank inside a process group and returns something
 picklable. The first rank that fails takes the others down, and its traceback is the caller's error message.
+
+    with live_ranks(Station, world_size=2, time_limit_s=60, keyword_arguments={"workload": workload}) as station:
+        by_rank = station.call("visit", 3)
+
+Each rank makes a `Station(rank, world_size, **keyword_arguments)` and calls its methods when it is asked to.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -72,25 +77,82 @@ def _run(
     time_limit_s: float,
     keyword_arguments: dict[str, Any],
 ) -> list[Any]:
-    deadline_s = time.monotonic() + time_limit_s
+    with _started(main, target, world_size, time_limit_s, keyword_arguments) as ranks:
+        results = ranks.collect()
+        ranks.join()
+    return results
+
+
+@contextmanager
+def live_ranks(
+    make: Callable[..., Any],
+    *,
+    world_size: int,
+    time_limit_s: float,
+    start_limit_s: float | None = None,
+    keyword_arguments: dict[str, Any] | None = None,
+) -> Iterator[LiveRanks]:
+    """Fresh ranks that each hold what `make(rank, world_size, **keyword_arguments)` returns, until the block ends.
+
+    Args:
+        time_limit_s: for all that happens in the block.
+        start_limit_s: for `make`.
+    """
+    with _started(_live_main, make, world_size, time_limit_s, keyword_arguments or {}) as ranks:
+        ranks.collect(time.monotonic() + (time_limit_s if start_limit_s is None else start_limit_s))
+        live = LiveRanks(ranks)
+        yield live
+        if not live.has_failed:
+            ranks.send(None)
+            ranks.collect()
+            ranks.join()
+
+
+class LiveRanks:
+    """Ranks that wait to be asked.
+
+    Attributes:
+        has_failed: a call has, which is then the end of them.
+    """
+
+    def __init__(self, ranks: _Ranks) -> None:
+        self._ranks = ranks
+        self.has_failed = False
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of what each rank holds, on all ranks at once; returns what it returned, in rank order."""
+        self._ranks.send((method, arguments))
+        try:
+            return self._ranks.collect()
+        except (RankFailedError, RanksTimedOutError):
+            self.has_failed = True
+            raise
+
+
+@contextmanager
+def _started(
+    main: Callable[..., None],
+    target: Callable[..., Any],
+    world_size: int,
+    time_limit_s: float,
+    keyword_arguments: dict[str, Any],
+) -> Iterator[_Ranks]:
     context = multiprocessing.get_context("forkserver")
     start_forking()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = _Ranks()
+        ranks = _Ranks(time.monotonic() + time_limit_s)
         try:
             for rank in range(world_size):
-                reading_end, writing_end = context.Pipe(duplex=False)
-                arguments = (target, rank, world_size, folder, time_limit_s, keyword_arguments, writing_end)
+                own_end, rank_end = context.Pipe()
+                arguments = (target, rank, world_size, folder, time_limit_s, keyword_arguments, rank_end)
                 process = context.Process(target=main, args=arguments, name=f"rank {rank}", daemon=True)
                 process.start()
-                # The rank holds the only writing end now, so its death closes the pipe.
-                writing_end.close()
-                ranks.add(process, reading_end)
-            results = ranks.collect(deadline_s)
-            ranks.join(deadline_s)
+                # The rank holds the only other end now, so its death closes the pipe.
+                rank_end.close()
+                ranks.add(process, own_end)
+            yield ranks
         finally:
             ranks.kill()
-    return results
 
 
 def start_forking() -> None:
@@ -134,7 +196,7 @@ def _rank_main(
     store_folder: str,
     time_limit_s: float,
     keyword_arguments: dict[str, Any],
-    writing_end: Connection,
+    pipe_end: Connection,
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -143,7 +205,26 @@ def _rank_main(
         with joined_process_group(rank, world_size, store_folder, time_limit_s):
             return target(rank, world_size, **keyword_arguments)
 
-    _tell(joined, time_limit_s, writing_end)
+    _tell(joined, time_limit_s, pipe_end)
+
+
+def _live_main(
+    make: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store_folder: str,
+    time_limit_s: float,
+    keyword_arguments: dict[str, Any],
+    pipe_end: Connection,
+) -> None:
+    def serve(rank: int, world_size: int) -> None:
+        held = make(rank, world_size, **keyword_arguments)
+        pipe_end.send(None)
+        while (asked := pipe_end.recv()) is not None:
+            method, arguments = asked
+            pipe_end.send(getattr(held, method)(*arguments))
+
+    _rank_main(serve, rank, world_size, store_folder, time_limit_s, {}, pipe_end)
 
 
 def _lone_main(
@@ -153,12 +234,12 @@ def _lone_main(
     store_folder: str,
     time_limit_s: float,
     keyword_arguments: dict[str, Any],
-    writing_end: Connection,
+    pipe_end: Connection,
 ) -> None:
-    _tell(lambda: target(**keyword_arguments), time_limit_s, writing_end)
+    _tell(lambda: target(**keyword_arguments), time_limit_s, pipe_end)
 
 
-def _tell(call: Callable[[], Any], time_limit_s: float, writing_end: Connection) -> None:
+def _tell(call: Callable[[], Any], time_limit_s: float, pipe_end: Connection) -> None:
     """Sends what the call returns, or how it failed."""
     # Where every thread was, on stderr: the end of a rank that is out of time tells nothing.
     faulthandler.dump_traceback_later(0.95 * time_limit_s)
@@ -167,7 +248,7 @@ def _tell(call: Callable[[], Any], time_limit_s: float, writing_end: Connection)
     except Exception:
         outcome = _Failure(time.monotonic(), traceback.format_exc())
     faulthandler.cancel_dump_traceback_later()
-    writing_end.send(outcome)
+    pipe_end.send(outcome)
     if isinstance(outcome, _Failure):
         raise SystemExit(1)
 
@@ -175,19 +256,28 @@ def _tell(call: Callable[[], Any], time_limit_s: float, writing_end: Connection)
 class _Ranks:
     """The processes of one run and the pipes their results come through."""
 
-    def __init__(self) -> None:
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
         self.processes: list[BaseProcess] = []
-        self.reading_ends: list[Connection] = []
+        self.pipe_ends: list[Connection] = []
 
-    def add(self, process: BaseProcess, reading_end: Connection) -> None:
+    def add(self, process: BaseProcess, pipe_end: Connection) -> None:
         self.processes.append(process)
-        self.reading_ends.append(reading_end)
+        self.pipe_ends.append(pipe_end)
 
-    def collect(self, deadline_s: float) -> list[Any]:
-        """Every rank's result; raises on the first failure or at the deadline."""
+    def send(self, message: Any) -> None:
+        """Tell every rank the same."""
+        for pipe_end in self.pipe_ends:
+            # A rank that has failed hears nothing: its failure is what `collect` finds.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                pipe_end.send(message)
+
+    def collect(self, deadline_s: float = float("inf")) -> list[Any]:
+        """The next message of every rank; raises on the first failure or at the deadline."""
+        deadline_s = min(deadline_s, self.deadline_s)
         results: dict[int, Any] = {}
         while len(results) < len(self.processes):
-            awaited = {end: rank for rank, end in enumerate(self.reading_ends) if rank not in results}
+            awaited = {end: rank for rank, end in enumerate(self.pipe_ends) if rank not in results}
             ready = wait(awaited, timeout=max(0.0, deadline_s - time.monotonic()))
             if not ready:
                 raise RanksTimedOutError(f"no result from ranks {sorted(awaited.values())} within the time limit")
@@ -199,24 +289,24 @@ class _Ranks:
             results.update(arrived)
         return [results[rank] for rank in range(len(self.processes))]
 
-    def join(self, deadline_s: float) -> None:
+    def join(self) -> None:
         """Wait for clean exits: work still in flight shows only here, as an abort."""
         for rank, process in enumerate(self.processes):
-            process.join(max(0.0, deadline_s - time.monotonic()))
+            process.join(max(0.0, self.deadline_s - time.monotonic()))
             if process.exitcode is None:
                 raise RanksTimedOutError(f"rank {rank} brought its result but did not exit within the time limit")
             if process.exitcode != 0:
                 raise RankFailedError(f"rank {rank} brought its result but ended with exit code {process.exitcode}")
 
     def kill(self) -> None:
-        for process, reading_end in zip(self.processes, self.reading_ends):
+        for process, pipe_end in zip(self.processes, self.pipe_ends):
             process.kill()
             process.join()
-            reading_end.close()
+            pipe_end.close()
 
     def _receive(self, rank: int) -> Any:
         try:
-            return self.reading_ends[rank].recv()
+            return self.pipe_ends[rank].recv()
         except EOFError:
             process = self.processes[rank]
             process.join()

@@ -1,4 +1,4 @@
-"""What one rank does to compare engines: all of them alive in one process, visited in turn, round after round.
+"""What the ranks do to compare engines, which are visited in turn, round after round.
 
 Two runs one after the other differ by more than the engines do. Visits a second apart do not, so every figure is
 meant to be compared with the baseline's figure of the same round.
@@ -28,20 +28,31 @@ class Visit:
     waited_ms: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class FirstStep:
+    """One rank's seconds from having a model to the end of its first step; what is imported for it has been."""
+
+    wall_s: float
+    cpu_s: float
+
+
 class Station:
     """One engine on one rank, and how far it has come through the batches."""
 
-    def __init__(self, engine: Engine, workload: Workload, rank: int) -> None:
+    def __init__(self, engine: Engine, workload: Workload, rank: int, accumulation: int = 1) -> None:
         self.engine = engine
         self.workload = workload
         self.rank = rank
+        self.accumulation = accumulation
         self.losses: list[float] = []
         self.visits: list[Visit] = []
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            input_ids = self.workload.make_batch(self.rank, step=len(self.losses))
-            self.losses.append(self.engine.step(input_ids))
+            first = len(self.losses) * self.accumulation
+            numbers = range(first, first + self.accumulation)
+            micro_batches = [self.workload.make_batch(self.rank, step=number) for number in numbers]
+            self.losses.append(self.engine.step(*micro_batches))
         self.engine.finish()
 
     def visit(self, steps: int) -> None:
@@ -69,6 +80,43 @@ class Station:
             )
         )
 
+    def figures(self) -> dict[str, Any]:
+        """Everything that was noted so far, for the process that compares."""
+        return {"losses": self.losses, "visits": [asdict(visit) for visit in self.visits]}
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class StationAlone(Station):
+    """A station in a process of its own, which times its first step."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        engine_name: str,
+        workload: Workload,
+        accumulation: int,
+        warmup_steps: int,
+        fused: bool,
+        sizes: dict[str, int],
+    ) -> None:
+        peer = ENGINES[engine_name]
+        peer.import_modules()
+        model = workload.make_model()
+        dist.barrier()
+        wall_before_s, cpu_before_s = time.perf_counter(), time.process_time()
+        engine = peer(lambda: model, adamw_arguments(fused), **sizes)
+        super().__init__(engine, workload, rank, accumulation)
+        self.train(1)
+        self.first = FirstStep(wall_s=time.perf_counter() - wall_before_s, cpu_s=time.process_time() - cpu_before_s)
+        self.train(warmup_steps - 1)
+
+    def figures(self) -> dict[str, Any]:
+        return super().figures() | {"first": asdict(self.first)}
+
 
 def measure_rounds(
     rank: int,
@@ -81,7 +129,7 @@ def measure_rounds(
     rounds: int,
     steps: int,
 ) -> dict[str, dict[str, Any]]:
-    """This rank's visits and losses, by engine."""
+    """This rank's visits and losses by engine, with all engines alive in this process."""
     workload = WORKLOADS[workload_name]
     stations = {}
     for name in engine_names:
@@ -92,16 +140,18 @@ def measure_rounds(
 
 
 def visit_in_turn(stations: dict[str, Station], rounds: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Visits all stations in each round, closes them, and returns visits and losses by engine."""
-    names = list(stations)
-    for round_index in range(rounds):
-        # Each round begins with another engine, so that none always follows the same neighbour's leavings.
-        first = round_index % len(names)
-        for name in names[first:] + names[:first]:
-            stations[name].visit(steps)
+    """Visits all stations of this process in each round, closes them, and returns visits and losses by engine."""
+    for name in turns(list(stations), rounds):
+        stations[name].visit(steps)
     for station in stations.values():
-        station.engine.close()
-    return {
-        name: {"losses": station.losses, "visits": [asdict(visit) for visit in station.visits]}
-        for name, station in stations.items()
-    }
+        station.close()
+    return {name: station.figures() for name, station in stations.items()}
+
+
+def turns(names: list[str], rounds: int) -> list[str]:
+    """Who is visited when: each round begins with another, so that none always follows the same neighbour's leavings."""
+    turned = []
+    for number in range(rounds):
+        first = number % len(names)
+        turned += names[first:] + names[:first]
+    return turned

@@ -15,7 +15,13 @@ _CALL_S = 2e-4
 
 
 def simulated_ms(
-    model: str, config: ZeroConfig, *, compute_s: float, link_bytes_a_second: float, memory_bytes_a_second: float
+    model: str,
+    config: ZeroConfig,
+    *,
+    compute_s: float,
+    link_bytes_a_second: float,
+    memory_bytes_a_second: float,
+    delay_s: float = 0.0,
 ) -> float:
     """Milliseconds a step.
 
@@ -23,6 +29,7 @@ def simulated_ms(
         model: a name of `WORKLOADS`.
         compute_s: of forward and backward; a third of it is forward's.
         memory_bytes_a_second: at which the optimizer's step reads and writes.
+        delay_s: of the link, one way.
     """
     with torch.device("meta"):
         made = WORKLOADS[model].make_model()
@@ -41,6 +48,6 @@ def simulated_ms(
         flops=3 / compute_s,
         link_bytes_a_second=link_bytes_a_second,
         memory_bytes_a_second=memory_bytes_a_second,
-        call_s=_CALL_S,
+        call_s=_CALL_S + delay_s,
     )
     return 1000 * step_time(job.layout(config), machine, work, 1).step_s

@@ -56,14 +56,20 @@ class Workload:
 WORKLOADS = {
     # Starts at once: for trying the harness itself.
     "tiny": Workload(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=64, batch_size=2, sequence_length=32),
+    # Between the two, for curves over the size.
+    "4m": Workload(n_embd=192, n_layer=6, n_head=6, vocab_size=8192, n_positions=1024),
+    "12m": Workload(n_embd=320, n_layer=8, n_head=5, vocab_size=8192, n_positions=1024),
     # 29,938,688 parameters: an all-reduce of its fp32 gradients sends 119.8 MB a step from each of two ranks.
     "30m": Workload(n_embd=512, n_layer=8, n_head=8, vocab_size=8192, n_positions=1024),
     # The same with next to nothing to compute, so that what a step takes is its traffic.
     "30m-short": Workload(
         n_embd=512, n_layer=8, n_head=8, vocab_size=8192, n_positions=1024, batch_size=1, sequence_length=16
     ),
+    "60m": Workload(n_embd=640, n_layer=11, n_head=10, vocab_size=8192, n_positions=1024),
     # GPT-2 as published: 124,439,808 parameters.
     "124m": Workload(n_embd=768, n_layer=12, n_head=12, vocab_size=50257, n_positions=1024),
+    # GPT-2 medium as published: 354,823,168 parameters.
+    "350m": Workload(n_embd=1024, n_layer=24, n_head=16, vocab_size=50257, n_positions=1024),
     # 1,210,851,840 parameters, in the batches of torchao's table of CPU offloading (a vision model of 1.1 B parameters and 257
     # positions, batch 32, activation checkpointing): https://github.com/pytorch/ao/tree/main/torchao/optim.
     "1.2b": Workload(

@@ -57,6 +57,7 @@ def accelerated(rank: int, world_size: int, folder: str, tp: int, saved: Path | 
     return {"losses": losses, "whole": by_layer}
 
 
+@pytest.mark.slow
 def test_accelerate_trains_saves_and_resumes(folder, tmp_path):
     def run(world_size: int, tp: int, saved: str | None = None, resumed: str | None = None) -> dict:
         return run_ranks(

@@ -65,6 +65,7 @@ def contents(checkpoint: Path) -> dict[str, bytes]:
     return {name: (checkpoint / name).read_bytes() for name in names}
 
 
+@pytest.mark.short_cells("3")
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow), 3]
 )

@@ -467,6 +467,7 @@ MET_AT_ONCE = (limited_file_size, full_disk_at_the_weights, refused_rename)
 MET_BEHIND = (failing_disk, file_cut_off_meanwhile, full_disk_at_the_rest, file_for_a_folder, nearly_full_disk)
 
 
+@pytest.mark.short_cells("full_disk_at_the_weights-False", "failing_disk-True")
 @pytest.mark.parametrize(
     ("refusal", "stage", "guilty", "says", "async_save"),
     [
@@ -742,6 +743,7 @@ def test_a_folder_without_checkpoints_is_said_to_hold_none(tmp_path):
     assert afresh["said"] == [f"hf_zero: no good checkpoint in {tmp_path} (it holds none); starting afresh."]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_model_alone_is_good_and_starts_the_optimizer_afresh(tmp_path):
     on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="flag 3", save_only_model=True, max_steps=4)
     assert checkpoint_faults(tmp_path / "checkpoint-4", "zero") == []

@@ -386,6 +386,7 @@ def test_a_disk_that_fails_at_one_checkpoint_does_not_keep_a_resume_from_an_earl
 # ---- anything at all ----
 
 
+@pytest.mark.short_cells("sharded")
 @pytest.mark.parametrize("layout", ["hf", "sharded"])
 def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
     base = str(trained / layout / "checkpoint-4")

@@ -93,6 +93,7 @@ def test_a_run_that_has_lost_a_node_goes_on_from_memory_as_from_the_disk(stage, 
     assert [outcome["left"] for outcome in outcomes] == [[], []]
 
 
+@pytest.mark.slow
 def test_a_generation_without_all_of_its_files_is_passed_over_for_the_one_before_or_the_disk(tmp_path):
     run([0, 0, 1], tmp_path, end_at=5)
     for node in (0, 1):
@@ -105,6 +106,7 @@ def test_a_generation_without_all_of_its_files_is_passed_over_for_the_one_before
     assert not generations(tmp_path / "node0")
 
 
+@pytest.mark.slow
 def test_memory_of_a_run_whose_output_dir_was_emptied_is_not_taken(tmp_path):
     run([0, 1], tmp_path, end_at=3)
     shutil.rmtree(tmp_path / "out")

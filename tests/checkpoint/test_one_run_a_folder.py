@@ -97,6 +97,7 @@ def is_refused(rank: int, world_size: int, folder: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_second_run_on_an_output_dir_is_refused_and_the_first_one_goes_on(tmp_path):
     arguments = {"folder": str(tmp_path)}
     first = threading.Thread(

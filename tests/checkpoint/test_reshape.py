@@ -99,6 +99,7 @@ def uninterrupted(tmp_path_factory) -> tuple[Path, list[float]]:
     return folder, losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", short_of([1, 2, 3, 4], [3]))
 def test_a_state_of_4_ranks_at_stage_3_is_the_same_at_every_stage(world_size, uninterrupted):
     folder, expected = uninterrupted

@@ -72,6 +72,7 @@ def test_a_resume_names_folder_step_and_who_saved_it(tmp_path):
     assert "checkpoint-2 at step 2, saved by 2 ranks at stage 2; going on with 1 rank at stage 3." in of_two
 
 
+@pytest.mark.short_cells("stage=3,checkpoint.layout=sharded")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "config", ["stage=2", "stage=2,checkpoint.async_save=false", "stage=3,checkpoint.layout=sharded"]
@@ -84,6 +85,7 @@ def test_a_save_that_training_waits_for_shows_a_bar_on_the_main_ranks_terminal(c
     assert not any(lines_with("hf_zero: writing", said) + lines_with("hf_zero: reading", said) for said in other)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_without_a_terminal_or_with_bars_turned_off_saves_are_quiet(tmp_path):
     jobs = [("flag 2", str(tmp_path), None, {}), ("flag 2", str(tmp_path), True, {"max_steps": 4})]

@@ -189,6 +189,7 @@ def some_ranks_save(rank: int, world_size: int, come: tuple[int, ...], folder: s
     wait_until_told(*(f"rank {each}'s error" for each in come))
 
 
+@pytest.mark.short_cells("(1, 2)")
 @pytest.mark.parametrize("come", [(0,), (1, 2)], ids=str)
 def test_a_save_to_which_not_all_ranks_come_is_named_within_the_time_limit(come, tmp_path):
     arguments = {"come": come, "folder": str(tmp_path)}

@@ -126,6 +126,7 @@ def load_consolidated(checkpoint: Path, out: Path, *parts: object) -> dict[str, 
     return in_numpy(load_file(out / "model.safetensors"))
 
 
+@pytest.mark.slow
 def test_hosts_with_disks_of_their_own_keep_their_ranks_parts(tmp_path):
     run, settings = tmp_path / "run", f"stage=3,{SHARDED}"
     whole = on_ranks(trains, output_dir=str(run), settings=settings, own_disks=True, save_total_limit=1)
@@ -159,6 +160,7 @@ def test_one_weights_file_on_several_disks_is_refused_with_the_way_out(tmp_path)
     assert not list(tmp_path.rglob("checkpoint-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", short_of([1, 2], [2]))
 def test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept(world_size, tmp_path):
     every = {"save_steps": 2, "max_steps": 10, "save_total_limit": 1}
@@ -190,6 +192,7 @@ def best_of(rank: int, world_size: int, output_dir: str, settings: str, **overri
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "save_only_model"),
     [slow(f"stage=2,{SHARDED}", True), (f"stage=3,{SHARDED}", False), slow("stage=3", True)],
@@ -209,6 +212,7 @@ def with_adapters(model: PreTrainedModel) -> PeftModel:
     return get_peft_model(model, LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_path):
     adapters = {"settings": f"stage={stage}", "model": "gpt2", "adapt": with_adapters}

@@ -143,6 +143,7 @@ def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 def test_checkpoints_of_several_shard_groups(tmp_path):
     run_ranks(saves_and_resumes, world_size=4, time_limit_s=150, keyword_arguments={"root": str(tmp_path)})
 
@@ -266,6 +267,7 @@ def in_blocks(rank: int, world_size: int, size: int, gradients: str) -> list[tup
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "size", "gradients"),
     [
@@ -330,6 +332,7 @@ def summed(by_rank: list) -> dict[str, np.ndarray]:
     return sums
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "others"), [(2, [(2, None)]), pytest.param(3, [(2, None), (6, 2), (6, 3)], marks=pytest.mark.slow)]
 )

@@ -114,6 +114,7 @@ def beside_plain_groups(rank: int, world_size: int, size: int, outer: dict) -> l
     return found
 
 
+@pytest.mark.short_cells("1x2")
 @pytest.mark.parametrize(
     ("world_size", "size", "outer"),
     [
@@ -161,6 +162,7 @@ def with_offload_and_without(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "world_size", "size"),
     [
@@ -321,6 +323,7 @@ def saves_and_resumes(rank: int, world_size: int, root: str, stage: int, more: d
 IN_8_BITS, IN_HOST_MEMORY = {"moments": "8bit"}, {"offload": {"optimizer": "cpu"}}
 
 
+@pytest.mark.short_cells("2, 8 bits")
 @pytest.mark.parametrize(
     ("stage", "more"),
     [

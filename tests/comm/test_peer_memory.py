@@ -92,6 +92,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.short_cells("2")
 @pytest.mark.parametrize("world_size", short_of(sorted(VARIANTS), [2, 4]))
 def test_losses_are_those_of_gathers_that_send_bit_for_bit(world_size):
     arguments = {"variants": VARIANTS[world_size]}

@@ -55,6 +55,7 @@ def check_profiles(**arguments) -> None:
         assert any("start" in name for name in ours) and any("wait for" in name for name in ours), ours
 
 
+@pytest.mark.short_cells("2")
 @pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [2, 3]))
 def test_profiles_end_behind_a_step_without_a_crash_and_name_collectives(stage):
     check_profiles(settings={"stage": stage, "bucket_bytes": 8192}, options={"profile_memory": True})

@@ -220,6 +220,7 @@ def looks_and_edits(rank: int, world_size: int) -> None:
         assert all(torch.equal(whole[name], exact[name]) for name in exact if name != "transformer.wpe.weight")
 
 
+@pytest.mark.slow
 def test_what_is_read_saved_and_edited_is_exact():
     run_ranks(looks_and_edits, world_size=2, time_limit_s=100)
 
@@ -302,6 +303,7 @@ def moved_away(rank: int, world_size: int, nvme: str) -> list[list[float]]:
     return [start(setting(stage, BOTH, offload=place), steps=3)[3] for stage in (1, 2, 3) for place in places]
 
 
+@pytest.mark.slow
 def test_offload_changes_no_loss(tmp_path):
     for losses in run_ranks(moved_away, world_size=2, time_limit_s=100, keyword_arguments={"nvme": str(tmp_path)}):
         for here, host, files in (

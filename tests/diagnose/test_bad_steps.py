@@ -76,6 +76,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.short_cells("2-True-variants0")
 @pytest.mark.parametrize(
     "world_size, clips, variants",
     [
@@ -97,6 +98,7 @@ def skip_in_files(rank: int, world_size: int, folder: str) -> None:
     skip_is_as_without(rank, world_size, [{"stage": 2}, {"stage": 1}], accumulation=2)
 
 
+@pytest.mark.slow
 def test_steps_in_files_early_steps_and_accumulated_ones_are_skipped_too(tmp_path):
     run_ranks(skip_in_files, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path)})
 

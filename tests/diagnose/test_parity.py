@@ -42,6 +42,7 @@ def test_every_stage_is_equal_bit_for_bit(world_size):
             assert report.first is None and report.steps == 3 and report.world_size == world_size
 
 
+@pytest.mark.slow
 def test_local_accumulation_is_equal_and_sharded_within_rounding():
     settings = [{"stage": 2, "grad_accumulation": "local"}, {"stage": 2}]
     for local, sharded in on_ranks(2, settings=settings, accumulation=2):
@@ -50,6 +51,7 @@ def test_local_accumulation_is_equal_and_sharded_within_rounding():
         assert "grad_accumulation: sharded" in sharded.reasons[0]
 
 
+@pytest.mark.slow
 def test_three_ranks_and_clipping_are_named_as_reasons():
     for reports in on_ranks(3, settings=[{"stage": 1}, {"stage": 3}], max_norm=0.5):
         for report in reports:

@@ -31,6 +31,7 @@ def reports(tmp_path: Path, settings: list[str], script: str, *arguments: object
     return [compare(stock, recorded(tmp_path / f"{n}", zero, script, *arguments)) for n, zero in enumerate(settings)]
 
 
+@pytest.mark.slow
 def test_an_accelerate_loop_is_equal_but_for_the_norm(tmp_path):
     for report in reports(tmp_path, ["1", "3"], "plain_loop.py", tmp_path / "losses.json"):
         assert report.passed and report.steps == 3 and report.world_size == 2, str(report)

@@ -213,6 +213,7 @@ def through_trainer(
     return history(trainer) | seen
 
 
+@pytest.mark.short_cells("bert-overrides1")
 @pytest.mark.parametrize(
     "model, overrides",
     [

@@ -19,6 +19,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.short_cells("backward-2", "forward-3")
 @pytest.mark.parametrize(("when", "ranks"), [("forward", 2), ("backward", 2), ("forward", 3), ("backward", 3)])
 def test_ranks_in_gathers_do_not_wait_for_the_one_that_fails(when, ranks):
     variants = VARIANTS if ranks == 2 else [PLAIN]
@@ -77,6 +78,7 @@ def at_each_collective(rank: int, world_size: int, *, variants: list[dict], reen
     return found
 
 
+@pytest.mark.slow
 def test_a_failure_before_any_collective_of_two_steps_leaves_no_trace():
     arguments = {"variants": [PLAIN], "reentrant": None, "every": 3}
     [(number,), _] = run_ranks(at_each_collective, world_size=2, time_limit_s=150, keyword_arguments=arguments)

@@ -63,6 +63,7 @@ def on(world_size: int, name: str, case: Case, *, slow: bool):
     return pytest.param(world_size, case, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())
 
 
+@pytest.mark.short_cells("blocks-2", "whole parameters-2")
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [on(2, name, case, slow=name not in ("blocks", "whole parameters")) for name, case in ON_TWO_RANKS.items()]
@@ -109,6 +110,7 @@ def scaled_in_groups(rank: int, world_size: int, cells: list[tuple]) -> tuple[li
     return found, scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cells", [[(3, FLOAT16, False)], slow([(2, {}, True)], id="stage 2")], ids=["stage 3", None])
 def test_shard_groups_skip_together_and_stay_alike(cells):
     first, *others = run_ranks(scaled_in_groups, world_size=4, time_limit_s=170, keyword_arguments={"cells": cells})

@@ -93,6 +93,7 @@ def worst_errors(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_losses_are_those_of_torchs_steps(world_size):
     for errors in run_ranks(worst_errors, world_size=world_size, time_limit_s=170):
@@ -111,6 +112,7 @@ def lions_beside_ddp(rank: int, world_size: int) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_lion_follows_ddp(world_size):
     for errors in run_ranks(lions_beside_ddp, world_size=world_size, time_limit_s=120):
@@ -207,6 +209,7 @@ def goes_on(rank: int, world_size: int, folder: str, cells: list[tuple[Callable,
         assert other_losses == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cells",
     [

@@ -66,6 +66,7 @@ def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(name, st
         other.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_forget_and_keep_together_bit_for_bit(world_size, tmp_path):
     arguments = {"count": 2 if world_size == 2 else 3, "early": early(tmp_path)}
@@ -75,6 +76,7 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, tmp_path):
             assert kept > 0 < forgotten, what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_no_offload_has_the_same_trajectory_bit_for_bit(world_size, tmp_path):
     stages = (0, 2, 3) if world_size == 1 else (1, 2, 3)

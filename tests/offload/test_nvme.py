@@ -44,6 +44,7 @@ def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_p
         assert_equal(found)
 
 
+@pytest.mark.short_cells("bf16-2")
 @pytest.mark.parametrize(
     ("world_size", "stages"), [(2, (1, 3)), slow(2, (2,)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
 )

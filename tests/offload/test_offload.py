@@ -35,6 +35,7 @@ def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size, cells):
         assert_equal(found)
 
 
+@pytest.mark.short_cells("bf16-2")
 @pytest.mark.parametrize(
     ("world_size", "stages"), [(2, (2, 3)), slow(2, (1,)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
 )
@@ -49,6 +50,7 @@ def in_turn(rank: int, world_size: int, cases: list[dict]) -> list[tuple[str, in
     return [found for case in cases for found in in_pairs(rank, world_size, **case)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2, slow(3)])
 def test_a_part_in_host_memory_or_in_files_is_bitwise_too(world_size, tmp_path):
     host = {"offload": {"optimizer": "cpu", "ratio": 0.4}}

@@ -53,6 +53,7 @@ def everywhere(rank: int, world_size: int, path: str) -> list[tuple]:
     return found + compared(rank, world_size, jobs, alike, BASE)
 
 
+@pytest.mark.short_cells("2")
 @pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_pair_of_places_is_bitwise(world_size, tmp_path):
     arguments = {"path": str(tmp_path)}
@@ -70,6 +71,7 @@ def with_other_settings(rank: int, world_size: int, path: str) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_no_other_setting_changes_a_digit(world_size, tmp_path):
     arguments = {"path": str(tmp_path)}

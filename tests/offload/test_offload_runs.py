@@ -41,6 +41,7 @@ def measured(*offloads: dict, frozen: int = 0) -> list[dict[str, int]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "early",
     [
@@ -137,6 +138,7 @@ def resumed_everywhere(rank: int, world_size: int, path: str, stage: int, **more
     return found
 
 
+@pytest.mark.short_cells("2-1-more2")
 @pytest.mark.parametrize(
     ("world_size", "stage", "more"),
     [(1, 3, {}), pytest.param(2, 3, {"param_dtype": "bfloat16"}, marks=pytest.mark.slow), (2, 1, {})],
@@ -169,6 +171,7 @@ def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to
     assert by_file["state"] == expected["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plain"),
     [pytest.param("zero3_offload_cpu", "3", marks=pytest.mark.slow), ("one_gpu_7b", "stage=3,param_dtype=bfloat16")],
@@ -217,6 +220,7 @@ def losses_in(lines: list[str]) -> dict[str, str]:
     return {line.split()[0]: line.split()[1] for line in lines if line[0].isdigit()}
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_files_that_the_next_one_removes_and_its_checkpoint_goes_on_bit_for_bit(tmp_path):
     disk, plain, killed = tmp_path / "disk", tmp_path / "plain", tmp_path / "killed"
     for folder in (disk, plain, killed):

@@ -215,6 +215,7 @@ def run_bench(tmp_path, *arguments: str) -> list[dict]:
     return json.loads(path.read_text())["cells"]
 
 
+@pytest.mark.slow
 def test_state_is_what_was_forecast_and_a_peak_no_less():
     """glibc's heap keeps freed blocks of this process's ranks: the peak is compared where it gives them back, in the slow run."""
     [cell] = measure([("gpt2", "2", 2, 32)], ranks=2, time_limit_s=150)
@@ -229,4 +230,6 @@ def test_a_forecast_peak_is_near_the_measured_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_forecast_peaks_are_near_the_measured_ones_in_all_set_ups(tmp_path):
-    run_bench(tmp_path, "--models", "gpt2", "bert", "--batches", "4x64")
+    # All but bf16: a processor without instructions for it takes a hundred times as long for a backward.
+    set_ups = ("ddp", "0", "1", "2", "3", "2, cpu", "2, nvme")
+    run_bench(tmp_path, "--models", "gpt2", "bert", "--set-ups", *set_ups, "--batches", "4x64")

@@ -65,6 +65,7 @@ def write(path: Path, rows: list[tuple], separator: str = "\t") -> Path:
 # The recipes, end to end
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.slow), "zero3_offload_cpu.yaml"])
 def test_bert_learns_reloads_and_resumes(zero, tmp_path):
@@ -110,6 +111,7 @@ def test_gpt_learns_and_reloads(zero, tmp_path):
     assert tokenizer.decode(written[0]).startswith("import ")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("zero", ["zero2_offload_cpu.yaml", pytest.param("zero3.yaml", marks=pytest.mark.slow)])
 def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tmp_path):
@@ -132,6 +134,7 @@ def test_the_plain_loop_resumes_to_the_weights_of_the_uninterrupted_run(zero, tm
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     "name", ["bert", pytest.param("accelerate", marks=pytest.mark.slow), pytest.param("gpt", marks=pytest.mark.slow)]
@@ -181,6 +184,7 @@ def test_a_mistake_ends_a_run_with_its_paragraph_and_no_traceback(tmp_path):
 # What a run learns from where it is told nothing
 
 
+@pytest.mark.slow
 def test_standard_library_text_is_the_same_every_time_and_split_cleanly():
     splits = docstrings()
     assert splits["train"].to_list() == docstrings()["train"].to_list()
@@ -190,6 +194,7 @@ def test_standard_library_text_is_the_same_every_time_and_split_cleanly():
     assert sum(map(len, sources()["train"]["text"])) > 1_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [train_for_classification, train_for_language_modelling])
 def test_a_tokenizer_trained_twice_is_the_same(train):
     texts = docstrings()["validation"]["text"]

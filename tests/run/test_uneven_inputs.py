@@ -77,6 +77,7 @@ def test_ranks_that_run_out_follow_the_others_as_under_ddps_join(world_size, cou
             assert torch.allclose(torch.tensor(value), expected, rtol=0.0, atol=tolerance), name
 
 
+@pytest.mark.slow
 def test_it_goes_on_for_epochs_with_dropout_and_a_clip():
     ours = [on_ranks(train, zero=zero, max_norm=0.1, epochs=3, dropout=0.1, plain_backward=True) for zero in (0, 2, 3)]
     assert [len(told["losses"]) for told in ours[0]] == [9, 6]

@@ -46,6 +46,7 @@ def test_every_accelerator_of_a_process_has_the_engine(tmp_path):
     assert losses_of(tmp_path, "plain_loop.py", "stage=2", *words) == stock
 
 
+@pytest.mark.short_cells("subclass-3")
 @pytest.mark.parametrize(("kind", "zero"), [("trainer", 1), ("seq2seq", 2), ("subclass", 3)])
 def test_trainers_and_their_subclasses_have_ddps_losses(tmp_path, kind, zero):
     words = ("--kind", kind, "--losses", "LOSSES", "--output_dir", tmp_path / "out", "--max_steps", 4)

@@ -45,6 +45,7 @@ CELLS = [(way, settings) for settings in SETTINGS for way in ("skip", "rewind")]
 SOME = [("skip", SETTINGS[0]), ("rewind", SETTINGS[1]), ("skip", SETTINGS[2])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "cells"), [(2, SOME), slow(2, CELLS), slow(1, CELLS)])
 def test_what_is_left_out_leaves_no_trace(world_size, cells, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path), "cells": cells}

@@ -140,6 +140,14 @@ CHECKS = {
 HANGING = ("other collectives hang and are named", "who comes alone is named")
 
 
+@pytest.mark.short_cells(
+    "sums and moves",
+    "wait holds the stream up, and not the host",
+    "results and inputs before the wait are shown",
+    "other dtypes and devices are refused",
+    "who comes alone is named",
+    "crossed orders of two communicators are reported",
+)
 @pytest.mark.parametrize("check", CHECKS)
 def test_collectives_keep_to_nccls_rules(check, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path), "check": check}

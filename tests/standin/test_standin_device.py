@@ -141,6 +141,7 @@ def _placed(settings: dict, folder: str) -> dict:
     return {"bucket_bytes": "20KiB", **settings, "offload": offload | files}
 
 
+@pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "cells"), CELLS)
 def test_training_on_a_device_that_does_everything_late(world_size, cells, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path), "cells": cells}

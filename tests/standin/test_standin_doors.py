@@ -72,6 +72,7 @@ def test_trainer_trains_a_bert_from_host_memory_at_stage_3(library, tmp_path):
     compared(library, tmp_path, [trainer("flag 3", "bert", tmp_path)])
 
 
+@pytest.mark.slow
 def test_accelerate_trains_at_stage_2(library, tmp_path):
     compared(library, tmp_path, [("accelerate", {"door": "plugin 2", "steps": STEPS})])
 
@@ -114,6 +115,7 @@ def ways_of_the_gpu_script(library: Path, folder: Path, world_size: int, *chosen
     return found
 
 
+@pytest.mark.slow
 def test_the_script_for_several_gpus_runs_on_devices(library, tmp_path):
     ways = ways_of_the_gpu_script(library, tmp_path, 2, "stage 3")
     assert [way["way"] for way in ways] == ["FSDP2", "stage 3"]

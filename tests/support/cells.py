@@ -20,6 +20,28 @@ def short_rows(every: Iterable[tuple], short: Collection[tuple]) -> list[Any]:
     return [row if row in short else slow(*row) for row in every]
 
 
+def mark_slow(items: list[pytest.Item], *, are_all: bool) -> None:
+    """Marks what `@pytest.mark.short_cells(id, …)` does not name: ids are those in the brackets of a test's name.
+
+    Raises:
+        pytest.UsageError: all tests were asked for, and one of the ids is of none.
+    """
+    unmet = set()
+    met = set()
+    for item in items:
+        mark = item.get_closest_marker("short_cells")
+        if mark is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        cell = item.name.partition("[")[2].removesuffix("]")
+        unmet |= {(test, each) for each in mark.args}
+        met.add((test, cell))
+        if cell not in mark.args:
+            item.add_marker(pytest.mark.slow)
+    if are_all and unmet - met:
+        raise pytest.UsageError(f"`short_cells` names what is no cell: {sorted(unmet - met)}")
+
+
 def examples(count: int) -> settings:
     """Of a property whose examples take long: `count` in the long run, and a fifth of them in the short one, five at least."""
     return settings(max_examples=max(5, count * settings().max_examples // 100), deadline=None)

@@ -11,13 +11,16 @@ from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...buckets.padding import clear_padding
 from ...buckets.sharded_gradient import GradientState, ShardedGradient
 from ...comm.transport import Handle
-from ...device import Arrival
+from ...device import Arrival, Reservation, reserve
 from ...offload.downlink import Downlink
 from ...offload.tier import DeviceTier
 from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
-from .store import GradientStore, Landing, add_or_set, new_buffer
+from .store import GradientStore, Landing, add_or_set
+
+_KEPT_BELOW_BYTES = 2 << 20
+"""Buffers of less keep their memory between steps on the host: it comes back there in small pages, each by a fault."""
 
 
 class ShardedStore(GradientStore):
@@ -123,13 +126,15 @@ class ShardedStore(GradientStore):
 class UnshardedGradients(ShardedStore):
     """Stage 1: a gradient buffer for each bucket, in which micro-batches accumulate without communication.
 
-    The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it. On an accelerator, whose
-    allocator hands out again what is freed, the buffer goes with the step.
+    The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it. The memory goes with the step, so
+    that the next forward's activations do not come on top of it: the buffer on an accelerator, whose allocator hands out again
+    what is freed, and its pages on the host.
     """
 
     def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
         super().__init__(reduction, world_size, landing)
         self._lasting: dict[Bucket, OpenBuffer] = {}
+        self._reservations: dict[Bucket, Reservation] = {}
         self._lasting_bytes: dict[Bucket, int] = {}
 
     def held_bytes(self) -> dict[str, int]:
@@ -149,17 +154,23 @@ class UnshardedGradients(ShardedStore):
     def release(self, bucket: Bucket) -> None:
         if bucket.device.type != "cpu":
             self._lasting.pop(bucket, None)
+            self._reservations.pop(bucket, None)
             self._shards.pop(bucket, None)
             return
-        # On the host what comes again in each step lasts: making it anew costs a pass over it. What has gone to a tier may
-        # still be read there.
+        # What has gone to a tier may still be read there.
         if bucket.tier.is_apart or self._stays_in_place(bucket):
             self._shards.pop(bucket, None)
+        reservation = self._reservations.get(bucket)
+        if reservation is not None and not bucket.tier.is_apart and reservation.flat.nbytes >= _KEPT_BELOW_BYTES:
+            # The padding reads as zero afterwards, as before.
+            reservation.release()
 
     def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
         if bucket not in self._lasting:
-            self._lasting[bucket] = new_buffer(bucket)
-            self._lasting_bytes[bucket] = self._lasting[bucket].flat.nbytes
+            reservation = reserve(bucket.layout.numel, bucket.precision.reduce, bucket.device, kept=slice(0, 0))
+            flat = clear_padding(reservation.flat, bucket.layout)
+            self._reservations[bucket], self._lasting[bucket] = reservation, OpenBuffer(bucket, flat)
+            self._lasting_bytes[bucket] = flat.nbytes
         return self._lasting[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> OpenBuffer:

@@ -39,7 +39,7 @@ def split_without_memory(model: nn.Module, tp_size: int) -> None:
     # Of tied parameters one part is made.
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module_name, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
                 style = _style_of(f"{module_name}.{name}", plan)
                 made[parameter] = _part(parameter, name, style, tp_size)

@@ -29,6 +29,9 @@ _HOST = torch.device("cpu")
 _ATTENTION_ON_HOST = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _ITS_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
+_ASKS_FOR_DEVICE = torch.ops.prim.device.default
+"""Two of three calls in a trace: autograd asks it of every gradient."""
+
 _BETWEEN_RANKS = ("c10d", "_c10d_functional")
 """Where torch has its collectives among operations."""
 
@@ -162,6 +165,8 @@ class _LivingBytes(TorchDispatchMode):
             self.curve.append((self.curve[-1][0] + nbytes, self.now))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _ASKS_FOR_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         if func.namespace in _BETWEEN_RANKS:
             # The others may not be in this forward, and would be waited for.
             raise PlanError("hf_zero: the model's forward talks to other ranks")

@@ -282,6 +282,7 @@ def test_a_scheduler_of_deepspeeds_config_is_refused(zeroed, tmp_path):
 # ---- hf-zero convert ----
 
 
+@pytest.mark.short_cells("deepspeed")
 @pytest.mark.parametrize("origin", ["fsdp", "deepspeed"])
 def test_a_converted_checkpoint_is_good_and_goes_on_as_its_source_does(origin, plain, sharded, zeroed, tmp_path):
     source = (sharded if origin == "fsdp" else zeroed["stage 2"]) / "checkpoint-4"

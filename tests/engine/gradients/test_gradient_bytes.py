@@ -12,6 +12,7 @@ def measured(shape: str, dtype: str, ranks: int, stage: int, **more) -> Measured
     return run_alone(measure, time_limit_s=250, keyword_arguments=arguments)
 
 
+@pytest.mark.short_cells("2-25MiB")
 @pytest.mark.parametrize(("stage", "bucket_bytes"), [(2, "25MiB"), (3, "auto")])
 def test_a_7b_models_gradients_pass_in_a_few_buffers(stage, bucket_bytes):
     """At 25 MiB every matrix is larger than a bucket should be."""

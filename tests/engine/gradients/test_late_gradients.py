@@ -112,6 +112,7 @@ def test_a_layer_used_again_under_reentrant_checkpointing_has_the_sum_of_its_gra
     assert not wrong
 
 
+@pytest.mark.slow
 def test_it_has_so_beside_ranks_that_use_less_and_layers_that_are_frozen():
     loops = [
         Loop(settings={"stage": stage}, accumulation=2, sleeping=(0,), frozen=frozen)

@@ -113,6 +113,7 @@ def through_accelerate(rank: int, world_size: int, folder: str, config: dict, mi
     return losses[:6]
 
 
+@pytest.mark.slow
 def test_accelerate_skips_step_and_scheduler_and_saves_the_scale(tmp_path):
     fp16 = {"folder": str(tmp_path / "autocast"), "config": STAGES[3], "mixed_precision": "fp16"}
     expected = run_ranks(plain_losses, world_size=2, time_limit_s=60)

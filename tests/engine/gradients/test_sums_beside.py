@@ -93,6 +93,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.short_cells("2")
 @pytest.mark.parametrize(("world_size", "names", "looks"), CELLS)
 def test_backward_waits_for_no_copy_of_a_micro_batch_and_the_sums_are_those_of_the_device(
     world_size, names, looks, library, tmp_path

@@ -197,8 +197,7 @@ def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Calla
     "place",
     [
         "by chance",
-        "kernels with masters",
-        *(slow(place) for place in ("device", "host", "partly host")),
+        *(slow(place) for place in ("kernels with masters", "device", "host", "partly host")),
     ],
 )
 def test_blocks_are_the_same_on_every_layout(place):
@@ -242,6 +241,7 @@ def wherever_and_whenever(rank: int, world_size: int, path: str, dtype: str) -> 
     return differ + (["a late step came in its time"] if late.equals(in_time) else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "dtype"), [(1, "bfloat16"), slow(2, "float32")])
 def test_blocks_are_the_same_wherever_they_are_and_whenever_they_are_stepped(world_size, dtype, tmp_path):
     arguments = {"path": str(tmp_path), "dtype": dtype}

@@ -87,6 +87,7 @@ def schedule_free(rank: int, world_size: int, variants: list[dict | None]) -> li
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )

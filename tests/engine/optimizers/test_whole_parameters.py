@@ -237,6 +237,7 @@ def loads(rank: int, world_size: int, folder: str, stage: int, more: dict) -> di
 WHERE = [(2, 3, HOST), (3, 3, {}), (1, 0, {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("places", short_of([WHERE[:2], WHERE], [WHERE[:2]]), ids=["some", "every"])
 def test_their_state_goes_on_at_other_world_sizes_stages_and_tiers(places, tmp_path):
     arguments = {"folder": str(tmp_path)}

@@ -89,6 +89,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 def test_no_place_changes_a_digit(tmp_path):
     places = json.loads(json.dumps(PLACES))
     places["all in files"]["offload"]["nvme_path"] = str(tmp_path)
@@ -306,6 +307,7 @@ def in_trainer(folder: str, zero: str, **more: object) -> dict[str, object]:
     return run_ranks(through_trainer, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]
 
 
+@pytest.mark.slow
 def test_trainers_checkpoints_go_both_ways_between_autocast_and_gathered_bf16(tmp_path):
     new, old = str(tmp_path / "new"), str(tmp_path / "old")
     autocast = in_trainer(old, "stage=3,param_dtype=float32")

@@ -105,6 +105,7 @@ def generates(rank: int, world_size: int, make) -> list[int]:
     return lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [talkative_gpt2, slow(talkative_t5)])
 def test_generate_gives_the_whole_models_tokens_where_ranks_stop_at_different_lengths(make):
     lengths = run_on_ranks(generates, make=make)
@@ -389,6 +390,7 @@ def after_edits_below_stage_3(request) -> dict[Callable, list[str]]:
     return dict(zip(GATHERED_EDITS, zip(*found)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", GATHERED_EDITS)
 def test_gathered_edits_are_kept_below_stage_3_too(edit, after_edits_below_stage_3):
     assert set(after_edits_below_stage_3[edit]) == {""}
@@ -557,6 +559,7 @@ def resized(numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -
     return ResizedReservation(numel, dtype, kept, device)
 
 
+@pytest.mark.slow
 def test_memory_that_an_accelerators_allocator_takes_back_changes_nothing():
     run_on_ranks(uses_memory_as_an_accelerator_does)
 
@@ -599,6 +602,7 @@ def wandering(run: Run) -> None:
             run.seen.append(run.evaluate())
 
 
+@pytest.mark.slow
 def test_layers_that_change_their_order_between_steps_train_as_under_ddp():
     run_on_ranks(
         same_as_ddp,

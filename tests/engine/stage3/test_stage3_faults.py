@@ -325,6 +325,7 @@ def looks_alone(rank: int, world_size: int, way: str, alone: int) -> str:
     return message
 
 
+@pytest.mark.short_cells("gathered-1")
 @pytest.mark.parametrize(("way", "alone"), [("state_dict", 0), ("gathered", 1)])
 def test_looking_on_one_rank_alone_is_an_error_in_time(way, alone):
     message = run_on_ranks(looks_alone, way=way, alone=alone)[alone]

@@ -95,6 +95,7 @@ def test_accumulate_and_plain_backward(ddp):
             assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "model"), [(2, "texts"), *(pytest.param(stage, "gpt2", marks=pytest.mark.slow) for stage in (0, 1, 2))]
 )
@@ -105,6 +106,7 @@ def test_compiled_model_has_ddps_losses(stage, model, ddp):
         assert np.allclose(mine["losses"], theirs["losses"], rtol=1e-6, atol=0)
 
 
+@pytest.mark.short_cells("3")
 @pytest.mark.parametrize("settings", short_of(["0", "1", "2", "3", "stage=2,comm.sync_every=3"], ["1", "3"]))
 def test_save_state_and_load_state_continue_bit_for_bit(settings, tmp_path):
     door = f"plugin {settings}"
@@ -246,6 +248,7 @@ def distilled(rank: int, world_size: int, door: str, order: str, folder: str) ->
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", short_of(["together", "teacher first", "for evaluation"], ["teacher first"]))
 def test_a_frozen_teacher_is_sharded_and_its_student_trains_like_under_ddp(order, tmp_path):
     # DDP takes no model without gradients, so stock accelerate has this one way.

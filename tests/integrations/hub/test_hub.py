@@ -97,6 +97,7 @@ def flip(content: bytes) -> bytes:
 # ---- the model that arrives ----
 
 
+@pytest.mark.short_cells("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_pushed_checkpoint_comes_down_as_the_live_weights(stage, trained, server, tmp_path):
     checkpoint, live = trained(stage)
@@ -177,6 +178,12 @@ def test_large_files_travel_in_parts_where_the_hub_wants_it(plain, tmp_path):
 # ---- faults on the way ----
 
 
+@pytest.mark.short_cells(
+    "POST .*/objects/batch-{'reset': True}",
+    "PUT /lfs/-{'status': 500}",
+    "POST .*/commit/-{'reset': True}",
+    "-{'delay_s': 0.2, 'times': 99}",
+)
 @pytest.mark.parametrize(
     ("call", "what"),
     [
@@ -562,6 +569,7 @@ def test_trainer_pushes_the_model_of_each_checkpoint_and_the_last(world_size, se
     assert TOKEN not in "".join(outcomes[0]["said"]) + card
 
 
+@pytest.mark.slow
 def test_the_last_model_alone_is_pushed_behind_the_script_where_that_is_asked(server, tmp_path):
     arguments = {"url": server.url, "door": "flag 2", "output_dir": str(tmp_path / "model")}
     [outcome] = push_from_ranks(1, **arguments, hub_strategy="end", final_push="later", hub_private_repo=True)
@@ -570,6 +578,7 @@ def test_the_last_model_alone_is_pushed_behind_the_script_where_that_is_asked(se
     assert weights_of(downloaded(server, tmp_path / "down")) == outcome["state"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_along_where_the_strategy_says_so_and_can_be_resumed_from(server, tmp_path):
     push_from_ranks(
         2,
@@ -616,6 +625,7 @@ def test_trainer_says_in_one_line_why_it_could_not_push_before_it_trains(overrid
     assert overrides["hub_token"] not in line
 
 
+@pytest.mark.slow
 def test_a_push_that_cannot_be_made_ready_is_told_and_training_goes_on(server, tmp_path):
     outcomes = push_from_ranks(
         2, url=server.url, door="flag 3", output_dir=str(tmp_path / "model"), full_disk=True, hub_strategy="checkpoint"

@@ -74,6 +74,7 @@ DOORS = [
 SHORT = {("flag 0", "bert"), ("flag 3", "bert"), ("callback 2", "gpt2"), ("both 1", "bert"), ("seq2seq 3", "gpt2")}
 
 
+@pytest.mark.short_cells("flag 3-bert", "callback 2-gpt2")
 @pytest.mark.parametrize(
     ("door", "model"),
     [
@@ -98,6 +99,7 @@ def test_every_door_has_ddps_losses_with_dropout_and_warmup(door, model, ddp, tm
     assert {name: value.tolist() for name, value in reloaded.items()} == outcome["state"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "door", [slow("flag 1"), "flag stage=2,grad_accumulation=local", slow("flag stage=3,grad_accumulation=local")]
 )
@@ -107,6 +109,7 @@ def test_local_accumulation_through_trainer_is_bitwise(door, ddp, tmp_path):
     assert outcome["losses"] == ddp("gpt2", **overrides)["losses"]
 
 
+@pytest.mark.short_cells("{'max_grad_norm': 0.3}-3")
 @pytest.mark.parametrize(
     ("overrides", "stage"),
     [
@@ -124,6 +127,7 @@ def test_clipping_and_sharded_accumulation_are_close(overrides, stage, ddp, tmp_
     assert np.allclose(outcome["norms"], expected["norms"], rtol=1e-6, atol=0)
 
 
+@pytest.mark.short_cells("stage=3,param_dtype=float32-1e-05")
 @pytest.mark.parametrize(
     ("zero", "error"),
     # Stage 3 gathers bfloat16, and so normalises, too, with rounded weights.
@@ -138,6 +142,7 @@ def test_bf16_autocast_is_close(zero, error, ddp, tmp_path):
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
 
 
+@pytest.mark.short_cells("3")
 @pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [0, 3]))
 def test_resumed_run_continues_bit_for_bit(stage, tmp_path):
     door = f"flag {stage}"
@@ -169,6 +174,7 @@ def whole_and_resumed(rank: int, world_size: int, root: str, door: str) -> dict:
     return {"whole": whole, "resumed": resumed}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", short_of([2, 3], [3]))
 def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(stage, tmp_path):
     door = f"flag stage={stage},comm.gradients=int8,comm.weights=int8"
@@ -182,6 +188,7 @@ def test_a_run_whose_gradients_and_weights_travel_quantised_resumes_bit_for_bit(
     assert len(weights[0]["bert.embeddings.word_embeddings.weight"].flatten()[256:512].unique()) > 250
 
 
+@pytest.mark.slow
 def test_a_run_of_steps_apart_resumes_bit_for_bit_from_a_save_between_outer_steps(tmp_path):
     for outcome in run_on_ranks(whole_and_resumed, root=str(tmp_path), door="flag stage=1,comm.sync_every=3"):
         assert outcome["resumed"]["losses"] == outcome["whole"]["losses"]
@@ -209,6 +216,7 @@ def test_a_resume_leaves_the_weights_in_the_checkpoint_until_they_are_in_buckets
     assert all(torch.equal(trainer.model.state_dict()[name], value) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", short_of([2, 3], [3]))
 def test_resume_true_takes_the_newest(stage, tmp_path):
     door = f"flag {stage}"
@@ -233,6 +241,7 @@ def test_another_world_size_and_stage_can_resume(before, after, tmp_path):
     assert np.isfinite(outcome["losses"]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), short_rows([(2, 3), (3, 2)], [(2, 3)]))
 def test_a_run_goes_on_bit_for_bit_with_and_without_sharded_parameters(before, after, tmp_path):
     whole = run_on_ranks(run, door=f"flag {before}", model="bert", output_dir=str(tmp_path / "whole"), **SAVING)
@@ -348,6 +357,7 @@ def sums_each_step(rank: int, world_size: int, door: str, output_dir: str, gathe
     return reader.sums
 
 
+@pytest.mark.slow
 def test_parameters_read_right_after_a_step_are_the_new_ones(tmp_path):
     expected = run_on_ranks(sums_each_step, door="ddp", output_dir=str(tmp_path))[0]
     for gather, door in ((False, "flag 2"), (True, "flag 2"), (True, "flag 3")):

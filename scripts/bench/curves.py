@@ -1,0 +1,137 @@
+"""What one figure changes: the model's size, ranks, sequence length, accumulation, bucket size. Each curve is measured by itself.
+
+    python scripts/bench/curves.py                          # all of them: an hour
+    python scripts/bench/curves.py sequence bucket --quick  # two of them, few points, a small model
+
+At each point the engines are compared as in step.py. The curve over ranks has more ranks than there may be cores, so it tells of
+memory and bytes only. Curves that are in the file already and are not measured now stay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compare import Comparison, compare, parameters_of
+from record import BENCH_FOLDER, describe_run, write_record
+from reports import tables_of
+from workload import WORKLOADS
+
+ENGINES = ("ddp", "fsdp2", "hf_zero1", "hf_zero2", "hf_zero3")
+BYTES_IN_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One figure that is varied.
+
+    Attributes:
+        varied: its name, as a table's heading and an axis have it.
+        values: that are measured, and those of the quick form.
+        at: what is compared at one of them, given the comparison of the middle of all curves.
+    """
+
+    varied: str
+    values: tuple[Any, ...]
+    quick_values: tuple[Any, ...]
+    at: Callable[[Comparison, Any], Comparison]
+    value_of: Callable[[Comparison, Any], Any] = lambda _comparison, value: value
+
+
+def _of_model(comparison: Comparison, name: str) -> Comparison:
+    return replace(comparison, workload=WORKLOADS[name])
+
+
+def _of_sequence(comparison: Comparison, length: int) -> Comparison:
+    return replace(comparison, workload=replace(comparison.workload, sequence_length=length))
+
+
+def _of_bucket(comparison: Comparison, mebibytes: float) -> Comparison:
+    engines = tuple(name for name in comparison.engines if not name.startswith("fsdp2"))
+    return replace(comparison, engines=engines, sizes={"bucket_bytes": int(mebibytes * BYTES_IN_MIB)})
+
+
+CURVES = {
+    "size": Curve(
+        varied="million parameters",
+        values=("4m", "12m", "30m", "60m", "124m", "350m"),
+        quick_values=("4m", "12m"),
+        at=_of_model,
+        value_of=lambda comparison, _name: round(parameters_of(comparison.workload) / 1e6, 1),
+    ),
+    "ranks": Curve(
+        varied="ranks",
+        values=(1, 2, 3, 4, 6, 8),
+        quick_values=(1, 2),
+        at=lambda comparison, ranks: replace(comparison, world_size=ranks, rounds=0),
+    ),
+    "sequence": Curve(varied="tokens a row", values=(64, 128, 256, 512), quick_values=(64,), at=_of_sequence),
+    "accumulation": Curve(
+        varied="micro-batches a step",
+        values=(1, 2, 4, 8),
+        quick_values=(2,),
+        at=lambda comparison, number: replace(comparison, accumulation=number),
+    ),
+    "bucket": Curve(varied="MiB a bucket", values=(1, 4, 16, 32), quick_values=(1,), at=_of_bucket),
+}
+
+
+def measure(curve: Curve, middle: Comparison, values: tuple[Any, ...]) -> dict[str, Any]:
+    """The curve for a file: what was varied, and the comparison at each value."""
+    points = []
+    for value in values:
+        comparison = curve.at(middle, value)
+        points.append({"value": curve.value_of(comparison, value), **compare(comparison)})
+        print(f"{curve.varied} {points[-1]['value']}: {len(points[-1]['engines'])} engines", flush=True)
+    return {"varied": curve.varied, "points": points}
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("curves", nargs="*", help=f"which: {', '.join(CURVES)} (default: all)")
+    parser.add_argument("--model", choices=WORKLOADS, default="12m", help="for all but the first")
+    parser.add_argument("--largest", choices=WORKLOADS, default="350m", help="of the curve over sizes")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2, help="steps of each engine in each round")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
+    parser.add_argument("--time-limit-s", type=float, default=1800, help="for each set of ranks")
+    parser.add_argument("--json", type=Path, default=BENCH_FOLDER / "results" / "curves.json")
+    parser.add_argument("--quick", action="store_true", help="one round of one step, few values, a tiny model")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.curves if name not in CURVES]
+    if unknown:
+        parser.error(f"unknown curves {', '.join(unknown)}; there are {', '.join(CURVES)}")
+    if options.quick:
+        options.model, options.rounds, options.steps = "tiny", 1, 1
+    return options
+
+
+def main() -> int:
+    options = parse_options()
+    middle = Comparison(
+        engines=tuple(options.engines),
+        workload=WORKLOADS[options.model],
+        rounds=options.rounds,
+        steps=options.steps,
+        time_limit_s=options.time_limit_s,
+    )
+    kept = json.loads(options.json.read_text())["curves"] if options.json.exists() else {}
+    for name in options.curves or CURVES:
+        curve = CURVES[name]
+        values = curve.quick_values if options.quick else curve.values
+        if name == "size" and not options.quick:
+            values = values[: values.index(options.largest) + 1]
+        kept[name] = measure(curve, middle, values)
+        # After each curve: a run that is ended has what it measured.
+        write_record(options.json, describe_run(options) | {"kind": "curves", "curves": kept})
+    print("\n\n".join(tables_of(json.loads(options.json.read_text())).values()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

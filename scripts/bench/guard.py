@@ -1,0 +1,229 @@
+"""Fails where a step costs more beside DDP's and FSDP2's than it did: bytes sent, peak memory, and calls of functions.
+
+    python scripts/bench/guard.py             # compare with results/guard.json: half a minute
+    python scripts/bench/guard.py --renew     # the costs of today become the baseline
+
+None of the three is a time, so they come out the same on a busy machine. Each is a ratio to a peer that is measured in the same
+run, so they stand for other machines and releases of torch as well. A ratio that has grown by a tenth since the baseline fails.
+`tests/repository/test_guard.py` does the same in the short suite.
+
+One engine after another in two ranks: a small BERT in float32, clipped, with next to nothing to compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any
+
+import ranks
+import torch.distributed as dist
+from host_time import ClippedSteps, LaunchBound
+from memory import MALLOC_MMAP_THRESHOLD_BYTES, status_bytes
+from peers import BASELINE, ENGINES
+from ranks import run_ranks
+from step import BENCH_FOLDER, describe_run
+from wire import tcp_bytes
+from workload import adamw_arguments
+
+# Before a rank notes what it holds without a model.
+import hf_zero.engine.engine  # noqa: F401
+
+BASELINE_PATH = BENCH_FOLDER / "results" / "guard.json"
+LARGEST_GROWTH = 1.10
+TIME_LIMIT_S = 120
+
+# 2.2 M parameters: beside those, what a process needs for its own purposes is small.
+WORKLOAD = LaunchBound(n_layer=2, n_embd=256, vocab_size=2048, batch_size=1)
+# The first step makes the optimizer's state, and DDP makes its buckets anew after it.
+WARMUP_STEPS = 2
+STEPS = 2
+
+# Engine → the peers that it is measured against.
+PEERS = {
+    "hf_zero0": ("ddp",),
+    "hf_zero1": ("ddp",),
+    "hf_zero2": ("ddp",),
+    "hf_zero3": ("ddp", "fsdp2"),
+}
+
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
+_RESET_PEAK = "5"  # of proc(5), /proc/[pid]/clear_refs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a step of one engine costs on a rank.
+
+    Attributes:
+        sent_bytes: at the socket, a step.
+        peak_bytes: the most resident memory beyond what the process held before there was a model.
+        calls: of functions of Python and C, by the thread that runs Python.
+    """
+
+    sent_bytes: float
+    peak_bytes: float
+    calls: float
+
+
+KINDS = {"sent_bytes": "bytes sent", "peak_bytes": "peak memory", "calls": "calls"}
+
+
+def costs_on_rank(rank: int, world_size: int, *, makes: dict[str, Callable[..., Any]]) -> dict[str, Costs]:
+    """Engine → its costs here, by the function that makes it."""
+    # As MALLOC_MMAP_THRESHOLD_ does at a process's start: what is freed goes back to the system.
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, MALLOC_MMAP_THRESHOLD_BYTES)
+    _warm_up()
+    return {name: _costs(make, rank) for name, make in makes.items()}
+
+
+def _costs(make: Callable[..., Any], rank: int) -> Costs:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    dist.barrier()
+    before_bytes = status_bytes("VmRSS")
+    engine = ClippedSteps(make(WORKLOAD.make_model, adamw_arguments(fused=True)))
+    for step in range(WARMUP_STEPS):
+        engine.step(WORKLOAD.make_batch(rank, step))
+    engine.finish()
+    peaks_bytes, sent_bytes = [], []
+    for step in range(STEPS):
+        dist.barrier()
+        sent_before = tcp_bytes().sent
+        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
+        engine.step(WORKLOAD.make_batch(rank, step))
+        engine.finish()
+        peaks_bytes.append(status_bytes("VmHWM") - before_bytes)
+        sent_bytes.append(tcp_bytes().sent - sent_before)
+    calls = _calls_in_step(engine, WORKLOAD.make_batch(rank, 0))
+    # A rank that leaves closes its sockets, and what they have counted is gone on both sides.
+    dist.barrier()
+    engine.close()
+    return Costs(sent_bytes=median(sent_bytes), peak_bytes=median(peaks_bytes), calls=calls)
+
+
+def _warm_up() -> None:
+    """Takes a step of a small model, so that the libraries' own pages are there before an engine's memory is measured."""
+    workload = LaunchBound(n_layer=1)
+    engine = ClippedSteps(ENGINES[BASELINE](workload.make_model, adamw_arguments(fused=True)))
+    engine.step(workload.make_batch(0, 0))
+    engine.close()
+
+
+def _calls_in_step(engine: ClippedSteps, batch: dict[str, Any]) -> int:
+    count = 0
+
+    def note(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    # What the collector calls is due to what ran before.
+    gc.collect()
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        engine.step(batch)
+        engine.finish()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+def measure_costs(makes: dict[str, Callable[..., Any]]) -> dict[str, Costs]:
+    """Engine → its costs on the rank where they are larger, by kind."""
+    by_rank = run_ranks(costs_on_rank, world_size=2, time_limit_s=TIME_LIMIT_S, keyword_arguments={"makes": makes})
+    return {
+        name: Costs(**{kind: max(getattr(costs[name], kind) for costs in by_rank) for kind in KINDS}) for name in makes
+    }
+
+
+def engines() -> dict[str, Callable[..., Any]]:
+    """Every engine that is compared and its peers, by name."""
+    peers = [peer for each in PEERS.values() for peer in each]
+    return {name: ENGINES[name] for name in dict.fromkeys([*peers, *PEERS])}
+
+
+def ratios_of(costs: dict[str, Costs]) -> dict[str, float]:
+    """ "peak memory of hf_zero3 / fsdp2" → the ratio."""
+    return {
+        f"{words} of {name} / {peer}": getattr(costs[name], kind) / getattr(costs[peer], kind)
+        for name, peers in PEERS.items()
+        for peer in peers
+        for kind, words in KINDS.items()
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the costs may depend on beside this package."""
+    return {"python": platform.python_version(), "torch": version("torch"), "transformers": version("transformers")}
+
+
+def grown(now: dict[str, float], baseline: dict[str, Any]) -> str:
+    """What to say of the ratios that have grown by a tenth or more since the baseline; empty where none has."""
+    was = baseline["ratios"]
+    if was.keys() != now.keys():
+        return f"{BASELINE_PATH.name} lists other ratios than are measured. {_renewal()}"
+    lines = [
+        f"  {name}: was {was[name]:.3f}, is {ratio:.3f} ({ratio / was[name] - 1:+.1%})"
+        for name, ratio in now.items()
+        if ratio >= LARGEST_GROWTH * was[name]
+    ]
+    if not lines:
+        return ""
+    others = [f"{name} {found}, then {baseline['versions'][name]}" for name, found in versions().items()]
+    apart = "" if versions() == baseline["versions"] else f"\nA peer may have changed, too: {'; '.join(others)}."
+    head = (
+        f"A step costs at least {LARGEST_GROWTH - 1:.0%} more beside its peers than at commit {baseline['commit']}:\n"
+    )
+    return head + "\n".join(lines) + f"{apart}\n{_renewal()}"
+
+
+def _renewal() -> str:
+    return (
+        "If the change is wanted, renew the baseline with `python scripts/bench/guard.py --renew`, and say why in the commit. "
+        "Else `python scripts/bench/host_calls.py --top 30` lists the calls, `python scripts/bench/step.py` measures bytes and "
+        "memory of a larger model."
+    )
+
+
+def read_baseline() -> dict[str, Any]:
+    """The ratios that were renewed last, and where they were measured."""
+    return json.loads(BASELINE_PATH.read_text(encoding="utf-8"))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--renew", action="store_true", help="write what is measured as the new baseline")
+    options = parser.parse_args(arguments)
+    ranks.PRELOADED_MODULES += ["hf_zero.engine.engine", "transformers.models.bert.modeling_bert"]
+    costs = measure_costs(engines())
+    now = ratios_of(costs)
+    was = {} if options.renew else read_baseline()["ratios"]
+    for name, ratio in now.items():
+        before = f"  was {was[name]:.3f}" if name in was else ""
+        print(f"{name:34} {ratio:6.3f}{before}")
+    if options.renew:
+        run = describe_run(options) | {
+            "versions": versions(),
+            "costs": {name: vars(each) for name, each in costs.items()},
+        }
+        BASELINE_PATH.write_text(json.dumps(run | {"ratios": now}, indent=2) + "\n", encoding="utf-8")
+        print(f"written to {BASELINE_PATH}")
+        return 0
+    print(complaint := grown(now, read_baseline()))
+    return 1 if complaint else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Measured figures: tables and pictures are those of the kept files, and sentences say what the files say."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import tables
+from launching import ROOT
+from verdicts import verdict
+
+RESULTS = ROOT / "scripts" / "bench" / "results"
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in tables.documents()}
+
+
+def kept(name: str) -> dict[str, Any]:
+    return tables.read_record(RESULTS / name) if name in TABLED else json.loads((RESULTS / name).read_text())
+
+
+TABLED = {found[2] for text in PAGES.values() for found in tables._TABLE.finditer(text)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_tables_are_those_of_the_kept_figures(page):
+    assert tables.with_tables(PAGES[page]) == PAGES[page], "run: python scripts/bench/tables.py --docs"
+
+
+def test_every_kept_file_that_a_table_is_made_of_tells_machine_and_date():
+    for name in TABLED:
+        said = tables.tables_of(kept(name))["run"]
+        assert re.search(r"torch \d.*commit \w+, 20\d\d-\d\d-\d\d", said), name
+
+
+def test_every_picture_of_figures_that_a_page_shows_is_there(tmp_path):
+    shown = {found for text in PAGES.values() for found in re.findall(r"\]\((figures/\S+?\.png)\)", text)}
+    assert shown and all((ROOT / "docs" / picture).is_file() for picture in shown)
+    drawn = {path.name for name in TABLED for path in tables.plot(kept(name), tmp_path, Path(name).stem)}
+    assert {Path(picture).name for picture in shown} == drawn
+
+
+def test_no_page_quotes_figures_without_a_kept_file():
+    named = {found for text in PAGES.values() for found in re.findall(r"scripts/bench/results/([\w.-]+\.json)", text)}
+    assert named >= TABLED and all((RESULTS / name).is_file() for name in named)
+    assert "without a kept record" not in PAGES["docs/benchmarks.md"]
+
+
+def peaks_in_words(found: dict) -> list[str]:
+    errors = [cell["peak_error"] for cell in found["cells"]]
+    assert max(abs(cell["state_error"]) for cell in found["cells"]) <= 0.02
+    return [
+        "the forecast of it at most 2 % above what was held",
+        f"{-100 * min(errors):.1f} % below and {100 * max(errors):.1f} % above the measured one in {len(errors)} cells",
+    ]
+
+
+def choices_in_words(found: dict) -> list[str]:
+    right, limits = [case["is_right"] for case in found["cases"]], [case["mb"] for case in found["cases"]]
+    models = {case["model"] for case in found["cases"]}
+    assert len(models) == 3 and min(limits) == 400
+    return [f"It was so in {sum(right)} of {len(right)} cases", f"{min(limits)} to {max(limits)} MB a rank"]
+
+
+def links_in_words(found: dict) -> list[str]:
+    nearly_all = [-run["error"] for run in found["runs"] if run["model"] == "30m-short" and run["mbit"] == 100]
+    others = [-run["error"] for run in found["runs"] if not (run["model"] == "30m-short" and run["mbit"] == 100)]
+
+    def span(errors: list[float]) -> str:
+        return f"by {100 * min(errors):.0f} to {100 * max(errors):.0f} %"
+
+    return [f"{span(nearly_all)} where a step is nearly all traffic", f"{span(others)} elsewhere"]
+
+
+def bf16_in_words(found: dict) -> list[str]:
+    stage_3 = found["compared"]["stage 3"]
+    sent = {way: sum(found["curves"][way][0]["sent_bytes"].values()) for way in found["compared"] if "stage" in way}
+    return [
+        f"the dev loss over training is {stage_3['mean_distance']:.4f} from DDP's on average",
+        f"with an offset of {stage_3['mean_offset']:.4f}",
+        f"DDP's own is {stage_3['between_seeds']:.4f} away",
+        f"A step sends {sent['stage 3'] / 1e6:.2f} MB, not {sent['stage 3, param_dtype: float32'] / 1e6:.2f}",
+    ]
+
+
+def recoveries_in_words(found: dict) -> list[str]:
+    disk, neighbour = found["disk"], found["neighbour"]
+    seconds, others = ([run["recovery_s"] for run in runs] for runs in (disk, neighbour))
+    equal = [sum(run["as_by_hand"] == "bit for bit" for run in runs) for runs in (disk, neighbour)]
+    ready = [run["ready_s"] for run in neighbour]
+    assert all(run["ended"] and run["rows_once"] for run in disk + neighbour)
+    assert not any(run["disk_mib"] for run in neighbour)
+    return [
+        f"In {len(disk)} of {len(disk)} runs on the disk, and {len(neighbour)} of {len(neighbour)} with",
+        f"{equal[0]} and {equal[1]} were compared and equal bit for bit",
+        f"{min(seconds):.0f} to {max(seconds):.0f} s after the kill (median {median(seconds):.0f} s)",
+        f"{min(others):.0f} to {max(others):.0f} s in the runs with",
+        f"{min(ready):.0f} to {max(ready):.0f} s of it were spent in",
+    ]
+
+
+def published_in_words(found: dict) -> list[str]:
+    return [
+        f"| {point['gpus']} | {point['rows']} | {'fitted' if point['fitted'] else 'predicted'} | "
+        f"{point['published_tflops']} | {point['simulated_tflops']:.0f} |"
+        for point in found["points"]
+    ]
+
+
+def goals_in_words(found: dict) -> list[str]:
+    return [] if found["missed"] else ["The goals are 1.05 of DDP at stages 1 and 2 and 0.4 of FSDP2 at stage 3"]
+
+
+SENTENCES: list[tuple[str, str, Callable[[dict], list[str]]]] = [
+    ("docs/planning.md", "planned_peaks.json", peaks_in_words),
+    ("docs/planning.md", "auto.json", choices_in_words),
+    ("docs/planning.md", "links.json", links_in_words),
+    ("docs/planning.md", "published.json", published_in_words),
+    ("docs/precision.md", "bf16_ways.json", bf16_in_words),
+    ("docs/elastic.md", "elastic.json", recoveries_in_words),
+]
+
+
+@pytest.mark.parametrize(("page", "name", "in_words"), SENTENCES, ids=[name for _, name, _ in SENTENCES])
+def test_sentences_say_what_the_kept_figures_say(page, name, in_words):
+    said = " ".join(PAGES[page].split())
+    for words in in_words(kept(name)):
+        assert words in said
+
+
+def test_losses_that_the_readme_calls_equal_are():
+    assert all(row["loss_difference"] == 0.0 for row in kept("step.json")["engines"] if row["is_exact"])
+    assert "All losses are bitwise equal." in " ".join(PAGES["README.md"].split())
+
+
+def row(title: str, cpu: float, sent: int, peak: int) -> dict[str, Any]:
+    ratio = {"median": cpu, "lowest": cpu - 0.02, "highest": cpu + 0.02}
+    return {
+        "title": title,
+        "is_ours": title.startswith("hf_zero"),
+        "cpu_ratio": ratio,
+        "sent_bytes": sent,
+        "peak_bytes": peak,
+    }
+
+
+def test_a_row_names_each_figure_in_which_a_peer_is_ahead():
+    peers = [row("DDP", 1.0, 100, 300), row("FSDP2", 1.4, 150, 200)]
+    ahead, level, after = (
+        row("hf_zero 1", 0.9, 100, 150),
+        row("hf_zero 2", 1.0, 100, 200),
+        row("hf_zero 3", 1.1, 130, 206),
+    )
+    rows = [*peers, ahead, level, after]
+    assert verdict(ahead, rows) == verdict(level, rows) == "ahead or level in all"
+    assert verdict(after, rows) == "behind in CPU: DDP, 10 %; behind in wire: DDP, 30 %; behind in peak: FSDP2, 3 %"
+    near = row("hf_zero 4", 1.03, 100, 200)
+    assert verdict(near, [*rows, near]) == "behind in CPU: DDP, 3 % (rounds overlap)"
+    assert verdict(peers[0], rows) == ""

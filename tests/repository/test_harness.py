@@ -1,0 +1,109 @@
+"""The comparison with peers: engines in processes of their own, what is left out, curves, tables and pictures."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import curves
+import memory
+import pytest
+import tables
+from compare import Comparison, compare
+from launching import ROOT
+from peers import ALL_PEERS, ENGINES, chosen_engines
+from ranks import RankFailedError, live_ranks
+from rounds import turns
+from workload import WORKLOADS
+
+TIME_LIMIT_S = 120
+
+
+class Counter:
+    def __init__(self, rank: int, world_size: int, *, start: int) -> None:
+        self.rank, self.count = rank, start
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return 10 * self.count + self.rank
+
+    def fail(self) -> None:
+        if self.rank == 1:
+            raise ValueError("the reason in words")
+
+
+def test_live_ranks_keep_what_they_made_and_answer_until_one_fails():
+    with pytest.raises(RankFailedError, match=r"(?s)rank 1 failed.*the reason in words"):
+        with live_ranks(
+            Counter, world_size=2, time_limit_s=TIME_LIMIT_S, keyword_arguments={"start": 1}
+        ) as ranks_of_counter:
+            assert ranks_of_counter.call("add", 1) == [20, 21]
+            assert ranks_of_counter.call("add", 2) == [40, 41]
+            ranks_of_counter.call("fail")
+
+
+def test_each_engine_comes_first_in_some_round():
+    assert turns(["a", "b", "c"], 2) == ["a", "b", "c", "b", "c", "a"]
+
+
+def test_an_engine_that_cannot_start_is_left_out_with_its_reason_and_others_are_measured():
+    workload = WORKLOADS["tiny"]
+    found = compare(
+        Comparison(
+            engines=("ddp", "fsdp2", "hf_zero2"),
+            workload=workload,
+            accumulation=2,
+            rounds=1,
+            steps=1,
+            memory=False,
+            # Which FSDP2 has not.
+            sizes={"bucket_bytes": 1 << 16},
+            time_limit_s=TIME_LIMIT_S,
+        )
+    )
+    assert [row["name"] for row in found["engines"]] == ["ddp", "hf_zero2"]
+    assert "bucket_bytes" in found["left_out"]["fsdp2"]["why"]
+    assert found["engines"][1]["loss_difference"] < 1e-6
+    assert all(row["first_step_s"] > 0 and row["sent_bytes"] > 0 for row in found["engines"])
+
+
+def test_a_peer_that_is_not_installed_is_named():
+    absent = replace(ENGINES["torchao_8bit"], package="no_such_peer")
+    assert absent.hindrance == "no_such_peer is not installed"
+    assert ENGINES["ddp"].hindrance is None
+    assert {"deepspeed0", "deepspeed3", "fsdp2_kept", "hf_zero2_offload", "hf_zero3_int8"} <= set(ALL_PEERS)
+    assert chosen_engines(ALL_PEERS)[0] == "ddp"
+
+
+def test_a_curve_is_added_to_its_file_and_drawn(tmp_path, monkeypatch):
+    def peaks(jobs: list[memory.Job]) -> list[memory.Peak]:
+        return [memory.Peak(peak_bytes=1000 * job.world_size, sent_bytes=500) for job in jobs]
+
+    monkeypatch.setattr("compare.measure_peaks", peaks)
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps({"curves": {"kept": {"varied": "figures", "points": []}}}))
+    monkeypatch.setattr(
+        sys, "argv", ["curves.py", "ranks", "--quick", "--engines", "ddp", "hf_zero2", "--json", str(path)]
+    )
+    assert curves.main() == 0
+    record = tables.read_record(path)
+    assert record["commit"] and record["command"].startswith("python") and record["load_before"] >= 0
+    assert list(record["curves"]) == ["kept", "ranks"]
+    assert [point["value"] for point in record["curves"]["ranks"]["points"]] == [1, 2]
+    del record["curves"]["kept"]
+    path.write_text(json.dumps(record))
+    assert tables.main([str(path), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "curves-ranks.png").read_bytes().startswith(b"\x89PNG")
+    assert "| 2 | hf_zero stage 2 |" in (tmp_path / "out" / "tables.md").read_text()
+
+
+def test_the_command_refuses_a_part_that_it_does_not_have():
+    script = ROOT / "scripts" / "bench" / "all.sh"
+    done = subprocess.run(["bash", str(script), "speed"], capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    assert done.returncode == 2 and "unknown part 'speed'; there are step, curves" in done.stderr
+
+
+def test_figures_of_an_unknown_kind_are_refused_by_name(tmp_path):
+    (tmp_path / "strange.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"strange\.json has no tables"):
+        tables.read_record(tmp_path / "strange.json")
