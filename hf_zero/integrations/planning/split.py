@@ -36,13 +36,14 @@ def split_without_memory(model: nn.Module, tp_size: int) -> None:
             f"hf_zero: transformers has no tp_plan for {type(model).__name__}, so tp_size {tp_size} cannot be planned. Plan it "
             "with tp_size 1."
         )
-    made: dict[int, nn.Parameter] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    # Of tied parameters one part is made.
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(parameter) not in made:
+            if parameter not in made:
                 style = _style_of(f"{module_name}.{name}", plan)
-                made[id(parameter)] = _part(parameter, name, style, tp_size)
-            setattr(module, name, made[id(parameter)])
+                made[parameter] = _part(parameter, name, style, tp_size)
+            module.register_parameter(name, made[parameter])
 
 
 def _part(parameter: nn.Parameter, name: str, style: str | None, tp_size: int) -> nn.Parameter:
