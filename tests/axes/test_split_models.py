@@ -42,7 +42,8 @@ def assert_close(outcome, other, tolerance=1e-5):
 @pytest.mark.parametrize(
     "kind, changes, stages",
     [
-        ("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES),
+        ("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES[2:]),
+        pytest.param("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES[:2], marks=pytest.mark.slow),
         ("mixtral", {"ep": 2, "max_norm": 0.5}, STAGES[3:]),
         # Norms within a head: their gradients are summed over the ranks of a copy.
         ("qwen3", {"steps": 2}, STAGES[2:3]),

@@ -99,6 +99,7 @@ def compares(rank: int, world_size: int, folder: Path) -> list:
     return [good, bad, unchanged, next(type(p).__name__ for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_parity_is_with_the_models_own_split_and_a_plain_all_reduce(folder):
     everyone = run_ranks(compares, world_size=4, time_limit_s=100, keyword_arguments={"folder": folder})
     for good, bad, unchanged, kind in everyone:

@@ -55,6 +55,7 @@ def lose(output: Path, *steps: int) -> None:
         shutil.rmtree(output / f"step_{step}")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_plain_recipe_goes_on_from_two_ranks_to_one_and_back_with_the_same_rows(tmp_path):
     expected = trains(tmp_path, 2, 0)
