@@ -19,10 +19,10 @@ trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Some hundred processes import the package and the tests: what Python has compiled is kept.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
-# A file's tests stay in one process, for what they share; the longest files come first (tests/conftest.py). Ranks and time limits are
-# made for a machine that does other work too.
+# A file's tests stay in one process, for what they share; the longest files come first (tests/conftest.py). Three processes keep two
+# cores busy while ranks wait for one another. Ranks and time limits are made for a machine that does other work too.
 status=0
-python -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} "$@" || status=$?
+python -m pytest -n 3 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} "$@" || status=$?
 wait "$checker" || status=1
 cat "$types"
 exit "$status"

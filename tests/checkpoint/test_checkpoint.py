@@ -173,7 +173,7 @@ def loaded_state(rank: int, world_size: int, folder: str, stage: int, bf16: bool
     }
 
 
-@pytest.mark.short_cells("wrote1-reads1-False", "wrote2-reads2-True")
+@pytest.mark.short_cells("wrote2-reads2-True")
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("wrote", "reads"),

@@ -467,7 +467,7 @@ MET_AT_ONCE = (limited_file_size, full_disk_at_the_weights, refused_rename)
 MET_BEHIND = (failing_disk, file_cut_off_meanwhile, full_disk_at_the_rest, file_for_a_folder, nearly_full_disk)
 
 
-@pytest.mark.short_cells("full_disk_at_the_weights-False", "failing_disk-True")
+@pytest.mark.short_cells("full_disk_at_the_weights-False")
 @pytest.mark.parametrize(
     ("refusal", "stage", "guilty", "says", "async_save"),
     [

@@ -96,6 +96,7 @@ MOST_CALLS = {"hf_zero0": 680, "hf_zero1": 860, "hf_zero2": 880, "hf_zero3": 195
 """Of this package's functions, in a step of two layers of BERT (39 parameters): a tenth more than there are."""
 
 
+@pytest.mark.slow
 def test_a_step_calls_no_more_functions_than_it_did():
     arguments = {"engine_names": ["ddp", "fsdp2", *MOST_CALLS], "n_layer": 2, "steps": 2}
     found = run_ranks(count_calls_of_engines, world_size=2, time_limit_s=100, keyword_arguments=arguments)[0]

@@ -19,7 +19,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.short_cells("backward-2", "forward-3")
+@pytest.mark.short_cells("backward-2")
 @pytest.mark.parametrize(("when", "ranks"), [("forward", 2), ("backward", 2), ("forward", 3), ("backward", 3)])
 def test_ranks_in_gathers_do_not_wait_for_the_one_that_fails(when, ranks):
     variants = VARIANTS if ranks == 2 else [PLAIN]

@@ -63,7 +63,7 @@ def on(world_size: int, name: str, case: Case, *, slow: bool):
     return pytest.param(world_size, case, id=f"{name}-{world_size}", marks=pytest.mark.slow if slow else ())
 
 
-@pytest.mark.short_cells("blocks-2", "whole parameters-2")
+@pytest.mark.short_cells("whole parameters-2")
 @pytest.mark.parametrize(
     ("world_size", "case"),
     [on(2, name, case, slow=name not in ("blocks", "whole parameters")) for name, case in ON_TWO_RANKS.items()]

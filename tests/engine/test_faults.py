@@ -1,6 +1,7 @@
 """A rank that stops, ends, or calls something alone: the others end in time, and name it."""
 
 import os
+from pathlib import Path
 
 import pytest
 from fault_runs import outcomes, why_no_namespaces
@@ -40,23 +41,38 @@ def check(fault: str, ranks: list[dict]) -> None:
 SHORT = {
     "stopped": {"stage": 2, "world_size": 3},
     "exception": {"stage": 1},
-    "sys.exit": {"stage": 2},
     "lone full_grad": {"stage": 3},
-    "lone barrier": {"stage": 1},
 }
 """A few of the matrix, in a short time."""
+MORE = {"sys.exit": {"stage": 2}, "lone barrier": {"stage": 1}}
+
+
+def started(runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
+    asked = [{"fault": fault, "limit_s": 4.0, "patience_s": 150.0, **run} for fault, run in runs.items()]
+    return dict(zip(runs, outcomes(asked, folder), strict=True))
 
 
 @pytest.fixture(scope="module")
 def short_runs(tmp_path_factory) -> dict[str, list[dict]]:
-    runs = [{"fault": fault, "limit_s": 4.0, "patience_s": 150.0, **run} for fault, run in SHORT.items()]
-    return dict(zip(SHORT, outcomes(runs, tmp_path_factory.mktemp("faults")), strict=True))
+    return started(SHORT, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory) -> dict[str, list[dict]]:
+    return started(MORE, tmp_path_factory.mktemp("more"))
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", SHORT)
 def test_the_survivors_of_a_fault_end_in_time_and_name_the_rank(fault, short_runs):
     check(fault, short_runs[fault])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("fault", MORE)
+def test_the_survivors_of_more_faults_do_too(fault, more_runs):
+    check(fault, more_runs[fault])
 
 
 @pytest.mark.timeout(300)
@@ -71,9 +87,10 @@ def test_the_reason_of_a_rank_that_failed_is_told_by_the_others(short_runs):
     assert "has ended: LookupError: a bad batch" in short_runs["exception"][0]["said"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_rank_that_leaves_early_is_told_that_ranks_have_different_numbers_of_steps(short_runs):
-    said = short_runs["sys.exit"][0]["said"]
+def test_a_rank_that_leaves_early_is_told_that_ranks_have_different_numbers_of_steps(more_runs):
+    said = more_runs["sys.exit"][0]["said"]
     assert "rank 1" in said and "has come to the end of its script" in said
     assert "the ranks have different numbers of batches" in said and "even_batches=True" in said
 
@@ -83,7 +100,12 @@ def test_a_lone_call_is_named_with_the_line_that_made_it(short_runs):
     first, second = (outcome["said"] for outcome in short_runs["lone full_grad"])
     assert "only some ranks came to full_grad" in second
     assert "engine_of(model).full_grad" in first
-    first, second = (outcome["said"] for outcome in short_runs["lone barrier"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_lone_barrier_of_the_script_is_named_with_its_line(more_runs):
+    first, second = (outcome["said"] for outcome in more_runs["lone barrier"])
     assert "is in torch.distributed.barrier, which the script called by itself" in first and "dist.barrier()" in first
     # torch's own error names an address only.
     assert "hf_zero: a collective that the script called by itself failed, for want of a rank: rank 0" in second

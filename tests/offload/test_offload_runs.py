@@ -138,6 +138,7 @@ def resumed_everywhere(rank: int, world_size: int, path: str, stage: int, **more
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.short_cells("2-1-more2")
 @pytest.mark.parametrize(
     ("world_size", "stage", "more"),

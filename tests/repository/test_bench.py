@@ -183,6 +183,7 @@ def peaks_in_this_process(command: list[str], env: dict[str, str], check: bool) 
     run_here(memory, *command[2:])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_step_compares_engines_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "subprocess", SimpleNamespace(run=peaks_in_this_process))

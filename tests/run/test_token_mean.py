@@ -78,7 +78,7 @@ def whole(tmp_path_factory) -> list[dict[str, list[float]]]:
     return run_alone(in_one_process, time_limit_s=90, keyword_arguments={"folder": str(folder)})
 
 
-@pytest.mark.short_cells("2-stage=3-3", "3-2-2")
+@pytest.mark.short_cells("3-2-2")
 @pytest.mark.parametrize(
     ("world_size", "zero", "micro_batches"),
     [(2, "1", 3), (2, "2", 1), (3, "2", 2), (2, "stage=3", 3), (2, "stage=2,grad_accumulation=local", 2)],

@@ -40,6 +40,7 @@ def test_an_accelerate_loop_has_ddps_losses_at_every_stage(tmp_path):
         assert losses_of(tmp_path, words[0], zero, *words[1:]) == stock
 
 
+@pytest.mark.slow
 def test_every_accelerator_of_a_process_has_the_engine(tmp_path):
     words = ("LOSSES", "one", "two")
     stock = losses_of(tmp_path, "plain_loop.py", None, *words)

@@ -50,6 +50,7 @@ def pinned_bytes(rank: int, world_size: int, library: Path, folder: str) -> list
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_pinned_memory_is_that_of_masters_and_gradients(world_size, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path)}

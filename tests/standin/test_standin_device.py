@@ -73,8 +73,8 @@ def goes_on(settings: dict, folder: Path) -> bool:
 # What is run on one rank, where there are no collectives, in the short run; and on two. Together every stage, way of stepping,
 # and place of parameters and of state.
 ON_ONE_RANK = ["stage 3", "early steps in files", "parameters in cpu, state in cpu"]
-ON_TWO_RANKS = ["stage 1", "stage 2", "stage 3", "half of it", "early steps", "state in files"]
-ON_TWO_RANKS += ["parameters in cpu, state in nvme", "parameters in nvme, state in none", "activations in host memory"]
+ON_TWO_RANKS = ["stage 1", "stage 2", "stage 3", "early steps", "state in files"]
+ON_TWO_RANKS += ["parameters in cpu, state in nvme", "activations in host memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ CELLS = [
             exact=ON_TWO_RANKS,
             inexact=["bf16", "blocks on the wire"],
             scaled=["half of it"],
-            saved=["early steps in files", "a step late"],
+            saved=["a step late"],
         ),
         id="2",
     ),

@@ -148,6 +148,7 @@ def with_trainer(rank: int, world_size: int, door: str, folder: str, resume: str
     return [entry["loss"] for entry in logged], rates, trainer.accelerator.scaler.get_scale()
 
 
+@pytest.mark.slow
 def test_trainer_in_fp16_goes_on_with_its_scale(tmp_path):
     def run(door: str, **more) -> tuple:
         arguments = {"door": door, "folder": str(tmp_path / door), **more}

@@ -123,6 +123,7 @@ EVERYWHERE = ["muon and adamw", "adafactor of torch"]
 OTHERS = [name for name in OPTIMIZERS if name not in EVERYWHERE]
 
 
+@pytest.mark.short_cells("muon")
 @pytest.mark.parametrize(
     ("names", "variants"),
     [

@@ -379,6 +379,7 @@ def test_accumulation_and_clip_are_close(name, change):
     assert_close(replace(JOBS[name], **change), [RESHARDED, KEPT])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world_size"), [("t5", 3), slow("llama", 3), slow("t5", 4), slow("llama", 4)])
 def test_more_ranks_are_close(name, world_size):
     assert_close(replace(JOBS[name], accumulation=2, max_norm=0.3), [RESHARDED, KEPT], world_size)

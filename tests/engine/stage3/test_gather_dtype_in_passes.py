@@ -69,5 +69,6 @@ def trains_with_secondary_shards(rank: int, world_size: int) -> None:
     assert near.equals(plain), f"{near.losses} for {plain.losses}"
 
 
+@pytest.mark.slow
 def test_secondary_shards_of_bf16_gathers_train_to_the_same_bits():
     run_ranks(trains_with_secondary_shards, world_size=4, time_limit_s=150)
