@@ -40,7 +40,10 @@ def costs() -> dict[str, guard.Costs]:
 
 
 def test_a_step_costs_no_tenth_more_beside_its_peers_than_at_the_baseline(costs):
-    complaint = guard.grown(guard.ratios_of(costs), guard.read_baseline())
+    baseline = guard.read_baseline()
+    complaint = guard.grown(guard.ratios_of(costs), baseline)
+    if complaint and guard.versions() != baseline["versions"]:
+        pytest.skip(f"the baseline is of other releases of what is compared. {complaint}")
     assert not complaint, complaint
 
 
