@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,22 @@ _PREFIX = "hf_zero-run-"
 _LOCK = "lock"
 _TURN = ".hf_zero-turn"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Turns(threading.local):
+    """What this thread does under a lock that it would wait for itself.
+
+    Attributes:
+        are_held: whether it has a turn, or waits for one.
+        postponed: folders to remove, and their locks, as soon as it has none.
+    """
+
+    def __init__(self) -> None:
+        self.are_held = False
+        self.postponed: list[tuple[Path, int]] = []
+
+
+_turns = _Turns()
 
 
 class RunFolder:
@@ -84,18 +101,28 @@ def _turn(parent: Path) -> Iterator[None]:
     The last folder to go takes the file along.
     """
     path = parent / _TURN
+    _turns.are_held = True
+    try:
+        turn = _wait_for(path)
+        try:
+            yield
+            if not any(parent.glob(f"{_PREFIX}*")):
+                path.unlink()
+        finally:
+            os.close(turn)
+    finally:
+        _turns.are_held = False
+        while _turns.postponed:
+            _remove_own(*_turns.postponed.pop())
+
+
+def _wait_for(path: Path) -> int:
     while True:
         turn = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         fcntl.flock(turn, fcntl.LOCK_EX)
         if path.exists() and os.path.samestat(os.fstat(turn), path.stat()):
-            break
+            return turn
         # Who had it before has taken it away meanwhile.
-        os.close(turn)
-    try:
-        yield
-        if not any(parent.glob(f"{_PREFIX}*")):
-            path.unlink()
-    finally:
         os.close(turn)
 
 
@@ -126,6 +153,10 @@ def _is_free(lock_path: Path) -> bool:
 
 
 def _remove_own(path: Path, lock: int) -> None:
+    if _turns.are_held:
+        # Called by the garbage collector in the midst of making another folder: waiting for that would never end.
+        _turns.postponed.append((path, lock))
+        return
     # It may be gone already, with the folder that it is in.
     if path.is_dir():
         with _turn(path.parent):

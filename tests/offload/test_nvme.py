@@ -1,6 +1,7 @@
 """State in files: the same trajectory as in memory, in the memory of a window, and what happens when the disk fails."""
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -22,7 +23,7 @@ from hf_zero.config import ConfigError
 from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce
-from hf_zero.offload import files
+from hf_zero.offload import files, run_folder
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
 from hf_zero.offload.host_cores import HostCores
 from hf_zero.offload.run_folder import RunFolder
@@ -487,3 +488,23 @@ def test_a_failed_write_ends_the_walk_and_leaves_no_thread_at_work(tmp_path):
     with pytest.raises(OffloadError, match="broken"):
         for _ in Window(1, HostCores(1)).walk(shards):
             pass
+
+
+@pytest.mark.timeout(20)
+def test_a_folder_that_is_collected_while_another_is_made_is_removed_and_waits_for_nothing(tmp_path, monkeypatch):
+    """An engine that was dropped without `close()` goes whenever the garbage collector runs."""
+    stock = run_folder._remove_dead
+
+    def collects_first(parent):
+        gc.collect()
+        stock(parent)
+
+    cycle = [RunFolder(tmp_path)]
+    cycle.append(cycle)
+    dropped = cycle[0].path
+    monkeypatch.setattr(run_folder, "_remove_dead", collects_first)
+    del cycle
+    made = RunFolder(tmp_path)
+    assert not dropped.exists() and made.path.exists()
+    made.close()
+    assert list(tmp_path.iterdir()) == []
