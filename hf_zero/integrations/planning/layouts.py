@@ -10,10 +10,11 @@ from torch import nn
 from ...buckets.bucket import BucketKey
 from ...buckets.bucket_sizes import choose_sizes
 from ...buckets.gathered_dtypes import GatheredDtypes
+from ...buckets.precision import Precision
 from ...comm.groups.groups import Groups, RankGroup
 from ...config import ZeroConfig
-from ...engine.build.bucketing import layouts_of, owners, parts_of, precision_of
-from ...layout.slots import USUAL_ALIGNMENT
+from ...engine.build.bucketing import Part, layouts_of, owners, parts_of, precision_of
+from ...layout.slots import USUAL_ALIGNMENT, BucketLayout
 from ...optimizer.state.elementwise import keeps_intact
 from ...optimizer.state.state_kinds import state_itemsizes
 from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
@@ -111,6 +112,7 @@ def lay_out(
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
+    may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
     for part in parts_of(model, config, groups, device):
         layouts = layouts_of(
             part,
@@ -133,40 +135,53 @@ def lay_out(
             tried = (key.optimizer, key.group, precision.master)
             if tried not in state_of:
                 state_of[tried] = _state_of(optimizers, *tried)
-            state, is_master = state_of[tried], place.parameters_are_masters and precision.master == precision.kept
-            keeps_master = precision.keeps_master and not is_master
-            in_place = device.type == "cpu" and precision.param == precision.kept and not config.offload.moves_params
-            whole_bytes = layout.numel * precision.param.itemsize
-            buckets.append(
-                PlannedBucket(
-                    unit=" ".join(part.modules),
-                    gathered_bytes=whole_bytes,
-                    passing_bytes=(whole_bytes - in_place * layout.shard_numel * precision.param.itemsize)
-                    * part.sharded,
-                    cost=BucketCost(
-                        layout=layout,
-                        param_bytes=precision.kept.itemsize,
-                        reduce_bytes=precision.reduce.itemsize,
-                        reduced_bytes=precision.reduced.itemsize,
-                        gradient_bytes=precision.master.itemsize,
-                        master_bytes=precision.master.itemsize,
-                        has_master=precision.has_master,
-                        keeps_master=keeps_master,
-                        state_itemsizes=state,
-                        sharded=part.sharded,
-                        trained=key.trained,
-                        apart=place.is_apart,
-                        in_files=place.bytes_in_files(
-                            precision.kept.itemsize * part.sharded,
-                            sum(state or ()),
-                            precision.master.itemsize * keeps_master,
-                        ),
-                    ),
-                )
-            )
+            buckets.append(_planned(part, layout, place, precision, state_of[tried], in_place=may_lie_in_place))
     others = [p for name, p in model.named_parameters() if name not in taken]
     kept_whole = sum(p.nbytes for p in others) + sum(buffer.nbytes for buffer in model.buffers())
     return Layout(config=config, groups=groups, buckets=tuple(buckets), kept_whole=kept_whole)
+
+
+def _planned(
+    part: Part,
+    layout: BucketLayout,
+    place: "_Place",
+    precision: Precision,
+    state: tuple[int, ...] | None,
+    *,
+    in_place: bool,
+) -> PlannedBucket:
+    """A bucket and what it costs.
+
+    Args:
+        state: bytes an element of each kind of optimizer state.
+        in_place: a shard that is kept in the dtype of the parameters may be part of what is gathered.
+    """
+    is_master = place.parameters_are_masters and precision.master == precision.kept
+    keeps_master = precision.keeps_master and not is_master
+    whole_bytes = layout.numel * precision.param.itemsize
+    own_bytes = layout.shard_numel * precision.param.itemsize if in_place and precision.param == precision.kept else 0
+    return PlannedBucket(
+        unit=" ".join(part.modules),
+        gathered_bytes=whole_bytes,
+        passing_bytes=whole_bytes - own_bytes if part.sharded else 0,
+        cost=BucketCost(
+            layout=layout,
+            param_bytes=precision.kept.itemsize,
+            reduce_bytes=precision.reduce.itemsize,
+            reduced_bytes=precision.reduced.itemsize,
+            gradient_bytes=precision.master.itemsize,
+            master_bytes=precision.master.itemsize,
+            has_master=precision.has_master,
+            keeps_master=keeps_master,
+            state_itemsizes=state,
+            sharded=part.sharded,
+            trained=cast(BucketKey, layout.key).trained,
+            apart=place.is_apart,
+            in_files=place.bytes_in_files(
+                precision.kept.itemsize * part.sharded, sum(state or ()), precision.master.itemsize * keeps_master
+            ),
+        ),
+    )
 
 
 def ddp_state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], world_size: int) -> DdpState:

@@ -133,11 +133,7 @@ def make_plan(
     Raises:
         PlanError, ConfigError: what cannot be planned, or contradicts itself.
     """
-    unknown = set(options) - set(PlanRequest.__dataclass_fields__)
-    if unknown:
-        known = ", ".join(PlanRequest.__dataclass_fields__)
-        raise PlanError(f"hf_zero: make_plan has no option {sorted(unknown)[0]!r}; it has: {known}.")
-    request = PlanRequest(**options) if isinstance(batch, Mapping) else PlanRequest(batch=batch, **options)
+    request = _request_of(batch, options)
     made = model if isinstance(model, nn.Module) else _model_of(model, request)
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
@@ -188,6 +184,14 @@ def make_plan(
         choice=choose(found, room),
         warnings=(*warnings, *faults),
     )
+
+
+def _request_of(batch: int | Batch, options: Mapping[str, Any]) -> PlanRequest:
+    unknown = set(options) - set(PlanRequest.__dataclass_fields__)
+    if unknown:
+        known = ", ".join(PlanRequest.__dataclass_fields__)
+        raise PlanError(f"hf_zero: make_plan has no option {sorted(unknown)[0]!r}; it has: {known}.")
+    return PlanRequest(**options) if isinstance(batch, Mapping) else PlanRequest(batch=batch, **options)
 
 
 def _numels(model: nn.Module) -> tuple[int, int]:
