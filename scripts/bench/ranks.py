@@ -26,13 +26,17 @@ from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 # Imported once, by the process that forks the ranks: each rank would else spend its first seconds on them.
 PRELOADED_MODULES = ["torch", "torch.distributed.fsdp", "transformers.models.gpt2.modeling_gpt2"]
+
+# Seconds after a first failure for an earlier one to be told. A rank that is killed tells nothing, and another rank, whose
+# connection it has cut, may be heard before the end of the killed one's pipe is seen.
+HEARING_S = 0.5
 
 # Where that process finds modules that no package has.
 PRELOAD_FOLDERS = [Path(__file__).resolve().parent]
@@ -49,7 +53,7 @@ class RanksTimedOutError(TimeoutError):
 class _Failure(NamedTuple):
     """What a rank sends instead of its result."""
 
-    monotonic_s: float  # one clock for all processes: tells the first failure from those it caused
+    told_s: float | None  # by one clock for all processes: tells the first failure from those it caused; None: not told
     traceback_text: str
 
 
@@ -273,7 +277,7 @@ class _Ranks:
                 pipe_end.send(message)
 
     def collect(self, deadline_s: float = float("inf")) -> list[Any]:
-        """The next message of every rank; raises on the first failure or at the deadline."""
+        """The next message of every rank; raises the earliest failure, or at the deadline."""
         deadline_s = min(deadline_s, self.deadline_s)
         results: dict[int, Any] = {}
         while len(results) < len(self.processes):
@@ -282,12 +286,25 @@ class _Ranks:
             if not ready:
                 raise RanksTimedOutError(f"no result from ranks {sorted(awaited.values())} within the time limit")
             arrived = {awaited[end]: self._receive(awaited[end]) for end in ready}
-            failures = {rank: outcome for rank, outcome in arrived.items() if isinstance(outcome, _Failure)}
-            if failures:
-                first = min(failures, key=lambda rank: failures[rank].monotonic_s)
-                raise RankFailedError(f"rank {first} failed:\n{failures[first].traceback_text}")
             results.update(arrived)
+            if any(isinstance(outcome, _Failure) for outcome in arrived.values()):
+                self._raise_earliest_failure(results)
         return [results[rank] for rank in range(len(self.processes))]
+
+    def _raise_earliest_failure(self, results: dict[int, Any]) -> NoReturn:
+        """Hears those who have not spoken yet, each at most once, for `HEARING_S`."""
+        until_s = time.monotonic() + HEARING_S
+        awaited = {end: rank for rank, end in enumerate(self.pipe_ends) if rank not in results}
+        while awaited and (ready := wait(awaited, timeout=max(0.0, until_s - time.monotonic()))):
+            for end in ready:
+                rank = awaited.pop(end)
+                results[rank] = self._receive(rank)
+        failures = [(rank, outcome) for rank, outcome in results.items() if isinstance(outcome, _Failure)]
+        vanished = [each for each in failures if each[1].told_s is None]
+        told = sorted((each for each in failures if each[1].told_s is not None), key=lambda each: each[1].told_s)
+        # One that vanished may be the cause of what the others tell, or its consequence, in a library that aborts.
+        texts = [f"rank {rank} failed:\n{failure.traceback_text}" for rank, failure in (*vanished, *told[:1])]
+        raise RankFailedError("\n".join(texts))
 
     def join(self) -> None:
         """Wait for clean exits: work still in flight shows only here, as an abort."""
@@ -310,5 +327,4 @@ class _Ranks:
         except EOFError:
             process = self.processes[rank]
             process.join()
-            # A rank that cannot even speak is a cause, not a consequence: it comes before any traceback.
-            return _Failure(0.0, f"ended without a result, exit code {process.exitcode}")
+            return _Failure(None, f"ended without a result, exit code {process.exitcode}")

@@ -129,6 +129,19 @@ def test_a_rank_that_vanishes_is_named_with_its_exit_code():
         run_ranks(vanish_on_rank_0, world_size=2, time_limit_s=TIME_LIMIT_S)
 
 
+def fail_first_of_one_that_vanishes(rank: int, world_size: int) -> None:
+    if rank == 0:
+        # Longer than rank 1 takes to say what it lost.
+        time.sleep(0.2)
+        os._exit(3)
+    raise ConnectionError("rank 0 is gone")
+
+
+def test_a_rank_that_vanishes_is_named_before_one_that_tells_of_it_sooner():
+    with pytest.raises(RankFailedError, match=r"(?s)rank 0 failed:\nended.*exit code 3\nrank 1 failed.*rank 0 is gone"):
+        run_ranks(fail_first_of_one_that_vanishes, world_size=2, time_limit_s=TIME_LIMIT_S)
+
+
 def sleep_on_rank_1(rank: int, world_size: int) -> int:
     if rank == 1:
         time.sleep(TIME_LIMIT_S)
