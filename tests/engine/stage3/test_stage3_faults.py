@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from ranks import RankFailedError, run_ranks
+from shared_ranks import shared_ranks
 from stage3_runs import (
     KEPT,
     NOT_AHEAD,
@@ -76,7 +77,7 @@ def casting(run: Run) -> None:
 
 
 def test_moving_and_casting_a_sharded_model_is_refused_unless_it_changes_nothing_and_training_goes_on():
-    run_on_ranks(same_as_ddp, script=casting, variants=[SHARDED, KEPT], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=casting, variants=[SHARDED, KEPT], make=gpt2)
 
 
 def copying(run: Run) -> None:
@@ -90,7 +91,7 @@ def copying(run: Run) -> None:
 
 
 def test_copying_and_pickling_a_sharded_model_is_refused_with_the_way_out():
-    run_on_ranks(same_as_ddp, script=copying, variants=[SHARDED], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=copying, variants=[SHARDED], make=gpt2)
 
 
 def copies_while_whole(rank: int, world_size: int) -> None:
@@ -232,7 +233,7 @@ def stepping_while_whole(run: Run) -> None:
 
 
 def test_a_step_inside_unsharded_or_gathered_raises_and_one_after_it_goes_through():
-    run_on_ranks(same_as_ddp, script=stepping_while_whole, variants=[SHARDED, KEPT], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=stepping_while_whole, variants=[SHARDED, KEPT], make=gpt2)
 
 
 def with_frozen_layer() -> nn.Module:
@@ -262,7 +263,7 @@ def freezing(run: Run) -> None:
 
 
 def test_freezing_a_trained_parameter_and_thawing_it_again_trains_as_under_ddp():
-    run_on_ranks(same_as_ddp, script=freezing, variants=[SHARDED, KEPT, NOT_AHEAD], make=gpt2, find_unused=True)
+    shared_ranks.run(same_as_ddp, script=freezing, variants=[SHARDED, KEPT, NOT_AHEAD], make=gpt2, find_unused=True)
 
 
 # ---- ranks that go apart ----
