@@ -38,7 +38,8 @@ class SharedRanks:
         """As `run_ranks` with two ranks."""
         if self._left == 0:
             self.end()
-            live = live_ranks(Runner, world_size=2, time_limit_s=JOBS * TIME_LIMIT_S, start_limit_s=TIME_LIMIT_S)
+            each = {"start_limit_s": TIME_LIMIT_S, "call_limit_s": TIME_LIMIT_S}
+            live = live_ranks(Runner, world_size=2, time_limit_s=JOBS * TIME_LIMIT_S, **each)
             self._live, self._left = self._stack.enter_context(live), JOBS
         self._left -= 1
         try:

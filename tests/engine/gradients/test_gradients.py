@@ -104,12 +104,12 @@ def skipped_batches(rank: int, world_size: int, settings: dict, by: str, set_to_
     optimizer.step()
 
 
-# Each way of dropping gradients, at each stage that keeps them in another way; the other pairs are in the long run.
+# Each way of dropping gradients and each of keeping them once; the other pairs are in the long run.
 ACCUMULATING = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}]
 DROPPED = {
-    ("optimizer", True): ACCUMULATING,
-    ("optimizer", False): ACCUMULATING[::3],
-    ("model", True): ACCUMULATING[1:3],
+    ("optimizer", True): ACCUMULATING[2:],
+    ("optimizer", False): ACCUMULATING[:1],
+    ("model", True): ACCUMULATING[1:2],
 }
 
 

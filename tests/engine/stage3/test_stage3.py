@@ -969,10 +969,10 @@ def with_compiled_layers(count: int) -> nn.Module:
 
 # To compile takes nearly all of the time.
 @pytest.mark.parametrize(
-    ("script", "variants", "count"),
-    [(predicting, [SHARDED], 1), slow(evaluating_between_steps, [SHARDED, KEPT], 2)],
+    ("world_size", "script", "variants", "count"),
+    [(1, predicting, [SHARDED], 1), slow(2, evaluating_between_steps, [SHARDED, KEPT], 2)],
     ids=["one layer", "all layers"],
 )
-def test_layers_compiled_inside_train_as_under_ddp(script, variants, count):
+def test_layers_compiled_inside_train_as_under_ddp(world_size, script, variants, count):
     make = partial(with_compiled_layers, count)
-    run_on_ranks(same_as_ddp, script=script, variants=variants, make=make)
+    run_on_ranks(same_as_ddp, world_size, script=script, variants=variants, make=make)
