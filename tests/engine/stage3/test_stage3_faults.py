@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cells import slow
 from ranks import RankFailedError, run_ranks
 from shared_ranks import shared_ranks
 from stage3_runs import (
@@ -140,11 +141,14 @@ EDITS = {
 }
 
 
-def edits_while_sharded(rank: int, world_size: int) -> list[str]:
+EDITED = ("transformer.wpe.weight", "transformer.h.1.attn.c_attn.weight")
+
+
+def edits_while_sharded(rank: int, world_size: int, in_turn: bool) -> list[str]:
     """The kinds of edit that were neither refused nor named before the next training step used the old values."""
     lost = []
-    for kind, edit in EDITS.items():
-        for name in ("transformer.wpe.weight", "transformer.h.1.attn.c_attn.weight"):
+    for number, (kind, edit) in enumerate(EDITS.items()):
+        for name in EDITED[number % 2 :][:1] if in_turn else EDITED:
             run = Run(rank, gpt2, SHARDED)
             run.step()
             try:
@@ -163,8 +167,9 @@ def edits_while_sharded(rank: int, world_size: int) -> list[str]:
     return lost
 
 
-def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently():
-    assert run_on_ranks(edits_while_sharded) == [[], []]
+@pytest.mark.parametrize("in_turn", [True, slow(False)], ids=["in turn", "each"])
+def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently(in_turn):
+    assert run_on_ranks(edits_while_sharded, in_turn=in_turn) == [[], []]
 
 
 def edits_without_writeback(rank: int, world_size: int) -> None:
