@@ -85,7 +85,7 @@ SHORT = {("flag 0", "bert"), ("flag 3", "bert"), ("callback 2", "gpt2"), ("both 
 )
 def test_every_door_has_ddps_losses_with_dropout_and_warmup(door, model, ddp, tmp_path):
     expected = ddp(model)
-    for outcome in run_on_ranks(run, door=door, model=model, output_dir=str(tmp_path)):
+    for outcome in run_on_ranks(run, door=door, model=model, output_dir=str(tmp_path), forecasts=True):
         assert len(outcome["losses"]) == 6
         assert outcome["losses"] == expected["losses"]
         assert np.allclose(outcome["norms"], expected["norms"], rtol=1e-6, atol=0)
