@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -486,7 +487,9 @@ def broken(fault: Break, tree: Path) -> tuple[Path, str]:
     return found[0]
 
 
+@cache
 def sources(tree: Path) -> dict[Path, str]:
+    """Path → text of the package in a tree, as they were when it was first asked for."""
     return {path: path.read_text(encoding="utf-8") for path in sorted((tree / PACKAGE).rglob("*.py"))}
 
 

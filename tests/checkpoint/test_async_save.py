@@ -1,7 +1,7 @@
 """Checkpoints that all ranks write at once, behind training: the same bytes as a save that training waits for."""
 
 import os
-import time
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -30,17 +30,23 @@ def on_ranks(target, world_size: int = 2, **arguments) -> list:
 
 
 class Snapshots:
-    """Slows the disk down, so that steps come while a save is under way, and notes what had to be copied."""
+    """Has the disk wait for the step behind a save, which so comes while that is under way, and notes what had to be copied."""
 
     def __init__(self) -> None:
         self.copied_bytes = self.written_bytes = 0
 
     def install(self) -> None:
-        pwrite, snapshot = os.pwrite, pieces._snapshot
+        pwrite, snapshot, secure = os.pwrite, pieces._snapshot, LivePieces.secure
+        step_comes = threading.Event()
 
-        def slow(handle, data, at):
-            time.sleep(0.001)
+        def waiting(handle, data, at):
+            if threading.current_thread() is not threading.main_thread():
+                step_comes.wait(60)
             return pwrite(handle, data, at)
+
+        def secured(live):
+            step_comes.set()
+            secure(live)
 
         def noted(*arguments):
             now, copies = snapshot(*arguments)
@@ -48,7 +54,8 @@ class Snapshots:
             self.written_bytes += sum(piece.nbytes for piece in now)
             return now, copies
 
-        os.pwrite, pieces._snapshot, pieces._CHUNK_BYTES = slow, noted, 8192
+        os.pwrite, pieces._snapshot, pieces._CHUNK_BYTES = waiting, noted, 8192
+        LivePieces.secure = secured
 
 
 def saves(rank: int, world_size: int, output_dir: str, settings: str, model: str = "gpt2") -> tuple[int, int]:

@@ -596,8 +596,7 @@ def test_one_flipped_bit_anywhere_is_found_and_passed_over(checkpoint, undisturb
     rng = random.Random(17)
     names = files_below(checkpoint)
     assert "zero/manifest.json" in names and len(names) >= 9
-    flips = [(name, rng.randrange((checkpoint / name).stat().st_size * 8)) for name in rng.choices(names, k=100)]
-    assert {name for name, _ in flips} == set(names)
+    flips = [(name, rng.randrange((checkpoint / name).stat().st_size * 8)) for name in (*names, *names, *names)]
     for name, position in flips:
         flip_a_bit(checkpoint / name, position)
         [fault] = checkpoint_faults(checkpoint, "zero")
@@ -759,18 +758,20 @@ def goes_on(rank: int, world_size: int, folder: str, doors: list[str]) -> list[d
     """Trains from the checkpoint below `folder` behind each door, a new model each time."""
     checkpoint = f"{folder}/checkpoint-4"
     return [
-        train_from(rank, world_size, f"{folder}/{door}", checkpoint, door=door, seed=77, save_strategy="no")
+        train_from(
+            rank, world_size, f"{folder}/{door}", checkpoint, door=door, seed=77, save_strategy="no", max_steps=6
+        )
         for door in doors
     ]
 
 
 @pytest.mark.parametrize("world_size", short_of([1, 2], [2]))
 def test_a_plain_trainers_checkpoint_goes_on_at_every_stage_as_ddp_does(world_size, tmp_path):
-    whole = on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="ddp")[0]
+    whole = on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="ddp", max_steps=6)[0]
     assert (tmp_path / "checkpoint-4" / "optimizer.pt").is_file() and not (tmp_path / "checkpoint-4" / "zero").exists()
     doors = ["ddp", *(f"flag {stage}" for stage in range(4))]
     for plain, *ours in on_ranks(goes_on, world_size, folder=str(tmp_path), doors=doors):
-        assert plain["start"] == 4 and len(plain["losses"]) == 10
+        assert plain["start"] == 4 and len(plain["losses"]) == 6
         if world_size == 2:
             assert plain["losses"] == whole["losses"]
         for stage, outcome in enumerate(ours):

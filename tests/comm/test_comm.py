@@ -134,7 +134,8 @@ def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int
     return found
 
 
-@pytest.mark.parametrize("world_size", short_of([2, 4], [2]))
+@pytest.mark.short_cells("0-2", "2-2", "3-2", "1, accumulating 3-2", "2 sharded, 3-2", "3 kept-2")
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(
     ("settings", "accumulation", "copies"),
     [
@@ -168,7 +169,7 @@ def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -
 @pytest.mark.parametrize(
     ("stage", "comm", "share"),
     [
-        (2, {"gradients": "int8", "weights": "int8"}, 0.28),
+        slow(2, {"gradients": "int8", "weights": "int8"}, 0.28),
         slow(3, {"gradients": "int8", "weights": "int8"}, 0.28),
         (3, {"gradients": "fp8", "weights": "fp8"}, 0.28),
         (2, {"gradients": "int4", "weights": "int8"}, 0.21),

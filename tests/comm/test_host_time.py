@@ -83,7 +83,7 @@ def calls_of_steady_steps(rank: int, world_size: int, stage: int, steps: int) ->
     return {name: counts[name] for _, name in watched}
 
 
-@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [1, 3]))
+@pytest.mark.parametrize("stage", short_of([0, 1, 2, 3], [3]))
 def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agrees_twice(stage):
     arguments = {"stage": stage, "steps": 4}
     for counts in run_ranks(calls_of_steady_steps, world_size=2, time_limit_s=60, keyword_arguments=arguments):
@@ -151,7 +151,7 @@ def gradients_behind_one_that_failed(rank: int, world_size: int, stage: int) -> 
     return found
 
 
-@pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
+@pytest.mark.parametrize("stage", short_of([0, 1, 2], [2]))
 def test_small_gradients_of_a_backward_that_failed_are_forgotten(stage):
     arguments = {"stage": stage}
     for after, plain in run_ranks(

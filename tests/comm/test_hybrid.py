@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cells import slow
 from ranks import run_ranks
 from safetensors import safe_open
 from training import Job, gpt2, gpt2_batch, train
@@ -32,13 +33,20 @@ def hybrid(size: int, **more) -> dict:
     return {"shard_group_size": size, "node_size": size, **more}
 
 
-def with_one_group_and_several(rank: int, world_size: int, size: int) -> list[tuple[dict, float, float, str]]:
-    found = []
-    variants = [setting(stage, hybrid(size)) for stage in (1, 2, 3)]
-    variants += [
+def variants_of(size: int) -> list[dict]:
+    return [
+        setting(1, hybrid(size)),
         setting(2, hybrid(size), grad_accumulation="local"),
         setting(3, hybrid(size), offload={"optimizer": "cpu"}),
+        setting(2, hybrid(size)),
+        setting(3, hybrid(size)),
     ]
+
+
+def with_one_group_and_several(
+    rank: int, world_size: int, variants: list[dict]
+) -> list[tuple[dict, float, float, str]]:
+    found = []
     job = {"steps": 3, "accumulation": 2, "max_norm": 0.5}
     plain = train(rank, world_size, Job(settings=setting(3, {}), **job))
     for settings in variants:
@@ -51,11 +59,13 @@ def with_one_group_and_several(rank: int, world_size: int, size: int) -> list[tu
 
 
 @pytest.mark.parametrize(
-    ("world_size", "size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)], ids=["2x2", "2x3"]
+    ("world_size", "size", "variants"),
+    [(4, 2, variants_of(2)[:3]), slow(4, 2, variants_of(2)[3:]), slow(6, 3, variants_of(3))],
+    ids=["2x2", "2x2-others", "2x3"],
 )
-def test_several_shard_groups_have_the_losses_of_one(world_size, size):
+def test_several_shard_groups_have_the_losses_of_one(world_size, size, variants):
     by_rank = run_ranks(
-        with_one_group_and_several, world_size=world_size, time_limit_s=150, keyword_arguments={"size": size}
+        with_one_group_and_several, world_size=world_size, time_limit_s=150, keyword_arguments={"variants": variants}
     )
     for outcomes in zip(*by_rank):
         settings = outcomes[0][0]
@@ -175,11 +185,11 @@ def test_groups_and_nodes():
         ZeroConfig.of("comm.node_size=0")
 
 
-def steps_with_secondary_shards(rank: int, world_size: int, size: int) -> list[tuple[int, int, int]]:
+def steps_with_secondary_shards(rank: int, world_size: int, size: int, wires: list[dict]) -> list[tuple[int, int, int]]:
     """Of each step: parameter bytes between the nodes in forward and in backward, and inside the node in backward."""
     job = Job(steps=3, accumulation=2, max_norm=100.0)
     exact, near = ({"node_size": size, **more} for more in ({}, {"secondary_shard": "node"}))
-    for more in ({}, {"weights": "int8"}):
+    for more in wires:
         plain, kept = (
             train(rank, world_size, replace(job, settings=setting(3, {**each, **more}))) for each in (exact, near)
         )
@@ -219,11 +229,14 @@ def steps_with_secondary_shards(rank: int, world_size: int, size: int) -> list[t
 
 
 @pytest.mark.parametrize(
-    ("world_size", "size"), [(4, 2), pytest.param(6, 3, marks=pytest.mark.slow)], ids=["2x2", "2x3"]
+    ("world_size", "size", "wires"),
+    [(4, 2, [{}]), slow(4, 2, [{"weights": "int8"}]), slow(6, 3, [{}, {"weights": "int8"}])],
+    ids=["2x2", "2x2-int8", "2x3"],
 )
-def test_secondary_shards_keep_the_backwards_gathers_inside_the_node(world_size, size):
+def test_secondary_shards_keep_the_backwards_gathers_inside_the_node(world_size, size, wires):
+    arguments = {"size": size, "wires": wires}
     by_rank = run_ranks(
-        steps_with_secondary_shards, world_size=world_size, time_limit_s=150, keyword_arguments={"size": size}
+        steps_with_secondary_shards, world_size=world_size, time_limit_s=150, keyword_arguments=arguments
     )
     for step, moved in enumerate(zip(*by_rank)):
         assert len(set(moved)) == 1

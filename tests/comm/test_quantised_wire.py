@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cells import short_of
+from cells import short_of, slow
 from ranks import run_ranks
 from torch import nn
 from training import Job, train
@@ -104,15 +104,29 @@ def watched(rank: int, world_size: int, jobs: list[Job]) -> list[tuple[list[str]
     return outcomes
 
 
+# Each stage, way to accumulate and code once; the others in the long run.
+SOME = [
+    setting(1, BOTH),
+    setting(2, {"gradients": "int4", "block_numel": 32}),
+    setting(3, BOTH, grad_accumulation="local"),
+    setting(3, BOTH_FP8),
+]
+OTHERS = [
+    setting(2, BOTH),
+    setting(3, BOTH),
+    setting(2, BOTH, grad_accumulation="local"),
+    setting(3, BOTH, persist_below_numel=100),
+    setting(2, BOTH_FP8),
+]
+
+
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+    ("world_size", "variants"),
+    [(2, SOME), slow(2, OTHERS), slow(3, SOME + OTHERS), slow(4, SOME + OTHERS)],
+    ids=["2", "2-others", "3", "4"],
 )
-def test_all_ranks_compute_with_the_same_weights_at_every_step(world_size):
+def test_all_ranks_compute_with_the_same_weights_at_every_step(world_size, variants):
     exact = Job(steps=3, accumulation=2, settings=setting(2, {}, grad_accumulation="local"))
-    variants = [setting(stage, BOTH) for stage in (1, 2, 3)]
-    variants += [setting(stage, BOTH, grad_accumulation="local") for stage in (2, 3)]
-    variants += [setting(2, {"gradients": "int4", "block_numel": 32}), setting(3, BOTH, persist_below_numel=100)]
-    variants += [setting(stage, BOTH_FP8) for stage in (2, 3)]
     arguments = {"jobs": [exact, *(replace(exact, settings=settings) for settings in variants)]}
     by_rank = run_ranks(watched, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
     for index, settings in enumerate([{}, *variants]):
@@ -135,6 +149,9 @@ class Slope(nn.Module):
         return sign * self.weight[0] + 0.05 * self.weight[1:].sum()
 
 
+STEPS_DOWN = 40
+
+
 def went_down(rank: int, world_size: int) -> dict[bool, float]:
     depths = {}
     for feedback in (True, False):
@@ -142,7 +159,7 @@ def went_down(rank: int, world_size: int) -> dict[bool, float]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         comm = {"gradients": "int4", "block_numel": 512, "error_feedback": feedback}
         ZeroEngine(model, [optimizer], {"stage": 2, "comm": comm})
-        for step in range(100):
+        for step in range(STEPS_DOWN):
             model(1.0 if step % 2 else -1.0).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -151,9 +168,9 @@ def went_down(rank: int, world_size: int) -> dict[bool, float]:
 
 
 def test_without_error_feedback_what_is_small_in_its_block_is_never_learned():
-    """100 steps of 0.1 on a slope of 0.05 go down by 0.5. In a block with a 1, 4 bits have no 0.05."""
+    """40 steps of 0.1 on a slope of 0.05 go down by 0.2. In a block with a 1, 4 bits have no 0.05."""
     for depths in run_ranks(went_down, world_size=2, time_limit_s=60):
-        assert depths[True] == pytest.approx(-0.5, abs=0.01)
+        assert depths[True] == pytest.approx(-0.005 * STEPS_DOWN, abs=0.01)
         assert depths[False] == 0.0
 
 
@@ -226,14 +243,14 @@ def test_what_is_read_saved_and_edited_is_exact():
 
 
 def clamped(rank: int, world_size: int) -> list[float]:
-    """How far a weight gets in 60 steps each far smaller than a block's step, if a script clamps it after each."""
+    """How far a weight gets in 20 steps each far smaller than a block's step, if a script clamps it after each."""
     depths = []
     for settings in (setting(2, {"weights": "int8"}), setting(3, {"weights": "int8"})):
         model = Slope()
         model.weight.data[1] = 1.0
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         engine = ZeroEngine(model, [optimizer], settings)
-        for _ in range(60):
+        for _ in range(20):
             model(0.0).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -247,11 +264,14 @@ def clamped(rank: int, world_size: int) -> list[float]:
 
 def test_weights_move_by_less_than_a_step_of_their_block():
     for depths in run_ranks(clamped, world_size=2, time_limit_s=60):
-        assert depths == pytest.approx([-0.003, -0.003], rel=1e-3)
+        assert depths == pytest.approx([-0.001, -0.001], rel=1e-3)
 
 
-def saves_and_resumes(rank: int, world_size: int, root: str) -> None:
-    for stage, comm in ((1, BOTH_FP8), (2, {**BOTH, "gradients": "int4"}), (3, {**BOTH, "gradients": "int4"})):
+IN_4_BITS = {**BOTH, "gradients": "int4"}
+
+
+def saves_and_resumes(rank: int, world_size: int, root: str, cells: list[tuple[int, dict]]) -> None:
+    for stage, comm in cells:
         settings = setting(stage, comm)
         folder = Path(root) / f"stage{stage}"
         model, optimizer, engine, _ = start(settings)
@@ -281,8 +301,15 @@ def summed_residuals(world_size: int, folder: Path) -> dict[str, np.ndarray]:
     return {name: sum(theirs[name] for theirs in by_rank if name in theirs) for name in names}
 
 
+@pytest.mark.slow
+def test_a_run_in_blocks_goes_on_bit_for_bit_at_other_stages_and_in_other_codes(tmp_path):
+    arguments = {"root": str(tmp_path), "cells": [(1, BOTH_FP8), (3, IN_4_BITS)]}
+    run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments=arguments)
+
+
 def test_residuals_are_saved_and_their_sum_goes_on_at_a_larger_world_size(tmp_path):
-    run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments={"root": str(tmp_path)})
+    arguments = {"root": str(tmp_path), "cells": [(2, IN_4_BITS)]}
+    run_ranks(saves_and_resumes, world_size=2, time_limit_s=120, keyword_arguments=arguments)
     saved, resumed = (summed_residuals(world_size, tmp_path / "stage2") for world_size in (2, 3))
     assert saved and saved.keys() == resumed.keys()
     assert any(values.any() for values in saved.values())

@@ -41,7 +41,7 @@ def test_an_accelerate_loop_is_equal_but_for_the_norm(tmp_path):
 
 
 def test_trainer_is_equal_and_inexact_settings_are_named(tmp_path):
-    words = ("--output_dir", tmp_path / "out", "--max_steps", 9, "--report_to", "none", "--max_grad_norm", 100)
+    words = ("--output_dir", tmp_path / "out", "--max_steps", 4, "--report_to", "none", "--max_grad_norm", 100)
     exact, inexact = reports(tmp_path, ["2", "stage=2,comm.gradients=int8"], "trainers.py", *words)
     assert exact.passed and exact.loss == 0 and not exact.gradients, str(exact)
     assert inexact.passed and "comm.gradients" in str(inexact) and inexact.gradients, str(inexact)

@@ -88,7 +88,8 @@ def rescued(rank: int, world_size: int, variants: list[dict], when: str, accumul
         by_hand, plain = Run(rank, world_size, variant), Run(rank, world_size, variant)
         # The last rank alone has too little memory, and only in the middle of the model.
         runs_out(saved.model.transformer.h[1], 2, when=when, here=rank == world_size - 1)
-        for number in range(3):
+        # In the second step the batches are cut from the start.
+        for number in range(2):
             mine = saved.step(number, 6, accumulation)
             # The first micro-batch fails, so that no loss of the step comes from a larger part.
             assert mine == by_hand.step(number, 6, accumulation, parts=4), variant

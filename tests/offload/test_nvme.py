@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from cells import slow
-from offload_cells import MATRIX, OPTIMIZERS, assert_equal, clipped_at, in_pairs, one_step
+from offload_cells import FILES_OF_TWO_RANKS, OPTIMIZERS, assert_equal, clipped_at, in_pairs, matrix, one_step
 from ranks import run_ranks
 from torch import nn
 from training import VOCABULARY, fused_adamw, gpt2
@@ -37,11 +37,11 @@ def nvme(path: Path, **more) -> dict:
     return {"offload": {"optimizer": "nvme", "nvme_path": str(path), **more}}
 
 
-@pytest.mark.parametrize(("world_size", "cells"), MATRIX)
+@pytest.mark.parametrize(("world_size", "cells"), matrix(FILES_OF_TWO_RANKS))
 def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_path):
-    arguments = {"cells": cells(), "offload": nvme(tmp_path)}
+    arguments = {"cells": cells, "offload": nvme(tmp_path)}
     for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        assert len(found) == len(cells())
+        assert len(found) == len(cells)
         assert_equal(found)
 
 

@@ -8,7 +8,7 @@ import torch
 from cells import slow
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_cells import MATRIX, assert_equal, clipped_at, in_pairs, one_step, settings_of
+from offload_cells import HOST_OF_TWO_RANKS, assert_equal, clipped_at, in_pairs, matrix, one_step, settings_of
 from ranks import run_ranks
 from torch import nn
 from training import Outcome, adamw_in_two_groups, gpt2
@@ -27,11 +27,11 @@ pytestmark = pytest.mark.timeout(180)
 CPU = {"offload": {"optimizer": "cpu"}}
 
 
-@pytest.mark.parametrize(("world_size", "cells"), MATRIX)
+@pytest.mark.parametrize(("world_size", "cells"), matrix(HOST_OF_TWO_RANKS))
 def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size, cells):
-    arguments = {"cells": cells(), "offload": CPU}
+    arguments = {"cells": cells, "offload": CPU}
     for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        assert len(found) == len(cells())
+        assert len(found) == len(cells)
         assert_equal(found)
 
 

@@ -45,20 +45,32 @@ OTHER_SETTINGS = {
 }
 
 
-def everywhere(rank: int, world_size: int, path: str) -> list[tuple]:
-    alike = [moved("cpu", "cpu", path), moved("nvme", "nvme", path)]
-    mixed = [moved(*pair, path) for pair in (PAIRS if world_size == 2 else [("cpu", "none"), ("nvme", "cpu")])]
-    jobs = EVERYWHERE | IN_TWO_PLACES if world_size == 1 else EVERYWHERE
+ALIKE = [("cpu", "cpu"), ("nvme", "nvme")]
+MIXED = [pair for pair in PAIRS if pair not in ALIKE]
+SOME_MIXED = [("cpu", "none"), ("nvme", "cpu")]
+
+
+def everywhere(rank: int, world_size: int, path: str, pairs: list[tuple], names: list[str]) -> list[tuple]:
+    jobs = EVERYWHERE | IN_TWO_PLACES
+    mixed, alike = ([moved(*pair, path) for pair in each] for each in (pairs, ALIKE))
     found = compared(rank, world_size, {"clip and accumulation": CLIPPED}, mixed, BASE)
-    return found + compared(rank, world_size, jobs, alike, BASE)
+    return found + compared(rank, world_size, {name: jobs[name] for name in names}, alike, BASE)
 
 
-@pytest.mark.short_cells("2")
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_pair_of_places_is_bitwise(world_size, tmp_path):
-    arguments = {"path": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("world_size", "pairs", "names"),
+    [
+        (2, MIXED, ["odd model"]),
+        slow(1, SOME_MIXED, [*EVERYWHERE, *IN_TWO_PLACES]),
+        slow(2, PAIRS, [*EVERYWHERE]),
+        slow(3, SOME_MIXED, [*EVERYWHERE]),
+    ],
+    ids=["2", "1-every", "2-every", "3"],
+)
+def test_every_pair_of_places_is_bitwise(world_size, pairs, names, tmp_path):
+    arguments = {"path": str(tmp_path), "pairs": pairs, "names": names}
     for found in run_ranks(everywhere, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
-        assert len(found) >= 6
+        assert len(found) == len(pairs) + 2 * len(names)
         assert_bitwise(found)
 
 

@@ -152,24 +152,29 @@ def test_checkpoints_go_from_each_kind_of_offload_to_each_other(world_size, stag
             assert losses == expected, f"from {source} to {target}"
 
 
+def runs_in_turn(rank: int, world_size: int, jobs: list[dict]) -> list[dict]:
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    return [run(rank, world_size, model="gpt2", max_steps=4, **saving, **job) for job in jobs]
+
+
 def test_trainer_offloads_by_its_flag_and_by_a_file_and_resumes_from_one_kind_to_another(tmp_path):
-    overrides = {"model": "gpt2", "max_steps": 8, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 2}
-
-    def outcome(door: str, folder: str, **more) -> dict:
-        arguments = {"door": door, "output_dir": str(tmp_path / folder), **overrides, **more}
-        return run_ranks(run, world_size=2, time_limit_s=120, keyword_arguments=arguments)[0]
-
-    expected = outcome("flag 2", "plain")
-    moved = outcome("flag stage=2,offload.optimizer=cpu,offload.speculate_bytes=64MiB", "cpu")
-    assert moved["losses"] == expected["losses"]
-    assert moved["state"] == expected["state"]
-    resume = str(tmp_path / "cpu" / "checkpoint-4")
     (tmp_path / "disk").mkdir()
-    door = f"flag stage=2,offload.optimizer=nvme,offload.nvme_path={tmp_path / 'disk'}"
-    assert outcome(door, "nvme", resume=resume)["state"] == expected["state"]
+    resume = str(tmp_path / "cpu" / "checkpoint-2")
+    doors = {
+        "plain": "flag 2",
+        "cpu": "flag stage=2,offload.optimizer=cpu,offload.speculate_bytes=64MiB",
+        "nvme": f"flag stage=2,offload.optimizer=nvme,offload.nvme_path={tmp_path / 'disk'}",
+        "file": f"flag {ROOT / 'configs' / 'zero2_offload_cpu.yaml'}",
+    }
+    jobs = [{"door": door, "output_dir": str(tmp_path / name)} for name, door in doors.items()]
+    for resumed in jobs[2:]:
+        resumed |= {"resume": resume, "seed": 77}
+    expected, moved, in_files, by_file = run_ranks(
+        runs_in_turn, world_size=2, time_limit_s=150, keyword_arguments={"jobs": jobs}
+    )[0]
+    assert moved["losses"] == expected["losses"]
+    assert moved["state"] == in_files["state"] == by_file["state"] == expected["state"]
     assert not list((tmp_path / "disk").glob("hf_zero-run-*"))
-    by_file = outcome(f"flag {ROOT / 'configs' / 'zero2_offload_cpu.yaml'}", "file", resume=resume)
-    assert by_file["state"] == expected["state"]
 
 
 @pytest.mark.slow

@@ -96,8 +96,9 @@ def test_bert_learns_reloads_and_resumes(zero, tmp_path):
     assert re.search(rf"label: ({'|'.join(PACKAGES)}), probability: 0\.\d+", classified.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("zero", ["zero2.yaml", pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("zero", ["zero2.yaml", 3])
 def test_gpt_learns_and_reloads(zero, tmp_path):
     size = ("--config_overrides", TINY_GPT, "--block_size", 32, "--max_train_samples", 256, "--max_eval_samples", 32)
     schedule = ("--warmup_steps", 0, "--learning_rate", 1e-2, "--disable_tqdm", "true")
@@ -154,7 +155,7 @@ def test_one_rank_trains_at_stage_3_and_reloads(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name, extension", [("bert", "tsv"), pytest.param("gpt", "txt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name, extension", [("bert", "tsv"), ("gpt", "txt")])
 def test_the_logged_loss_is_the_mean_whatever_world_size_and_accumulation(tmp_path, name, extension):
     """At learning rate 0, one pass over the training rows has the loss that evaluation on the same rows has."""
     text = write(tmp_path / f"reviews.{extension}", REVIEWS[:32])

@@ -41,6 +41,9 @@ IN_INTEGRATIONS = (
 OVERRIDING = ("ZeroTrainerMixin", "ZeroAcceleratorMixin", "ZeroPlugin", "_OverShards", "GradScaler")
 
 
+# Functions that are given an attribute's name.
+TAKE_NAMES = ("getattr", "hasattr", "setattr", "attrgetter", "replaced")
+
 # What a name is used for that makes it another package's, however it is spelt.
 OF_OTHERS = ("import", "replaced()")
 
@@ -49,6 +52,10 @@ def is_private(name: str) -> bool:
     """Of another package, by its spelling; attributes that we put on others' objects are marked as ours."""
     ours = name.startswith(("__", "_hf_zero")) or name in OF_PYTHON | MODULES
     return name.startswith("_") and not ours
+
+
+def is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
 
 
 def names_of(*owners: object) -> set[str]:
@@ -60,53 +67,52 @@ def names_of(*owners: object) -> set[str]:
 
 
 @cache
-def trees() -> dict[str, ast.Module]:
-    """Path below the package, without `.py`, → its code."""
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return {str(p.relative_to(PACKAGE).with_suffix("")): ast.parse(p.read_text(encoding="utf-8")) for p in paths}
+def nodes() -> dict[str, list[ast.AST]]:
+    """Path below the package, without `.py`, → the nodes of its code that tell a name; a walk takes as long as reading it."""
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Attribute, ast.Name, ast.ImportFrom, ast.Call)
+    return {
+        str(path.relative_to(PACKAGE).with_suffix("")): [
+            node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)
+        ]
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
-def defined_in(tree: ast.Module, theirs: set[str]) -> set[str]:
+def defined_in(nodes: list[ast.AST], theirs: set[str]) -> set[str]:
     """Names that a file gives to functions, classes, variables and attributes of `self`, but for overrides of `theirs`."""
     overrides = {
         id(node)
-        for kind in ast.walk(tree)
+        for kind in nodes
         if isinstance(kind, ast.ClassDef) and kind.name in OVERRIDING
         for each in kind.body
         for node in ([each.target] if isinstance(each, ast.AnnAssign) else [each])
         if getattr(node, "name", getattr(node, "id", None)) in theirs
     }
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and id(node) not in overrides:
             found.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            found |= {node.attr} if is_name(node.value, "self") else set()
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and id(node) not in overrides:
             found.add(node.id)
     return found
 
 
-def used_in(tree: ast.Module) -> set[tuple[str, str]]:
+def used_in(nodes: list[ast.AST]) -> set[tuple[str, str]]:
     """(name, of what) of private attributes that a file reads or writes, of private names that it imports, and of overrides."""
     found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
             found.add((node.attr, ast.unparse(node.value)))
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module != "__future__":
             is_inside = any(is_private(part) for part in (node.module or "").split("."))
             found |= {(alias.name, "import") for alias in node.names if is_inside or is_private(alias.name)}
         elif isinstance(node, ast.ClassDef) and node.name in OVERRIDING:
             found |= {(each.name, "override") for each in node.body if isinstance(each, ast.FunctionDef)}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "hasattr",
-            "setattr",
-            "attrgetter",
-            "replaced",
-        ):
+        elif isinstance(node, ast.Call) and is_name(node.func, *TAKE_NAMES):
             names = {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}
-            is_replaced = ast.unparse(node.func) == "replaced"
+            is_replaced = is_name(node.func, "replaced")
             found |= {(name, "replaced()" if is_replaced and name.startswith("__") else "") for name in names}
     return {(name, owner) for name, owner in found if is_private(name) or owner in OF_OTHERS}
 
@@ -116,12 +122,12 @@ def foreign_uses() -> dict[str, set[str]]:
     """Private name of another package → files that use it."""
     theirs = names_of(*ANYWHERE)
     of_doors = theirs | names_of(*IN_INTEGRATIONS)
-    own = set().union(*(defined_in(tree, of_doors) for tree in trees().values()))
+    own = set().union(*(defined_in(found, of_doors) for found in nodes().values()))
     found = defaultdict(set)
-    for path, tree in trees().items():
+    for path, its_nodes in nodes().items():
         known = of_doors if path.startswith("integrations") else theirs
-        here = defined_in(tree, known)
-        for name, owner in used_in(tree):
+        here = defined_in(its_nodes, known)
+        for name, owner in used_in(its_nodes):
             if owner == "override":
                 is_theirs = name in known
             else:
@@ -165,8 +171,8 @@ def _is_entered_from(seam: Seam, place: str) -> bool:
 def test_classes_of_objects_are_replaced_where_it_is_listed():
     found = {
         path
-        for path, tree in trees().items()
-        for node in ast.walk(tree)
+        for path, its_nodes in nodes().items()
+        for node in its_nodes
         if isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
     }
     assert found == set(REPLACED_CLASSES)
@@ -186,6 +192,7 @@ def test_it_is_still_there(seam):
     assert not gone, f"{seam.owner} has no {', '.join(gone)} any more. It was taken for this: {seam.why}"
 
 
+@cache
 def _source(kind: type) -> str:
     try:
         return inspect.getsource(kind)

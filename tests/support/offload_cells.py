@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,36 +41,28 @@ JOBS = {
     "odd model": Job(make_model=Unruly, steps=4, model_arguments={"sleeping": "even steps"}),
     **{name: replace(GPT2, make_optimizer=make) for name, make in OPTIMIZERS.items()},
 }
-# Each job is in the short run once, on two ranks or on one; on two, one job at every stage, and each stage with several jobs.
-OF_TWO_RANKS = [("odd model", 2), ("plain", 3), ("adam amsgrad", 1), ("rmsprop", 3), ("nadam", 2)]
+CLIPPED = [("clip and accumulation", stage) for stage in range(4)]
+
+# Each job is in the short run on two ranks in one of the two places, or on one rank in both: the places hold state in ways of
+# their own, whoever steps it. In host memory one job is there at every stage.
+HOST_OF_TWO_RANKS = [*CLIPPED, ("plain", 3), ("rmsprop", 3)]
+FILES_OF_TWO_RANKS = [("clip and accumulation", 3), ("odd model", 2), ("adam amsgrad", 1), ("nadam", 0)]
 OF_ONE_RANK = [("clip and accumulation", 3), ("sgd momentum", 2), ("adagrad", 1), ("bert", 3), ("adamw", 0)]
 
 
-def some_cells() -> list[tuple[str, int]]:
-    """(job, stage)."""
-    return [("clip and accumulation", stage) for stage in range(4)] + OF_TWO_RANKS
+EVERY = [(name, stage) for name in JOBS for stage in range(4)]
+FEW = [(name, stage) for name in ("clip and accumulation", "sgd momentum") for stage in range(4)]
 
 
-def some_cells_of_one_rank() -> list[tuple[str, int]]:
-    return OF_ONE_RANK
-
-
-def every_cell() -> list[tuple[str, int]]:
-    return [(name, stage) for name in JOBS for stage in range(4)]
-
-
-def few_cells() -> list[tuple[str, int]]:
-    return [(name, stage) for name in ("clip and accumulation", "sgd momentum") for stage in range(4)]
-
-
-# World size and cells of the matrix that the short run and the long one go through.
-MATRIX = [
-    pytest.param(1, some_cells_of_one_rank, id="1"),
-    pytest.param(2, some_cells, id="2"),
-    pytest.param(1, every_cell, id="1-every", marks=pytest.mark.slow),
-    pytest.param(2, every_cell, id="2-every", marks=pytest.mark.slow),
-    pytest.param(3, few_cells, id="3", marks=pytest.mark.slow),
-]
+def matrix(of_two_ranks: list[tuple[str, int]]) -> list[Any]:
+    """World size and cells, each (job, stage), that the short run and the long one go through."""
+    return [
+        pytest.param(1, OF_ONE_RANK, id="1"),
+        pytest.param(2, of_two_ranks, id="2"),
+        pytest.param(1, EVERY, id="1-every", marks=pytest.mark.slow),
+        pytest.param(2, EVERY, id="2-every", marks=pytest.mark.slow),
+        pytest.param(3, FEW, id="3", marks=pytest.mark.slow),
+    ]
 
 
 def in_pairs(rank: int, world_size: int, cells: list[tuple[str, int]], offload: dict, **more):

@@ -1,7 +1,7 @@
 """A page of the documentation as its reader types it: example after example and line after line, in one folder.
 
 A Python example is saved under the name in its first line. A line of a bash block is run as it stands, unless its own comment
-says that this machine cannot (`# 8 GPUs`) or that it takes minutes, which only a test marked slow runs.
+says that this machine cannot (`# 8 GPUs`) or that it takes minutes, which only a test marked slow runs, as it does some others.
 """
 
 import os
@@ -28,6 +28,13 @@ SECONDS = 120
 
 MINUTES = 20
 """For one that does."""
+
+LONG_RUN_ONLY = (
+    "hf-zero plan outputs/shaped --nodes 256 ",
+    "hf-zero plan outputs/shaped --gpus 8 --gpu-memory 24GB ",
+    "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2 flag.py --output_dir outputs/int8 ",
+)
+"""How lines begin that no later line needs, and that say in other words what lines of the short run and other tests do."""
 
 LAUNCH = "ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2"
 """How an example is launched that no bash line names; its fence says so, with the script's arguments."""
@@ -61,7 +68,7 @@ class Line:
 
     @property
     def is_slow(self) -> bool:
-        return "minutes" in self.comment
+        return "minutes" in self.comment or any(self.command.startswith(words) for words in LONG_RUN_ONLY)
 
     @property
     def hindrance(self) -> str | None:

@@ -10,12 +10,19 @@ from training import bert, bert_batch, gpt2, gpt2_batch, llama
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from hf_zero import ZeroCallback, ZeroTrainingArguments
+from hf_zero.integrations.planning import at_start
 
 MODELS = {"bert": (bert, bert_batch), "gpt2": (gpt2, gpt2_batch), "llama": (llama, gpt2_batch)}
 
 
-def as_launched(rank: int, world_size: int) -> None:
-    """What a launcher sets, for ranks that a test has started and joined."""
+def as_launched(rank: int, world_size: int, *, forecasts: bool = False) -> None:
+    """What a launcher sets, for ranks that a test has started and joined.
+
+    Args:
+        forecasts: memory is forecast at the start. A model is traced for it, which costs as much as ten steps.
+    """
+    if not forecasts:
+        at_start.forecast_at_start = lambda *_: None
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in places.items()})
     # The group has met already; accelerate only asks that an address is there.
@@ -75,9 +82,18 @@ def history(trainer: Trainer) -> dict[str, list[float]]:
     return {"losses": [entry["loss"] for entry in logged], "norms": [float(entry["grad_norm"]) for entry in logged]}
 
 
-def run(rank: int, world_size: int, door: str, model: str, output_dir: str, resume: object = None, **overrides) -> dict:
+def run(
+    rank: int,
+    world_size: int,
+    door: str,
+    model: str,
+    output_dir: str,
+    resume: object = None,
+    forecasts: bool = False,
+    **overrides,
+) -> dict:
     """Trains; returns losses and norms, the log entries with a loss, the last one, the state dict as lists, and class names."""
-    as_launched(rank, world_size)
+    as_launched(rank, world_size, forecasts=forecasts)
     trainer = make_trainer(door, model, output_dir, **overrides)
     trainer.train(resume_from_checkpoint=resume)
     if overrides.get("save_strategy", "no") == "no":

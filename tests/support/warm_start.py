@@ -15,6 +15,20 @@ if make is not None:
 
 # Trainer and accelerate ask for the same few releases in each start, and each time the answer is parsed out of a file.
 importlib.metadata.version = functools.cache(importlib.metadata.version)
+importlib.metadata.metadata = functools.cache(importlib.metadata.metadata)
+ASKED_FOR = [
+    "accelerate",
+    "datasets",
+    "hf-zero",
+    "huggingface_hub",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+]
+for package in ASKED_FOR:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(package), importlib.metadata.metadata(package)
 
 # What a first model of its family, or a first checkpoint, plan or profile imports when it comes to it.
 FAMILIES = [

@@ -257,6 +257,7 @@ def refuses(rank: int, world_size: int, checkpoint: str, model: str, overrides: 
     return str(refused.value)
 
 
+@pytest.mark.short_cells("another model-deepspeed", "another optimizer-fsdp", "frozen-deepspeed")
 @pytest.mark.parametrize("origin", ["fsdp", "deepspeed"])
 @pytest.mark.parametrize(
     ("model", "overrides", "says"),
@@ -265,6 +266,7 @@ def refuses(rank: int, world_size: int, checkpoint: str, model: str, overrides: 
         ("bert", {"weight_decay": 0.1, "optim": "sgd"}, "an optimizer that has betas, and SGD has none"),
         ("bert", {"weight_decay": 0.1, "frozen": True}, "'classifier.weight' is trained there and not now"),
     ],
+    ids=["another model", "another optimizer", "frozen"],
 )
 def test_another_model_or_optimizer_is_refused_on_every_rank(origin, model, overrides, says, sharded, zeroed):
     folder = sharded if origin == "fsdp" else zeroed["stage 3"]

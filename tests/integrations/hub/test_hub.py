@@ -386,7 +386,7 @@ def test_no_token_is_ever_shown_or_sent_with_the_files(fault, ends, trained, tmp
             "HF_DEBUG": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-c", PUSHES, trained(1)[0], *(f"{REPO}-{number}" for number in range(len(ends)))],
+            [sys.executable, "-c", PUSHES, trained(3)[0], *(f"{REPO}-{number}" for number in range(len(ends)))],
             env=environment,
             capture_output=True,
             text=True,
@@ -441,7 +441,7 @@ def test_a_folder_that_knows_little_has_a_card_that_says_little(plain, server):
 
 
 def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
-    folder = Path(shutil.copytree(trained(1)[0], tmp_path / "odd"))
+    folder = Path(shutil.copytree(trained(3)[0], tmp_path / "odd"))
     run_file = folder / "training_run.json"
     said = json.loads(run_file.read_text())
     said["data"] = {"dataset": "a|b\n\n# heading <script>", "{{ 1 + 1 }}": "[x](y)"}
@@ -469,7 +469,7 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 
 
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
-    folder = Path(shutil.copytree(trained(1)[0], tmp_path / "bare"))
+    folder = Path(shutil.copytree(trained(3)[0], tmp_path / "bare"))
     monkeypatch.setattr("hf_zero.integrations.hub.card.find_spec", lambda name: None)
     assert hf_zero("card", folder).exit_code == 0
     card = (folder / "README.md").read_text()
