@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cells import slow
 from ranks import run_ranks
 from split_runs import SplitJob, batches, load, save_models, whole_of
 from transformers import LlamaForCausalLM, MixtralForCausalLM
@@ -75,8 +76,12 @@ def save(rank: int, world_size: int, job: SplitJob, checkpoint: Path, resumed: P
 LAYOUTS = {"tp2 x dp2": (4, 2), "dp4": (4, 1), "tp4": (4, 4), "one": (1, 1)}
 
 
-@pytest.mark.parametrize("kind, ep, stage", [("llama", 1, 2), pytest.param("mixtral", 2, 3, marks=pytest.mark.slow)])
-def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, ep, stage):
+@pytest.mark.parametrize(
+    ("kind", "ep", "stage", "layouts"),
+    [("llama", 1, 2, ["one", "tp4"]), slow("llama", 1, 2, list(LAYOUTS)[1:]), slow("mixtral", 2, 3, list(LAYOUTS)[1:])],
+    ids=["llama-some", "llama-every", "mixtral-every"],
+)
+def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, ep, stage, layouts):
     def run(layout: str, checkpoint: Path, resumed: Path | None) -> list[dict]:
         world_size, tp = LAYOUTS[layout]
         job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=tp if ep > 1 else 1, settings={"stage": stage}, steps=2)
@@ -89,12 +94,12 @@ def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path
 
     first = tmp_path / "tp2 x dp2"
     [saved, *_] = run("tp2 x dp2", first, None)
-    for layout in ("dp4", "tp4", "one"):
+    for layout in layouts:
         away = tmp_path / layout
         for kept in run(layout, away, first):
             assert kept.keys() == saved.keys()
             assert all(np.array_equal(kept[name], saved[name]) for name in saved)
-    for kept in run("tp2 x dp2", tmp_path / "back", tmp_path / "dp4"):
+    for kept in run("tp2 x dp2", tmp_path / "back", tmp_path / layouts[0]):
         assert all(np.array_equal(kept[name], saved[name]) for name in saved)
     (first / "config.json").write_text((folder / kind / "config.json").read_text())
     consolidate(first, tmp_path / "whole")

@@ -42,11 +42,11 @@ def assert_close(outcome, other, tolerance=1e-5):
 @pytest.mark.parametrize(
     "kind, changes, stages",
     [
-        ("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES[2:]),
-        pytest.param("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES[:2], marks=pytest.mark.slow),
-        ("mixtral", {"ep": 2, "max_norm": 0.5}, STAGES[3:]),
+        ("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES[2:3]),
+        pytest.param("llama", {"max_norm": 0.5, "accumulation": 2}, STAGES, marks=pytest.mark.slow),
+        ("mixtral", {"ep": 2, "max_norm": 0.5, "steps": 2}, STAGES[3:]),
         # Norms within a head: their gradients are summed over the ranks of a copy.
-        ("qwen3", {"steps": 2}, STAGES[2:3]),
+        ("qwen3", {"steps": 2}, STAGES[1:2]),
         pytest.param(
             "mixtral", {"ep": 2, "max_norm": 0.5, "steps": 20, "learning_rate": 2e-3}, STAGES, marks=pytest.mark.slow
         ),
@@ -83,12 +83,13 @@ def test_bf16_parameters_with_masters_follow_one_process(folder):
 
 
 def test_state_and_traffic_are_those_of_zero_over_the_local_part(folder):
+    job = SplitJob(folder=folder, steps=1)
     split = run_ranks(
         train_each,
         world_size=4,
         time_limit_s=200,
         keyword_arguments={
-            "job": SplitJob(folder=folder),
+            "job": job,
             "variants": [{"settings": {"stage": 0}}, {"settings": {"stage": 2}}],
         },
     )
@@ -98,7 +99,7 @@ def test_state_and_traffic_are_those_of_zero_over_the_local_part(folder):
         # Slots and shards begin at multiples: at most so much is padding.
         assert sharded.state_bytes == pytest.approx(whole.state_bytes / 2, rel=0.02)
         # Two ranks send each other half of the gradients and half of the parameters a step.
-        assert sharded.sent_bytes == pytest.approx(SplitJob(folder=folder).steps * 4 * local_numel, rel=0.05)
+        assert sharded.sent_bytes == pytest.approx(job.steps * 4 * local_numel, rel=0.05)
 
 
 def different_batches(rank: int, world_size: int, folder: str) -> str:

@@ -405,7 +405,7 @@ def test_autograd_sees_that_a_step_has_written_parameters():
 
 def in_tiers(rank: int, world_size: int) -> None:
     """What another tier steps is torch's; with a ratio, the rest is a kernel's."""
-    job = Job(steps=3)
+    job = Job(steps=2)
     offload = {"optimizer": "cpu", "speculate_bytes": 0}
     by_torch, by_kernels, partly = (
         train(

@@ -15,7 +15,7 @@ from torch import nn
 
 pytestmark = [pytest.mark.timeout(600), standin_device.needs_compiler]
 
-STEPS = 4
+STEPS = 3
 SETTINGS = {"max_steps": STEPS, "warmup_steps": 2, "dropout": 0.0}
 
 
