@@ -27,6 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import cells  # noqa: E402
 import cpu_times  # noqa: E402
 import ranks  # noqa: E402
+import shared_ranks  # noqa: E402
 import small_units  # noqa: E402, F401
 
 # Imported once, by the process that the tests' ranks are forked from.
@@ -131,6 +132,12 @@ def no_process_group_outlives_its_test() -> Iterator[None]:
     if dist.is_initialized():
         dist.destroy_process_group()
         pytest.fail("the test has left its process group initialised")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_shared_ranks_outlive_their_module() -> Iterator[None]:
+    yield
+    shared_ranks.shared_ranks.end()
 
 
 @pytest.fixture(scope="session")

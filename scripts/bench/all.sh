@@ -6,7 +6,7 @@
 #     bash scripts/bench/all.sh step curves        # some of the parts
 #     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md and docs/
 #
-# Parts: step (every engine and peer), curves, checkpoints, offload, host_time, links (needs root, `ip` and `tc`). Figures go to
+# Parts: step (every engine and peer), curves, checkpoints, offload, host_time, first_step, links (needs root, `ip` and `tc`). Figures go to
 # outputs/bench, or $RESULTS. Ends with status 1 if a part failed; the others are measured all the same. Peers that
 # `pip install -e .[bench]` has not installed are named in the tables.
 set -euo pipefail
@@ -26,14 +26,14 @@ for argument in "$@"; do
             keep=yes
             results=$bench/results
             ;;
-        step | curves | checkpoints | offload | host_time | links) parts+=("$argument") ;;
+        step | curves | checkpoints | offload | host_time | first_step | links) parts+=("$argument") ;;
         *)
-            echo "unknown part '$argument'; there are step, curves, checkpoints, offload, host_time and links" >&2
+            echo "unknown part '$argument'; there are step, curves, checkpoints, offload, host_time, first_step and links" >&2
             exit 2
             ;;
     esac
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(step curves checkpoints offload host_time links)
+[[ ${#parts[@]} -gt 0 ]] || parts=(step curves checkpoints offload host_time first_step links)
 mkdir -p "$results" outputs
 
 # What a part is told in the quick form, or in the whole one.
@@ -65,6 +65,11 @@ offload() {
 host_time() {
     # shellcheck disable=SC2046
     python $bench/host_time.py $(sized "--quick" "--rounds 11") --json "$results/host_time.json"
+}
+
+first_step() {
+    # shellcheck disable=SC2046
+    python $bench/first_step.py $(sized "--quick" "") --json "$results/first_step.json"
 }
 
 links() {

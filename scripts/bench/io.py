@@ -29,8 +29,9 @@ from record import BENCH_FOLDER, describe_run, write_record
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
+from short_trainer import make_trainer
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from workload import WORKLOADS, adamw_arguments
 
 
@@ -43,33 +44,6 @@ class StopsWhenLoaded(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         raise _LoadedError
-
-
-def make_trainer(
-    rank: int, world_size: int, *, model: str, stage: int | str | None, folder: str, callbacks=()
-) -> Trainer:
-    """A Trainer of plain DDP (`stage` of None) or of the engine; one training step long."""
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
-    workload = WORKLOADS[model]
-    data = [{"input_ids": row, "labels": row} for row in workload.make_batch(0, 0)[:, :16].repeat(8, 1)]
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=1,
-        max_steps=1,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="steps" if stage is None else "no",
-        save_steps=1,
-    )
-    callbacks = list(callbacks)
-    if stage is not None:
-        from hf_zero import ZeroCallback
-
-        callbacks.append(ZeroCallback(stage))
-    return Trainer(model=workload.make_model(), args=arguments, train_dataset=data, callbacks=callbacks)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -203,7 +177,7 @@ def _to_disk(*paths: Path) -> None:
 
 
 def makes_a_checkpoint(rank: int, world_size: int, *, model: str, stage: int | str | None, folder: str) -> None:
-    trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
+    trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder, saves=stage is None)
     trainer.train()
     if stage is not None:
         trainer._save_checkpoint(trainer.model, None)

@@ -94,6 +94,7 @@ def live_ranks(
     world_size: int,
     time_limit_s: float,
     start_limit_s: float | None = None,
+    call_limit_s: float = float("inf"),
     keyword_arguments: dict[str, Any] | None = None,
 ) -> Iterator[LiveRanks]:
     """Fresh ranks that each hold what `make(rank, world_size, **keyword_arguments)` returns, until the block ends.
@@ -101,10 +102,11 @@ def live_ranks(
     Args:
         time_limit_s: for all that happens in the block.
         start_limit_s: for `make`.
+        call_limit_s: for each call.
     """
     with _started(_live_main, make, world_size, time_limit_s, keyword_arguments or {}) as ranks:
         ranks.collect(time.monotonic() + (time_limit_s if start_limit_s is None else start_limit_s))
-        live = LiveRanks(ranks)
+        live = LiveRanks(ranks, call_limit_s)
         yield live
         if not live.has_failed:
             ranks.send(None)
@@ -119,15 +121,16 @@ class LiveRanks:
         has_failed: a call has, which is then the end of them.
     """
 
-    def __init__(self, ranks: _Ranks) -> None:
+    def __init__(self, ranks: _Ranks, call_limit_s: float) -> None:
         self._ranks = ranks
+        self._call_limit_s = call_limit_s
         self.has_failed = False
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of what each rank holds, on all ranks at once; returns what it returned, in rank order."""
         self._ranks.send((method, arguments))
         try:
-            return self._ranks.collect()
+            return self._ranks.collect(time.monotonic() + self._call_limit_s)
         except (RankFailedError, RanksTimedOutError):
             self.has_failed = True
             raise

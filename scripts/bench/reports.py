@@ -210,7 +210,7 @@ def links(record: Record) -> dict[str, str]:
     return {"links": markdown(("link", "model", "engine", "ms a step", "forecast", "error", BEHIND), rows)}
 
 
-# ---- the host's time, and offload ----
+# ---- the host's time, the first step, and offload ----
 
 
 def host_time(record: Record) -> dict[str, str]:
@@ -230,6 +230,21 @@ def host_time(record: Record) -> dict[str, str]:
     ]
     headings = ("engine", "host ms a step", "to DDP", "to FSDP2", "Python's thread, ms", "to DDP", "to FSDP2", BEHIND)
     return {"host-time": markdown(headings, rows)}
+
+
+def first_step(record: Record) -> dict[str, str]:
+    rows = record["engines"]
+    peers = [(row["name"], row["seconds"]) for row in rows if not _is_ours(row["name"])]
+    cells = [
+        (
+            _way(row["name"]),
+            *(f"{row['seconds']:.2f}", f"{row['seconds_later']:+.2f}"),
+            *(f"{row['cpu_seconds']:.2f}", f"{row['cpu_seconds_later']:+.2f}"),
+            behind(row["seconds"], peers) if _is_ours(row["name"]) else "",
+        )
+        for row in rows
+    ]
+    return {"first-step": markdown(("engine", "seconds", "to DDP", "CPU s", "to DDP", BEHIND), cells)}
 
 
 def offload(record: Record) -> dict[str, str]:
@@ -260,5 +275,6 @@ REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
     "curves": curves,
     "links": links,
     "host_time": host_time,
+    "first_step": first_step,
     "offload": offload,
 }

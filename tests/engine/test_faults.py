@@ -98,8 +98,9 @@ def test_a_rank_that_leaves_early_is_told_that_ranks_have_different_numbers_of_s
 @pytest.mark.timeout(300)
 def test_a_lone_call_is_named_with_the_line_that_made_it(short_runs):
     first, second = (outcome["said"] for outcome in short_runs["lone full_grad"])
-    assert "only some ranks came to full_grad" in second
-    assert "engine_of(model).full_grad" in first
+    assert "only some ranks came to full_grad" in second and "engine_of(model).full_grad" in second
+    # Both give up after as long: the second to do so may say that the other has ended, with its words.
+    assert "full_grad" in first
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def trained(rank: int, kind: str, settings: dict | None) -> list[list[float]]:
     model, entry, optimizer = prepared(make, settings)
     generator = torch.Generator().manual_seed(rank)
     seen = []
-    for _ in range(4):
+    for _ in range(3):
         loss = loss_of(entry, generator)
         loss.backward()
         optimizer.step()

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"
 
 import bf16_ways
 import device_trace
+import first_step
 import gpus
 import host_time
 import largest
@@ -28,6 +29,7 @@ import memory
 import offload
 import ranks
 import step
+import tables
 from launching import run_forked
 from offload_ways import WAYS
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
@@ -225,6 +227,15 @@ def test_host_time_compares_engines_end_to_end(tmp_path):
     assert list(engines) == list(host_time.USUAL)
     assert engines["ddp"]["to_ddp"] == engines["fsdp2"]["to_fsdp2"] == 1.0
     assert all(engine["cpu_ms"] > 0 and engine["loss_difference"] < 1e-5 for engine in engines.values())
+
+
+@pytest.mark.slow
+def test_first_step_compares_every_stage_with_ddp(tmp_path):
+    figures_path = tmp_path / "first_step.json"
+    assert run_here(first_step, "--quick", "--json", figures_path) == 0
+    table = tables.tables_of(tables.read_record(figures_path))["first-step"]
+    engines = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert engines == ["DDP", *(f"hf_zero stage {stage}" for stage in (1, 2, 3))]
 
 
 def test_host_time_says_by_how_much_a_goal_is_missed():

@@ -2,6 +2,7 @@
 
 import numpy as np
 from ranks import run_ranks
+from shared_ranks import shared_ranks
 from torch import nn
 from training import (
     Job,
@@ -12,7 +13,10 @@ from training import (
 def outcomes(job: Job, variants: list[dict], world_size: int = 2):
     """(DDP's, the engine's) for every rank and variant; asserts that the ranks end with identical parameters."""
     arguments = {"job": job, "variants": variants}
-    by_rank = run_ranks(compare_with_ddp, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
+    if world_size == 2:
+        by_rank = shared_ranks.run(compare_with_ddp, **arguments)
+    else:
+        by_rank = run_ranks(compare_with_ddp, world_size=world_size, time_limit_s=150, keyword_arguments=arguments)
     for variant in range(len(variants)):
         first = by_rank[0][variant][1].tensors
         for pairs in by_rank[1:]:

@@ -1,24 +1,19 @@
 """Starts runs in which one rank stops, ends, or calls something alone; see faulty_ranks.py."""
 
-import json
 import os
 import shutil
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
-from launching import ROOT, SUPPORT
+import faulty_ranks
+from ranks import run_alone
 
 
 def outcomes(runs: list[dict], folder: Path) -> list[list[dict]]:
     """How the ranks of each run ended, the runs side by side; see faulty_ranks.py."""
-    paths = [ROOT, SUPPORT, ROOT / "scripts" / "bench", *os.environ.get("PYTHONPATH", "").split(":")]
-    environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SUPPORT / "faulty_ranks.py"), str(folder), json.dumps(runs)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    arguments = {"folder": folder, "runs": runs}
+    return run_alone(faulty_ranks.run_all, time_limit_s=280, keyword_arguments=arguments)
 
 
 @cache

@@ -1,12 +1,11 @@
-"""Runs in which one rank stops, ends, or calls something alone, and how the others end.
+"""Runs in which one rank stops, ends, or calls something alone, and how the others end; see fault_runs.py.
 
-    python faulty_ranks.py FOLDER '[{"stage": 2, "fault": "stopped", ...}, ...]'
-
-All runs go on at once. Their ranks are forked from this process, which has imported what they need, and end as scripts do: by
-Python's own end, with its hooks. Prints a list of `Outcome`s as JSON.
+All runs go on at once. Their ranks are forked from one process, which has imported what they need, and end as scripts do: by
+Python's own end, with its hooks.
 """
 
 import ctypes
+import faulthandler
 import itertools
 import json
 import os
@@ -16,6 +15,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import small_units  # noqa: F401
 import torch
@@ -413,32 +413,39 @@ class Started:
         return json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"] if path.exists() else ""
 
 
-def main(folder: Path, runs: list[Run]) -> None:
+def run_all(folder: Path, runs: list[dict]) -> list[list[dict]]:
+    """How the ranks of each run ended, as `Outcome`s; to be called in a process of its own."""
     torch.set_num_threads(1)
+    # Its thread is in no fork, and Python's end would wait for it there.
+    faulthandler.cancel_dump_traceback_later()
     started = []
     for number, run in enumerate(runs):
-        started.append(Started(run, folder / str(number)))
-        for rank in range(run.world_size):
+        started.append(Started(Run(**run), folder / str(number)))
+        for rank in range(started[-1].run.world_size):
             pid = os.fork()
             if pid == 0:
                 become(rank, started[-1])
-                return
             started[-1].pids[rank] = pid
     for each in started:
         each.keep_store()
     while any([each.look() for each in started]):
         time.sleep(0.05)
-    print(json.dumps([[asdict(outcome) for outcome in each.end()] for each in started]))
+    return [[asdict(outcome) for outcome in each.end()] for each in started]
 
 
-def become(rank: int, started: Started) -> None:
-    """The rest of a rank's life, up to the end of its script."""
+def become(rank: int, started: Started) -> NoReturn:
+    """The rest of a rank's life: its script, and the end that Python makes of one."""
     said = os.open(started.folder / f"said{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
     os.environ.update(started.environment(rank))
-    train(rank, started.run, started.folder)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), [Run(**each) for each in json.loads(sys.argv[2])])
+    code = 0
+    try:
+        train(rank, started.run, started.folder)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    ctypes.pythonapi.Py_Exit(code)
+    raise AssertionError("Python has ended")

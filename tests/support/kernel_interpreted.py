@@ -26,10 +26,10 @@ from hf_zero.kernels.fill import Piece
 from hf_zero.kernels.fp8 import FP8
 from hf_zero.layout.blocks import blocks
 
-# Of the last one, statistics take several parts. Other kernels have twenty programs at 10,007 elements, and the interpreter
+# Of the last one, statistics take several parts. Other kernels have ten programs at 5,003 elements, and the interpreter
 # takes a millisecond for each.
 SIZES = (0, 1, 127, 128, 100_003)
-SHORTER = (0, 1, 127, 128, 100_003 if torch.cuda.is_available() else 10_007)
+SHORTER = (0, 1, 127, 128, 100_003 if torch.cuda.is_available() else 5_003)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CANARY_NUMEL = 64
 CANARY = 77

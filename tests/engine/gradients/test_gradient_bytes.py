@@ -1,6 +1,7 @@
 """Gradient bytes of models too large for this machine: what lives at a time is what the plan says."""
 
 import pytest
+from cells import slow
 from gradient_bytes import Measured, measure, over_plan
 from ranks import run_alone
 
@@ -12,11 +13,14 @@ def measured(shape: str, dtype: str, ranks: int, stage: int, **more) -> Measured
     return run_alone(measure, time_limit_s=250, keyword_arguments=arguments)
 
 
-@pytest.mark.short_cells("2-25MiB")
-@pytest.mark.parametrize(("stage", "bucket_bytes"), [(2, "25MiB"), (3, "auto")])
-def test_a_7b_models_gradients_pass_in_a_few_buffers(stage, bucket_bytes):
+@pytest.mark.parametrize(
+    ("stage", "bucket_bytes", "more"),
+    [(2, "25MiB", {"layers": 16}), slow(2, "25MiB", {}), slow(3, "auto", {})],
+    ids=["half of its layers", "all of them", "all of them at stage 3"],
+)
+def test_a_7b_models_gradients_pass_in_a_few_buffers(stage, bucket_bytes, more):
     """At 25 MiB every matrix is larger than a bucket should be."""
-    found = measured("llama-7b", "bfloat16", 8, stage, bucket_bytes=bucket_bytes)
+    found = measured("llama-7b", "bfloat16", 8, stage, bucket_bytes=bucket_bytes, **more)
     assert not over_plan([found]), found
     # The shard that waits for the step, and a tenth of the whole.
     assert found.live_bytes <= found.gradient_bytes * (1 / 8 + 1 / 10)

@@ -2,11 +2,12 @@
 
 import copy
 import pickle
+from functools import cache
 
 import pytest
 import torch
 from cells import short_of
-from ranks import run_ranks
+from shared_ranks import shared_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def run_on_ranks(target, **arguments):
-    return run_ranks(target, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+    return shared_ranks.run(target, **arguments)
 
 
 def built(stage: int, make=gpt2, optimizer=torch.optim.SGD, **settings):
@@ -33,13 +34,14 @@ def batch(rank: int, seed: int = 0):
     return gpt2_batch(torch.Generator().manual_seed(10 * seed + rank), 2)
 
 
-def whole_gradients(world_size: int, seeds: list[int], weight: float = 1.0) -> dict[str, torch.Tensor]:
+@cache
+def whole_gradients(world_size: int, *seeds: int) -> dict[str, torch.Tensor]:
     """The mean over ranks of the gradients summed over `seeds`, by one process."""
     torch.manual_seed(0)
     model = gpt2()
     for seed in seeds:
         for rank in range(world_size):
-            (model(**batch(rank, seed)).loss * weight / world_size).backward()
+            (model(**batch(rank, seed)).loss / world_size).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -52,7 +54,7 @@ def several_backwards(rank: int, world_size: int, stage: int) -> None:
     model, optimizer, engine = built(stage)
     for seed in (1, 2, 3):
         model(**batch(rank, seed)).loss.backward()
-    check(engine, model, whole_gradients(world_size, [1, 2, 3]))
+    check(engine, model, whole_gradients(world_size, 1, 2, 3))
     optimizer.step()
     optimizer.zero_grad()
     first, second = model(**batch(rank, 1)).loss, model(**batch(rank, 2)).loss
@@ -70,7 +72,7 @@ def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
     model(**batch(rank, 1)).loss.backward()
     (model if by == "model" else optimizer).zero_grad()
     model(**batch(rank, 2)).loss.backward()
-    check(engine, model, whole_gradients(world_size, [2]))
+    check(engine, model, whole_gradients(world_size, 2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     (model if by == "model" else optimizer).zero_grad()
     optimizer.step()
@@ -91,23 +93,23 @@ def skipped_batches(rank: int, world_size: int, settings: dict, by: str, set_to_
         model(**batch(rank, 1)).loss.backward()
     zero_grad(set_to_none=set_to_none)
     model(**batch(rank, 2)).loss.backward()
-    check(engine, model, whole_gradients(world_size, [2]))
+    check(engine, model, whole_gradients(world_size, 2))
     # Once more with a reduced gradient beneath, and twice after it: nothing that was dropped comes back.
     with engine.no_sync():
         model(**batch(rank, 3)).loss.backward()
     zero_grad(set_to_none=set_to_none or by == "model")
     for seeds in ([4], [4, 5]):
         model(**batch(rank, seeds[-1])).loss.backward()
-        check(engine, model, whole_gradients(world_size, seeds))
+        check(engine, model, whole_gradients(world_size, *seeds))
     optimizer.step()
 
 
-# Each way of dropping gradients, at each stage that keeps them in another way; the other pairs are in the long run.
+# Each way of dropping gradients and each of keeping them once; the other pairs are in the long run.
 ACCUMULATING = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}]
 DROPPED = {
-    ("optimizer", True): ACCUMULATING,
-    ("optimizer", False): ACCUMULATING[::3],
-    ("model", True): ACCUMULATING[1:3],
+    ("optimizer", True): ACCUMULATING[2:],
+    ("optimizer", False): ACCUMULATING[:1],
+    ("model", True): ACCUMULATING[1:2],
 }
 
 
@@ -131,7 +133,7 @@ def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None
         with engine.no_sync():
             model(**batch(rank, 3)).loss.backward()
     model(**batch(rank, 4)).loss.backward()
-    check(engine, model, whole_gradients(world_size, [1, 2, 3, 4]))
+    check(engine, model, whole_gradients(world_size, 1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def sets_by_hand(rank: int, world_size: int, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", short_of([1, 2, 3], [2, 3]))
 def test_a_gradient_set_by_hand_is_not_passed_over(stage):
-    run_ranks(sets_by_hand, world_size=2, time_limit_s=60, keyword_arguments={"stage": stage})
+    run_on_ranks(sets_by_hand, stage=stage)
 
 
 def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
@@ -178,7 +180,7 @@ def reads_and_clips(rank: int, world_size: int, stage: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(ShardedGradientError, match=r"can neither read nor change.*optimizer\.zero_grad\(\)"):
         parameter.grad.mul_(2.0)
-    expected = whole_gradients(world_size, [1])
+    expected = whole_gradients(world_size, 1)
     norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in expected.values()]))
     torch.testing.assert_close(engine.clip_grad_norm_(0.1), norm, rtol=1e-5, atol=0)
     check(engine, model, {name: g * (0.1 / (norm + 1e-6)) for name, g in expected.items()})
@@ -206,7 +208,7 @@ def test_sharded_gradients_are_clipped_truly_or_raise(stage):
 def replicated_gradients(rank: int, world_size: int) -> None:
     model, _, engine = built(0)
     model(**batch(rank, 1)).loss.backward()
-    expected = whole_gradients(world_size, [1])
+    expected = whole_gradients(world_size, 1)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-6)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -257,7 +259,7 @@ def grad_api_and_bypass(rank: int, world_size: int, stage: int) -> None:
     loss = model(**batch(rank, 1)).loss
     torch.autograd.grad(loss, [model.transformer.wte.weight], retain_graph=True)
     loss.backward()
-    check(engine, model, whole_gradients(world_size, [1]))
+    check(engine, model, whole_gradients(world_size, 1))
     optimizer.step()
     optimizer.zero_grad()
     # A loss of a part of the model never goes through the root's outputs.
@@ -296,7 +298,7 @@ def full_state(rank: int, world_size: int, stage: int) -> None:
     model(**batch(rank, 1)).loss.backward()
     optimizer.step()
     state = engine.full_state(model.transformer.wte.weight)
-    expected = whole_gradients(world_size, [1])["transformer.wte.weight"]
+    expected = whole_gradients(world_size, 1)["transformer.wte.weight"]
     assert state["step"] == 1
     torch.testing.assert_close(state["exp_avg"], expected * 0.1, rtol=1e-4, atol=1e-8)
 

@@ -82,7 +82,7 @@ def train(rank: int, world_size: int, loop: Loop, *, saves: bool) -> list[torch.
     optimizer = torch.optim.AdamW(groups, eps=1e-2)
     engine = ZeroEngine(model, [optimizer], {"bucket_bytes": 300, **loop.settings})
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(4):
+    for _ in range(3):
         for micro in range(loop.accumulation):
             with contextlib.nullcontext() if micro == loop.accumulation - 1 else engine.no_sync():
                 model(torch.randn(4, WIDTH, generator=generator)).backward()

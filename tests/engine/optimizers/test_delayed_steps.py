@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from cells import examples
+from cells import examples, slow
 from early_courses import OPTIMIZERS, WIDTH, small_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,9 +141,9 @@ def test_one_rank_trains_as_the_loop_that_applies_updates_one_step_late(name, st
         engine.close()
 
 
-def on_several_ranks(rank: int, world_size: int, path: str) -> list[tuple[str, bool]]:
+def on_several_ranks(rank: int, world_size: int, path: str, names: list[str]) -> list[tuple[str, bool]]:
     draw, found = random.Random(0), []
-    for turn, name in enumerate(OPTIMIZERS):
+    for turn, name in enumerate(names):
         events = [draw.choice(EVENTS) for _ in range(8)] + ["lr", "betas", "nothing"]
         more = {"optimizer": "nvme", "nvme_path": path} if turn % 2 else {}
         ours, *_ = delayed(rank, name, turn % 4, events, **more)
@@ -164,11 +164,15 @@ def on_several_ranks(rank: int, world_size: int, path: str) -> list[tuple[str, b
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_several_ranks_do_too_and_resume_what_was_due_at_another_stage(world_size, tmp_path):
-    arguments = {"path": str(tmp_path)}
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(2, list(OPTIMIZERS)[::2]), slow(2, list(OPTIMIZERS)), slow(3, list(OPTIMIZERS))],
+    ids=["2-some", "2-every", "3-every"],
+)
+def test_several_ranks_do_too_and_resume_what_was_due_at_another_stage(world_size, names, tmp_path):
+    arguments = {"path": str(tmp_path), "names": names}
     for found in run_ranks(on_several_ranks, world_size=world_size, time_limit_s=150, keyword_arguments=arguments):
-        assert len(found) == 2 * len(OPTIMIZERS)
+        assert len(found) == 2 * len(names)
         for what, is_same in found:
             assert is_same, what
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import slow
+from cells import short_of, slow
 from moments_runs import IN_8_BITS, gpt, prepared, refuse_difference, whole_states
 from ranks import run_ranks
 from saved_engines import save_engine
@@ -84,19 +84,19 @@ def test_adamws_moments_take_two_bytes_an_element(place):
     assert by_kind == {"uint8", "float32"}
 
 
-def on_text(settings: dict, count: int = 100) -> list[float]:
+def on_text(settings: dict, count: int = 50) -> list[float]:
     """Losses of a GPT that learns the licence by its letters, with warm-up and decay."""
     letters, text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).unique(return_inverse=True)
     torch.manual_seed(0)
     model = gpt(vocabulary=len(letters))
     optimizer = adamw_in_two_groups(model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / count))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 10, 1 - step / count))
     ZeroEngine(model, [optimizer], settings)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(count):
-        starts = torch.randint(len(text) - 64, (8,), generator=generator)
-        ids = torch.stack([text[start : start + 64] for start in starts])
+        starts = torch.randint(len(text) - 32, (4,), generator=generator)
+        ids = torch.stack([text[start : start + 32] for start in starts])
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         losses.append(loss.item())
@@ -146,7 +146,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Of those that keep as many moments of a kind, one is in the short run.
+DISTINCT = ["AdamW, amsgrad", "AdamW, fused", "Adamax", "SGD, Nesterov", "RMSprop, momentum", "Lion"]
+
+
+@pytest.mark.parametrize("name", short_of(OPTIMIZERS, DISTINCT))
 def test_torchs_elementwise_optimizers_go_with_it(name):
     losses = []
     for settings in (IN_32_BITS, IN_8_BITS):
@@ -185,7 +189,7 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 def on_all_layouts(rank: int, world_size: int, more: dict, make_optimizer: Callable | None = None) -> list[float]:
     """The losses of the same batch on every rank, which come to the same at each stage."""
-    job = Job(make_model=gpt, make_batch=of_one_seed, make_optimizer=make_optimizer, steps=4)
+    job = Job(make_model=gpt, make_batch=of_one_seed, make_optimizer=make_optimizer)
     layouts = ({"stage": 0}, {"stage": 1}, {"stage": 2, "bucket_bytes": "60KiB"}, {"stage": 3, "bucket_bytes": "1GiB"})
     first, *others = [train(rank, world_size, replace(job, settings={**IN_8_BITS, **more, **each})) for each in layouts]
     for other in others:
@@ -204,7 +208,7 @@ def test_blocks_are_the_same_on_every_layout(place):
     alone = on_all_layouts(0, 1, PLACES[place])
     more = {"more": PLACES[place]}
     assert run_ranks(on_all_layouts, world_size=2, time_limit_s=120, keyword_arguments=more) == [alone, alone]
-    assert alone[-1] < alone[0] - 0.05
+    assert alone[-1] < alone[0]
 
 
 def where_and_when(path: str) -> dict[str, tuple[dict, dict]]:
@@ -263,7 +267,7 @@ def goes_on(rank: int, world_size: int, folder: str, kernels: str, layouts: list
     """Saves at stage 2, and goes on at other stages with the bits and the losses of the run that was not stopped."""
     in_8_bits = {**IN_8_BITS, "kernels": kernels}
     model, optimizer, engine = prepared({**in_8_bits, "stage": 2, "bucket_bytes": "60KiB"})
-    steps(model, optimizer, range(3))
+    steps(model, optimizer, range(2))
     save_engine(engine, folder)
     if rank == 0:
         torch.save(model.state_dict(), f"{folder}/weights.pt")
@@ -271,27 +275,27 @@ def goes_on(rank: int, world_size: int, folder: str, kernels: str, layouts: list
     else:
         whole_states(engine, model)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = steps(model, optimizer, range(3, 6))
+    expected = steps(model, optimizer, range(2, 4))
     end = whole_states(engine, model)
     for more in layouts:
         model, optimizer, engine = prepared({**in_8_bits, **more})
         model.load_state_dict(weights)
         load_engine(engine, f"{folder}/zero")
         refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
-        assert steps(model, optimizer, range(3, 6)) == expected, more
+        assert steps(model, optimizer, range(2, 4)) == expected, more
         refuse_difference(whole_states(engine, model), end)
     # From one way of stepping to the other.
     model, optimizer, engine = prepared({**IN_8_BITS, "kernels": "never" if kernels == "always" else "always"})
     model.load_state_dict(weights)
     load_engine(engine, f"{folder}/zero")
     refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
-    assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=1e-3)
+    assert steps(model, optimizer, range(2, 4)) == pytest.approx(expected, rel=1e-3)
     # From 8 bits to 32, whose moments are then float32 in memory, and from those to 8 again.
     model, optimizer, engine = prepared({**IN_32_BITS, "stage": 3})
     model.load_state_dict(weights)
     load_engine(engine, f"{folder}/zero")
     refuse_difference(whole_states(engine, model), torch.load(f"{folder}/states.pt", weights_only=True))
-    assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=0.01)
+    assert steps(model, optimizer, range(2, 4)) == pytest.approx(expected, rel=0.01)
     save_engine(engine, f"{folder}/in 32 bits")
     model, optimizer, engine = prepared({**IN_8_BITS, "stage": 1})
     load_engine(engine, f"{folder}/in 32 bits/zero")
@@ -447,7 +451,7 @@ def leaves_the_unused_alone(rank: int, world_size: int, kernels: str) -> None:
         assert torch.as_tensor(after[name].get("step", 0)).item() == sum(used)
 
 
-@pytest.mark.parametrize("kernels", ["never", "always"])
+@pytest.mark.parametrize("kernels", ["never", slow("always")])
 def test_moments_of_parameters_that_a_step_does_not_use_stay_as_they_are(kernels):
     run_ranks(leaves_the_unused_alone, world_size=2, time_limit_s=60, keyword_arguments={"kernels": kernels})
 

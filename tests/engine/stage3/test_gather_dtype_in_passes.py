@@ -42,7 +42,7 @@ READS = {
 
 
 def reads_change_nothing(rank: int, world_size: int, more: dict) -> None:
-    job = replace(GPT2, steps=3, settings={**GATHERED, **more})
+    job = replace(GPT2, steps=2, settings={**GATHERED, **more})
     plain = train(rank, world_size, job)
     for place, (name, before) in READS.items():
         found = train(rank, world_size, replace(job, prepare=reading(name, before)))

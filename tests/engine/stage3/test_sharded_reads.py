@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from shared_ranks import shared_ranks
 from stage3_runs import FAR_AHEAD, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
 from torch import nn
 from training import Answer, gpt2
@@ -150,7 +151,7 @@ def averaging(run: Run) -> None:
 
 
 def test_a_moving_average_inside_gathered_is_ddps():
-    run_on_ranks(same_as_ddp, script=averaging, variants=[SHARDED], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=averaging, variants=[SHARDED], make=gpt2)
 
 
 # ---- penalties on parameters ----
@@ -193,7 +194,7 @@ def penalising(run: Run) -> None:
 
 @pytest.mark.parametrize(("make", "script"), [(Penalised, training), (gpt2, penalising)])
 def test_a_penalty_on_parameters_in_the_forward_or_inside_gathered_trains_as_under_ddp(make, script):
-    run_on_ranks(same_as_ddp, script=script, variants=[SHARDED, FAR_AHEAD], make=make)
+    shared_ranks.run(same_as_ddp, script=script, variants=[SHARDED, FAR_AHEAD], make=make)
 
 
 def penalises_outside(rank: int, world_size: int) -> None:

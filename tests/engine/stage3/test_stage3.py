@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from cells import slow
+from shared_ranks import shared_ranks
 from stage3_runs import (
     FAR_AHEAD,
     KEPT,
@@ -38,6 +39,10 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine_reference import engine_attached_to
 
 pytestmark = pytest.mark.timeout(120)
+
+# In the short run, `test_no_setting_changes_a_digit` has the others alone.
+EVERY = [SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD]
+some_variants_or_every = pytest.mark.parametrize("variants", [EVERY[:2], slow(EVERY)], ids=["some", "every"])
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -123,12 +128,14 @@ def evaluating_between_steps(run: Run) -> None:
     run.seen.append(run.evaluate())
 
 
-@pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
-def test_evaluation_between_steps_sees_the_whole_model_and_disturbs_nothing(make):
-    run_on_ranks(
+@pytest.mark.short_cells("gpt2-some")
+@some_variants_or_every
+@pytest.mark.parametrize("make", [gpt2, bert])
+def test_evaluation_between_steps_sees_the_whole_model_and_disturbs_nothing(make, variants):
+    shared_ranks.run(
         same_as_ddp,
         script=evaluating_between_steps,
-        variants=[SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD],
+        variants=variants,
         make=partial(make, dropout=0.1),
         make_batch=bert_batch if make is bert else gpt2_batch,
     )
@@ -144,7 +151,7 @@ def predicting(run: Run) -> None:
 
 
 def test_inference_mode_is_as_good_as_no_grad():
-    run_on_ranks(same_as_ddp, script=predicting, variants=[SHARDED, KEPT], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=predicting, variants=[SHARDED, KEPT], make=gpt2)
 
 
 # ---- PEFT ----
@@ -180,17 +187,17 @@ def adapting(run: Run) -> None:
         with hf_zero.gathered(run.model, writeback=True):
             change()
         run.seen.append(run.evaluate())
-    for _ in range(3):
+    for _ in range(2):
         run.step()
 
 
-def adapts(rank: int, world_size: int, make, ways: tuple[str, ...]) -> None:
+def adapts(rank: int, world_size: int, make, ways: dict[str, list[dict]]) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
     make_batch = bert_batch if make is bert else gpt2_batch
-    for checkpointing in ways:
+    for checkpointing, variants in ways.items():
         prepared = partial(with_lora, make, checkpointing)
-        ddp, *sharded = (Run(rank, prepared, settings, make_batch=make_batch) for settings in (None, SHARDED, KEPT))
+        ddp, *sharded = (Run(rank, prepared, settings, make_batch=make_batch) for settings in (None, *variants))
         for run in (ddp, *sharded):
             torch.manual_seed(1000 + rank)
             adapting(run)
@@ -221,12 +228,15 @@ def assert_base_is_only_a_shard(run: Run) -> None:
     assert all(p.grad is None for p in frozen)
 
 
+IN_EVERY_WAY = {checkpointing: [SHARDED, KEPT] for checkpointing in ("none", "reentrant", "non-reentrant")}
+
+
 @pytest.mark.parametrize(
     ("make", "ways"),
     [
-        (gpt2, ("none", "reentrant")),
-        slow(gpt2, ("non-reentrant",)),
-        slow(bert, ("none", "reentrant", "non-reentrant")),
+        pytest.param(gpt2, {"none": [SHARDED], "reentrant": [KEPT]}, id="gpt2-some"),
+        slow(gpt2, IN_EVERY_WAY, id="gpt2-every"),
+        slow(bert, IN_EVERY_WAY, id="bert-every"),
     ],
 )
 def test_lora_trains_over_a_sharded_frozen_base_and_its_adapter_reloads(make, ways):
@@ -247,7 +257,6 @@ def parameters_of(target) -> set[nn.Parameter]:
 def looks(rank: int, world_size: int, variants: list[dict]) -> None:
     ddp, *runs = (Run(rank, gpt2, settings) for settings in (None, *variants))
     for run in (ddp, *runs):
-        run.step()
         run.step()
     expected = dict(ddp.model.named_parameters())
     for run in (ddp, *runs):
@@ -409,7 +418,7 @@ def looking_and_editing_inside_unsharded(run: Run) -> None:
 
 
 def test_unsharded_lets_one_rank_save_and_gathered_edit_inside_it():
-    run_on_ranks(same_as_ddp, script=looking_and_editing_inside_unsharded, variants=[SHARDED, KEPT], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=looking_and_editing_inside_unsharded, variants=[SHARDED, KEPT], make=gpt2)
 
 
 def test_gathered_and_unsharded_do_nothing_to_a_model_that_is_not_prepared():
@@ -497,7 +506,7 @@ SETTINGS = [
 @pytest.mark.parametrize("make", [gpt2, pytest.param(bert, marks=pytest.mark.slow)])
 def test_no_setting_changes_a_digit(make):
     make_batch = bert_batch if make is bert else gpt2_batch
-    run_on_ranks(same_as_ddp, script=three_steps, variants=SETTINGS, make=make, make_batch=make_batch)
+    shared_ranks.run(same_as_ddp, script=three_steps, variants=SETTINGS, make=make, make_batch=make_batch)
 
 
 def checkpointed_gpt2(reentrant: bool) -> nn.Module:
@@ -535,10 +544,16 @@ def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
         assert 0 < schedule.peak_bytes <= passing_root + sum(largest), settings
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_use(world_size):
-    checkpointed = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
-    cases = [*checkpointed, *((gpt2, settings) for settings in SETTINGS)]
+CHECKPOINTED = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
+WEIGHED = [*CHECKPOINTED, *((gpt2, settings) for settings in SETTINGS)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, WEIGHED[1:4] + WEIGHED[6:7]), slow(2, WEIGHED), slow(3, WEIGHED)],
+    ids=["2-some", "2-every", "3-every"],
+)
+def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_use(world_size, cases):
     run_on_ranks(weighs_steps, world_size=world_size, cases=cases)
 
 
@@ -604,10 +619,10 @@ def wandering(run: Run) -> None:
 
 @pytest.mark.slow
 def test_layers_that_change_their_order_between_steps_train_as_under_ddp():
-    run_on_ranks(
+    shared_ranks.run(
         same_as_ddp,
         script=wandering,
-        variants=[SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD],
+        variants=EVERY,
         make=Wandering,
         find_unused=True,
     )
@@ -643,15 +658,15 @@ def test_the_next_layers_are_gathered_ahead_again_after_an_evaluation_in_another
 # ---- several models ----
 
 
-def distils(rank: int, world_size: int) -> None:
+def distils(rank: int, world_size: int, variants: list[dict]) -> None:
     runs, teachers = [], []
-    for settings in (None, SHARDED, KEPT):
+    for settings in (None, *variants):
         torch.manual_seed(5)
         teacher = bert().eval().requires_grad_(False)
         if settings is not None:
             teachers.append(ZeroEngine(teacher, [], settings))
         run = Run(rank, bert, settings, make_batch=bert_batch)
-        for _ in range(4):
+        for _ in range(3):
             batch = run.batch()
             with torch.no_grad():
                 wanted = teacher(**batch).logits
@@ -669,8 +684,9 @@ def distils(rank: int, world_size: int) -> None:
         assert [rows[kind] for kind in ("optimizer state", "gradients", "gradient buffers", "fp32 master")] == [0] * 4
 
 
-def test_a_frozen_sharded_teacher_distils_into_a_sharded_student():
-    run_on_ranks(distils)
+@pytest.mark.parametrize("variants", [[SHARDED], slow([SHARDED, KEPT])], ids=["sharded", "kept, too"])
+def test_a_frozen_sharded_teacher_distils_into_a_sharded_student(variants):
+    shared_ranks.run(distils, variants=variants)
 
 
 def prepared_teacher() -> nn.Module:
@@ -703,14 +719,14 @@ def network(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, WIDTH), *layers, nn.Linear(WIDTH, outputs))
 
 
-def duels(rank: int, world_size: int) -> None:
+def duels(rank: int, world_size: int, variants: list[dict]) -> None:
     seen = []
-    for settings in (None, SHARDED, KEPT):
+    for settings in (None, *variants):
         maker = Run(rank, partial(network, 8, 16), settings)
         judge = Run(rank, partial(network, 16, 1), settings)
         data = torch.Generator().manual_seed(rank)
         losses = []
-        for _ in range(4):
+        for _ in range(3):
             real, noise = torch.randn(4, 16, generator=data), torch.randn(4, 8, generator=data)
             fake = maker.entry(noise)
             verdict = judge.entry(torch.cat([real, fake.detach()]))
@@ -730,8 +746,9 @@ def duels(rank: int, world_size: int) -> None:
         assert_equal(state, seen[0][1])
 
 
-def test_two_adversaries_with_an_engine_each_train_as_under_ddp():
-    run_on_ranks(duels)
+@pytest.mark.parametrize("variants", [[SHARDED], slow([SHARDED, KEPT])], ids=["sharded", "kept, too"])
+def test_two_adversaries_with_an_engine_each_train_as_under_ddp(variants):
+    shared_ranks.run(duels, variants=variants)
 
 
 # ---- other orders of forward and backward ----
@@ -757,8 +774,9 @@ def unusual_orders(run: Run) -> None:
         run.seen += torch.autograd.grad(loss, embedded)
 
 
-def test_other_orders_of_forward_and_backward_train_as_under_ddp():
-    run_on_ranks(same_as_ddp, script=unusual_orders, variants=[SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD], make=gpt2)
+@some_variants_or_every
+def test_other_orders_of_forward_and_backward_train_as_under_ddp(variants):
+    shared_ranks.run(same_as_ddp, script=unusual_orders, variants=variants, make=gpt2)
 
 
 def penalised(run: Run) -> None:
@@ -771,7 +789,7 @@ def penalised(run: Run) -> None:
 
 def test_a_gradient_penalty_trains_as_under_ddp():
     make = partial(network, 16, 1)
-    run_on_ranks(same_as_ddp, script=penalised, variants=[KEPT, SHARDED, NOT_AHEAD], make=make, find_unused=True)
+    shared_ranks.run(same_as_ddp, script=penalised, variants=[KEPT, SHARDED, NOT_AHEAD], make=make, find_unused=True)
 
 
 # ---- shapes of outputs, weights read by others ----
@@ -835,14 +853,15 @@ class Reader(nn.Module):
         return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
 
 
-def test_outputs_in_dataclasses_and_nested_containers_announce_their_backward():
-    run_on_ranks(same_as_ddp, script=three_steps, variants=[SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD], make=OddOutputs)
+@some_variants_or_every
+def test_outputs_in_dataclasses_and_nested_containers_announce_their_backward(variants):
+    shared_ranks.run(same_as_ddp, script=three_steps, variants=variants, make=OddOutputs)
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_a_weight_that_the_parent_reads_trains_as_under_ddp(frozen):
     variants = [{**settings, "unit_modules": ["Block"]} for settings in (KEPT, SHARDED, NOT_AHEAD)]
-    run_on_ranks(same_as_ddp, script=three_steps, variants=variants, make=partial(Reader, frozen))
+    shared_ranks.run(same_as_ddp, script=three_steps, variants=variants, make=partial(Reader, frozen))
 
 
 # ---- exceptions ----
@@ -875,8 +894,9 @@ def fails_in_forward(run: Run) -> None:
     run.seen.append(run.evaluate())
 
 
-def test_training_goes_on_after_an_exception_in_a_forward():
-    run_on_ranks(same_as_ddp, script=fails_in_forward, variants=[SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD], make=gpt2)
+@some_variants_or_every
+def test_training_goes_on_after_an_exception_in_a_forward(variants):
+    shared_ranks.run(same_as_ddp, script=fails_in_forward, variants=variants, make=gpt2)
 
 
 def fails_in_backward(rank: int, world_size: int) -> None:
@@ -918,13 +938,13 @@ def test_an_exception_in_a_backward_is_recovered_from_or_named():
 
 
 def accumulating(run: Run) -> None:
-    for micro_batches in (3, 2, 1, 3):
+    for micro_batches in (3, 1, 2):
         run.step(micro_batches)
 
 
 def test_local_accumulation_is_bitwise():
     variants = [{**settings, "grad_accumulation": "local"} for settings in (SHARDED, KEPT, FAR_AHEAD)]
-    run_on_ranks(same_as_ddp, script=accumulating, variants=variants, make=gpt2)
+    shared_ranks.run(same_as_ddp, script=accumulating, variants=variants, make=gpt2)
 
 
 def accumulates_in_shards(rank: int, world_size: int) -> None:
@@ -940,12 +960,19 @@ def test_sharded_accumulation_is_close():
     run_on_ranks(accumulates_in_shards)
 
 
-def with_compiled_layers() -> nn.Module:
+def with_compiled_layers(count: int) -> nn.Module:
     model = gpt2(layers=2)
-    for layer in model.transformer.h:
+    for layer in model.transformer.h[-count:]:
         layer.forward = torch.compile(layer.forward, backend="eager")
     return model
 
 
-def test_layers_compiled_inside_train_as_under_ddp():
-    run_on_ranks(same_as_ddp, script=evaluating_between_steps, variants=[SHARDED, KEPT], make=with_compiled_layers)
+# To compile takes nearly all of the time.
+@pytest.mark.parametrize(
+    ("world_size", "script", "variants", "count"),
+    [(1, predicting, [SHARDED], 1), slow(2, evaluating_between_steps, [SHARDED, KEPT], 2)],
+    ids=["one layer", "all layers"],
+)
+def test_layers_compiled_inside_train_as_under_ddp(world_size, script, variants, count):
+    make = partial(with_compiled_layers, count)
+    run_on_ranks(same_as_ddp, world_size, script=script, variants=variants, make=make)

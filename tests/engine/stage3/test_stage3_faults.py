@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cells import slow
 from ranks import RankFailedError, run_ranks
+from shared_ranks import shared_ranks
 from stage3_runs import (
     KEPT,
     NOT_AHEAD,
@@ -76,7 +78,7 @@ def casting(run: Run) -> None:
 
 
 def test_moving_and_casting_a_sharded_model_is_refused_unless_it_changes_nothing_and_training_goes_on():
-    run_on_ranks(same_as_ddp, script=casting, variants=[SHARDED, KEPT], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=casting, variants=[SHARDED, KEPT], make=gpt2)
 
 
 def copying(run: Run) -> None:
@@ -90,7 +92,7 @@ def copying(run: Run) -> None:
 
 
 def test_copying_and_pickling_a_sharded_model_is_refused_with_the_way_out():
-    run_on_ranks(same_as_ddp, script=copying, variants=[SHARDED], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=copying, variants=[SHARDED], make=gpt2)
 
 
 def copies_while_whole(rank: int, world_size: int) -> None:
@@ -139,11 +141,14 @@ EDITS = {
 }
 
 
-def edits_while_sharded(rank: int, world_size: int) -> list[str]:
+EDITED = ("transformer.wpe.weight", "transformer.h.1.attn.c_attn.weight")
+
+
+def edits_while_sharded(rank: int, world_size: int, in_turn: bool) -> list[str]:
     """The kinds of edit that were neither refused nor named before the next training step used the old values."""
     lost = []
-    for kind, edit in EDITS.items():
-        for name in ("transformer.wpe.weight", "transformer.h.1.attn.c_attn.weight"):
+    for number, (kind, edit) in enumerate(EDITS.items()):
+        for name in EDITED[number % 2 :][:1] if in_turn else EDITED:
             run = Run(rank, gpt2, SHARDED)
             run.step()
             try:
@@ -162,8 +167,9 @@ def edits_while_sharded(rank: int, world_size: int) -> list[str]:
     return lost
 
 
-def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently():
-    assert run_on_ranks(edits_while_sharded) == [[], []]
+@pytest.mark.parametrize("in_turn", [True, slow(False)], ids=["in turn", "each"])
+def test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently(in_turn):
+    assert run_on_ranks(edits_while_sharded, in_turn=in_turn) == [[], []]
 
 
 def edits_without_writeback(rank: int, world_size: int) -> None:
@@ -232,7 +238,7 @@ def stepping_while_whole(run: Run) -> None:
 
 
 def test_a_step_inside_unsharded_or_gathered_raises_and_one_after_it_goes_through():
-    run_on_ranks(same_as_ddp, script=stepping_while_whole, variants=[SHARDED, KEPT], make=gpt2)
+    shared_ranks.run(same_as_ddp, script=stepping_while_whole, variants=[SHARDED, KEPT], make=gpt2)
 
 
 def with_frozen_layer() -> nn.Module:
@@ -262,7 +268,7 @@ def freezing(run: Run) -> None:
 
 
 def test_freezing_a_trained_parameter_and_thawing_it_again_trains_as_under_ddp():
-    run_on_ranks(same_as_ddp, script=freezing, variants=[SHARDED, KEPT, NOT_AHEAD], make=gpt2, find_unused=True)
+    shared_ranks.run(same_as_ddp, script=freezing, variants=[SHARDED, KEPT, NOT_AHEAD], make=gpt2, find_unused=True)
 
 
 # ---- ranks that go apart ----

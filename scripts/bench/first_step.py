@@ -1,0 +1,105 @@
+"""How long a run takes to its first step: a Trainer of plain DDP and of each stage, in fresh ranks, in turn.
+
+    python scripts/bench/first_step.py            # 30 M parameters, two ranks, seven rounds: three minutes
+    python scripts/bench/first_step.py --quick    # a tiny model, once: does the harness run?
+
+Counted is what a script waits for behind its own imports of torch and transformers: the import of hf_zero, the Trainer, the
+engine with its table of what is planned, and one step of 16 tokens. Seconds are those by the clock until the slowest rank is
+there, and the CPU time of the rank that has used most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from ranks import PRELOADED_MODULES, run_ranks
+from record import BENCH_FOLDER, describe_run, write_record
+from rich.console import Console
+from rich.table import Table
+from short_trainer import make_trainer
+from workload import WORKLOADS
+
+ENGINES: dict[str, int | None] = {"DDP": None} | {f"stage {stage}": stage for stage in (1, 2, 3)}
+
+ALLOWED_S = 1.0
+"""By which a stage's first step may come later than DDP's."""
+
+
+def first_step(rank: int, world_size: int, *, model: str, stage: int | None, folder: str) -> dict[str, float]:
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
+    trainer = make_trainer(rank, world_size, model=model, stage=stage, folder=folder)
+    trainer.train()
+    figures = {"seconds": time.perf_counter() - began_s, "cpu_seconds": time.process_time() - began_cpu_s}
+    dist.barrier()
+    return figures
+
+
+def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Engine → figure → its value in each round."""
+    rows: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in ENGINES}
+    with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
+        for _ in range(rounds):
+            for name, stage in ENGINES.items():
+                arguments = {"model": model, "stage": stage, "folder": folder}
+                by_rank = run_ranks(first_step, world_size=ranks, time_limit_s=300, keyword_arguments=arguments)
+                for what, values in rows[name].items():
+                    values.append(max(figures[what] for figures in by_rank))
+    return rows
+
+
+def summarise(rows: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
+    """A row an engine: medians, and by how much it comes later than DDP in the median round."""
+    plain = rows["DDP"]
+    return [
+        {
+            "name": name,
+            **{what: median(values) for what, values in row.items()},
+            **{f"{what}_later": median(own - its for own, its in zip(row[what], plain[what])) for what in row},
+        }
+        for name, row in rows.items()
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=WORKLOADS, default="30m")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="where the figures go (default: results/first_step-<commit>.json)")
+    parser.add_argument("--quick", action="store_true", help="the tiny model, once")
+    options = parser.parse_args()
+    if options.quick:
+        options.model, options.rounds = "tiny", 1
+    PRELOADED_MODULES.append("transformers.trainer")
+    # As in a user's second run, Python has compiled what it imports.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    measure("tiny", 1, 1)
+    rounds = measure(options.model, options.ranks, options.rounds)
+    run = describe_run(options)
+    rows = summarise(rounds)
+    console = Console(width=120)
+    table = Table("engine", "seconds", "later than DDP", "CPU s", "later than DDP")
+    table.title = f"to the end of the first step: {options.model}, {options.ranks} ranks, commit {run['commit']}"
+    for row in rows:
+        figures = (row[what] for what in ("seconds", "seconds_later", "cpu_seconds", "cpu_seconds_later"))
+        table.add_row(row["name"], *(f"{value:.2f}" for value in figures))
+    console.print(table)
+    path = options.json or BENCH_FOLDER / "results" / f"first_step-{run['commit']}.json"
+    write_record(path, run | {"kind": "first_step", "model": options.model, "engines": rows, "rounds": rounds})
+    console.print(f"written to {path}")
+    late = [row["name"] for row in rows if row["seconds_later"] > ALLOWED_S]
+    if late and not options.quick:
+        console.print(f"more than {ALLOWED_S:g} s later than DDP: {', '.join(late)}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
