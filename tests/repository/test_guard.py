@@ -36,7 +36,7 @@ def make_wasteful(make_model, optimizer_arguments) -> Wasteful:
 
 @pytest.fixture(scope="module")
 def costs() -> dict[str, guard.Costs]:
-    return guard.measure_costs(guard.engines() | {WASTEFUL: make_wasteful})
+    return guard.measure_costs(guard.engines())
 
 
 def test_a_step_costs_no_tenth_more_beside_its_peers_than_at_the_baseline(costs):
@@ -47,7 +47,9 @@ def test_a_step_costs_no_tenth_more_beside_its_peers_than_at_the_baseline(costs)
     assert not complaint, complaint
 
 
-def test_a_step_that_wastes_bytes_memory_and_calls_is_found(costs):
+@pytest.mark.slow
+def test_a_step_that_wastes_bytes_memory_and_calls_is_found():
+    costs = guard.measure_costs(guard.engines() | {WASTEFUL: make_wasteful})
     complaint = guard.grown(guard.ratios_of(costs | {"hf_zero2": costs[WASTEFUL]}), guard.read_baseline())
     assert all(f"{words} of hf_zero2 / ddp: was" in complaint for words in guard.KINDS.values()), complaint
     assert "hf_zero1" not in complaint and "hf_zero3" not in complaint

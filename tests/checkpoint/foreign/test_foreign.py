@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import examples, short_of
+from cells import examples, slow
 from deepspeed_folder import WholeState, write_deepspeed
 from deepspeed_run import UNTIED, Tiny, ids_of
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
@@ -252,12 +252,16 @@ def engine_from(folder: Path, model: Tiny, stage: int) -> tuple[ZeroEngine, torc
     return engine, optimizer
 
 
-def takes_in(rank: int, world_size: int) -> list[str]:
-    """Takes every folder into fp32 and bf16 engines of every stage; what differs from DeepSpeed's own reading."""
+EVERY = list(itertools.product(range(4), (torch.float32, torch.bfloat16)))
+SOME = [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)]
+
+
+def takes_in(rank: int, world_size: int, engines: list[tuple[int, torch.dtype]]) -> list[str]:
+    """Takes every folder into engines of these stages and dtypes; what differs from DeepSpeed's own reading."""
     different = []
     for name in FOLDERS:
         expected = load_file(REAL / name / "expected.safetensors")
-        for stage, dtype in itertools.product(range(4), (torch.float32, torch.bfloat16)):
+        for stage, dtype in engines:
             model = Tiny().to(dtype)
             engine, optimizer = engine_from(REAL / name, model, stage)
             rows = list(engine.state.rows())
@@ -282,9 +286,13 @@ def takes_in(rank: int, world_size: int) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("world_size", short_of([1, 2, 3], [2]))
-def test_deepspeeds_checkpoints_enter_engines_of_any_stage_and_number_of_ranks_bit_for_bit(world_size):
-    assert on_ranks(takes_in, world_size) == [[]] * world_size
+@pytest.mark.parametrize(
+    ("world_size", "engines"),
+    [(2, SOME), slow(1, EVERY), slow(2, EVERY), slow(3, EVERY)],
+    ids=["2", "1-every", "2-every", "3-every"],
+)
+def test_deepspeeds_checkpoints_enter_engines_of_any_stage_and_number_of_ranks_bit_for_bit(world_size, engines):
+    assert on_ranks(takes_in, world_size, engines=engines) == [[]] * world_size
 
 
 def follows(rank: int, world_size: int) -> list[list[float]]:
