@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cells import slow
-from launching import ROOT, SECONDS, own_environment, own_port, run_forked
+from launching import own_environment, own_port, run_forked
 
 HERE = Path(__file__).parent
 RUN = HERE / "run_module.py"
@@ -113,11 +112,11 @@ def test_help_of_the_script_is_no_error():
 
 
 def test_the_command_starts_the_ranks_by_itself(tmp_path):
-    # The short suite's one start of `accelerate launch`, and of `-m hf_zero.run` under it, which the command makes.
-    path = tmp_path / "losses.json"
-    command = [sys.executable, "-c", "from hf_zero.cli.app import main; main()", "run", "--zero", "2", "--cpu"]
-    command += ["--num-processes", "2", "--port", str(own_port()), str(SCRIPTS / "plain_loop.py"), str(path)]
-    environment = own_environment(tmp_path)
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    # The short suite's one start of `accelerate launch`, and of `-m hf_zero.run` under it. The command becomes the launcher,
+    # whose interpreter is a new one: its own need not be.
+    path, command = tmp_path / "losses.json", tmp_path / "command.py"
+    command.write_text("from hf_zero.cli.app import main\n\nmain()\n")
+    words = ["run", "--zero", 2, "--cpu", "--num-processes", 2, "--port", own_port(), SCRIPTS / "plain_loop.py", path]
+    done = run_forked(command, words, environment=own_environment(tmp_path), processes=1)
     assert done.returncode == 0 and "state over 2 of 2 ranks" in done.stdout + done.stderr, done.stderr[-3000:]
     assert json.loads(path.read_text())
