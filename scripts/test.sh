@@ -19,6 +19,8 @@ trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
 # Some hundred processes import the package and the tests: what Python has compiled is kept.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+# A second thread of torch's in each of several processes would wait for its turn by spinning.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # A file's tests stay in one process, for what they share; the longest files come first (tests/conftest.py). Three processes keep two
 # cores busy while ranks wait for one another. Ranks and time limits are made for a machine that does other work too.
 status=0

@@ -1,6 +1,7 @@
 """Makes what tests share importable by its plain name: modules of support/ and of scripts/, which start ranks and count bytes."""
 
 import atexit
+import gc
 import os
 import shutil
 import sys
@@ -49,30 +50,14 @@ ranks.PRELOAD_FOLDERS.append(SUPPORT)
 # Longest first (`--cpu-times` shows them), so that no process of pytest's is left with one of them when the others have ended,
 # and with them those that mostly wait, beside which others compute.
 LONGEST_FIRST = (
-    *(
-        "test_docs.py",
-        "test_faults.py",
-        "test_kernels.py",
-        "test_standin_device.py",
-        "test_stage3.py",
-        "test_late_ranks.py",
-    ),
-    *("test_trainer.py", "test_recipes.py", "test_offload_runs.py", "test_commit.py", "test_kernel_steps.py"),
-    *(
-        "test_families.py",
-        "test_equivalence.py",
-        "test_nvme.py",
-        "test_unmodified_scripts.py",
-        "test_whole_parameters.py",
-    ),
-    *(
-        "test_moments.py",
-        "test_offload.py",
-        "test_offload_params.py",
-        "test_accelerate.py",
-        "test_sharded_checkpoints.py",
-    ),
-    *("test_foreign_runs.py", "test_bench.py", "test_hub.py", "test_cli.py", "test_random_modules.py", "test_comm.py"),
+    *("test_docs.py", "test_hub.py", "test_unmodified_scripts.py", "test_split_models.py", "test_late_ranks.py"),
+    *("test_stage3.py", "test_equivalence.py", "test_trainer.py", "test_kernels.py", "test_recipes.py"),
+    *("test_standin_device.py", "test_accelerate.py", "test_commit.py", "test_moments.py", "test_faults.py"),
+    *("test_families.py", "test_foreign_runs.py", "test_kernel_steps.py", "test_stage3_faults.py", "test_memory.py"),
+    *("test_split_foreign.py", "test_hybrid.py", "test_gradients.py", "test_quantised_wire.py", "test_nvme.py"),
+    *("test_sharded_checkpoints.py", "test_hostile_folders.py", "test_gather_dtype.py", "test_comm.py"),
+    *("test_bench.py", "test_import.py", "test_rescue.py", "test_offload_params.py", "test_placement.py"),
+    *("test_grouped_layers.py", "test_cli.py", "test_guard.py", "test_random_modules.py", "test_offload_runs.py"),
 )
 
 # Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
@@ -97,6 +82,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: each `gc.collect()` of a test would look through it for a quarter of a second."""
+    gc.freeze()
 
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
