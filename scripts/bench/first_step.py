@@ -1,6 +1,6 @@
 """How long a run takes to its first step: a Trainer of plain DDP and of each stage, in fresh ranks, in turn.
 
-    python scripts/bench/first_step.py            # 30 M parameters, two ranks, seven rounds: three minutes
+    python scripts/bench/first_step.py            # 30 M parameters, two ranks, eight rounds: three minutes
     python scripts/bench/first_step.py --quick    # a tiny model, once: does the harness run?
 
 Counted is what a script waits for behind its own imports of torch and transformers: the import of hf_zero, the Trainer, the
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import tempfile
 import time
 from pathlib import Path
@@ -45,9 +46,10 @@ def measure(model: str, ranks: int, rounds: int) -> dict[str, dict[str, list[flo
     """Engine → figure → its value in each round."""
     rows: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu_seconds": []} for name in ENGINES}
     with tempfile.TemporaryDirectory(prefix="first-step-") as folder:
-        for _ in range(rounds):
-            for name, stage in ENGINES.items():
-                arguments = {"model": model, "stage": stage, "folder": folder}
+        for number in range(rounds):
+            # In another order each time: what a process leaves of free memory, in small or in huge pages, is the next one's.
+            for name in random.Random(number).sample(list(ENGINES), len(ENGINES)):
+                arguments = {"model": model, "stage": ENGINES[name], "folder": folder}
                 by_rank = run_ranks(first_step, world_size=ranks, time_limit_s=300, keyword_arguments=arguments)
                 for what, values in rows[name].items():
                     values.append(max(figures[what] for figures in by_rank))
@@ -71,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=WORKLOADS, default="30m")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path, help="where the figures go (default: results/first_step-<commit>.json)")
     parser.add_argument("--quick", action="store_true", help="the tiny model, once")
     options = parser.parse_args()
