@@ -87,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """What is imported by now stays: each `gc.collect()` of a test would look through it for a quarter of a second."""
     gc.freeze()
+    # At the end, nanobind would name what it cannot free as leaked.
+    atexit.register(gc.unfreeze)
 
 
 PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
