@@ -1,5 +1,6 @@
 """Who may import whom: floors point down, rooms go in no circles, and each room is small enough to look through."""
 
+import functools
 from collections import Counter, defaultdict
 
 from document.imports import PACKAGE, imports_of, module_name
@@ -38,15 +39,22 @@ FILES_A_ROOM = 16  # kernels, one a file, excepted
 
 
 FILES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
-IMPORTS = {module: set(imports_of(path)) for module, path in FILES.items()}
 
-# Of files to files. A package's own __init__ only names its rooms, lazily.
-EDGES = [
-    (module, name)
-    for module, names in IMPORTS.items()
-    for name in sorted(names)
-    if name in FILES and "hf_zero" not in (module, name) and name != module
-]
+
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each module imports."""
+    return {module: set(imports_of(path)) for module, path in FILES.items()}
+
+
+def edges() -> list[tuple[str, str]]:
+    """Of files to files. A package's own __init__ only names its rooms, lazily."""
+    return [
+        (module, name)
+        for module, names in imports().items()
+        for name in sorted(names)
+        if name in FILES and "hf_zero" not in (module, name) and name != module
+    ]
 
 
 def folder(module: str) -> str | None:
@@ -81,12 +89,12 @@ def circle_of(arrows: dict[str, set[str]]) -> list[str]:
 
 def test_imports_point_down():
     wrong = [f"{module} is on no floor" for module in FILES if module != "hf_zero" and folder(module) not in FLOOR]
-    for module, imported in EDGES:
+    for module, imported in edges():
         ours, theirs = folder(module), folder(imported)
         is_strange = (ours, theirs) in STRANGERS and (ours, imported) not in SHARED
         if FLOOR[theirs] > FLOOR[ours] or is_strange:
             wrong.append(f"{module} imports {imported}")
-    for module, names in IMPORTS.items():
+    for module, names in imports().items():
         libraries = {name.split(".")[0] for name in names}
         wrong += [
             f"{module} imports {name}"
@@ -99,7 +107,7 @@ def test_imports_point_down():
 
 def test_nothing_goes_in_circles():
     between_files, between_rooms = defaultdict(set), defaultdict(set)
-    for module, imported in EDGES:
+    for module, imported in edges():
         between_files[module].add(imported)
         if room(module) != room(imported):
             between_rooms[room(module)].add(room(imported))
