@@ -17,11 +17,12 @@ _STYLES = {"good": "green", "hint": "yellow", "bad": "bold red", "absent": "dim"
 def doctor(
     folder: Annotated[Path, typer.Option(help="Measure the disk of this folder.")] = Path("."),
     processes: Annotated[int | None, typer.Option(min=2, help="Ranks to start for the links.")] = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="Ranks that will hold one copy of the model together.")] = 1,
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure disk and links.")] = False,
     as_json: Json = False,
 ) -> None:
     """Versions, devices, limits, disk, links, settings in conflict, each with what to do. Exits with 1 on a fault."""
-    found = diagnose(folder, processes, measure=not quick)
+    found = diagnose(folder, processes, tp_size=tp_size, measure=not quick)
     if as_json:
         say_json(json.loads(found.to_json()))
     else:

@@ -1,12 +1,12 @@
 """A few local ranks that measure their link and try each collective of the engine; started by checks/links.py.
 
-python -m hf_zero.diagnose.link_ranks FOLDER RANK WORLD_SIZE BACKEND
+python -m hf_zero.diagnose.link_ranks FOLDER RANK WORLD_SIZE BACKEND TP_SIZE
 """
 
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from ..comm.choose import choose_transport
 from ..comm.groups.groups import Groups
+from ..comm.groups.own_groups import own_group
+from ..comm.model_copies import ModelCopies
 from ..comm.names import all_gather_flat
 from ..comm.transport import Label, Transport
 from ..config import CommConfig
@@ -26,7 +28,7 @@ _TURNS = 5
 _SMALL_TURNS = 30
 
 
-def main(folder: Path, rank: int, world_size: int, backend: str) -> None:
+def main(folder: Path, rank: int, world_size: int, backend: str, tp_size: int) -> None:
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -39,28 +41,63 @@ def main(folder: Path, rank: int, world_size: int, backend: str) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
-    found = {**measure(world_size, device), "wrong": wrong_collectives(rank, world_size, device)}
+    copies = ModelCopies.of([_copy_of(each, tp_size) for each in range(world_size)])
+    found = {
+        "tp": measure(copies.copies, device),
+        "dp": measure(copies.alike, device),
+        "wrong": wrong_collectives(copies, device),
+    }
     dist.barrier()
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def measure(world_size: int, device: torch.device) -> dict[str, float]:
-    """Latency in microseconds and achieved 1e9 bytes a second that a rank sends, of all-reduce and all-gather."""
-    flat, part = (torch.ones(n, device=device) for n in (_NUMEL, _NUMEL // world_size))
-    small = torch.ones(world_size, device=device)
-    gathered = torch.empty(world_size * (_NUMEL // world_size), device=device)
-    sent = flat.nbytes * (world_size - 1) / world_size
+def _copy_of(rank: int, tp_size: int) -> tuple[int, ...]:
+    """Neighbouring ranks, as in transformers' mesh."""
+    first = rank - rank % tp_size
+    return tuple(range(first, first + tp_size))
+
+
+def measure(axis: Sequence[tuple[int, ...]], device: torch.device) -> dict[str, float] | None:
+    """Latency in microseconds and achieved 1e9 bytes a second that a rank sends, of all-reduce and all-gather.
+
+    All groups of the axis send at the same time, as in training.
+
+    Args:
+        axis: groups of equal size that together hold each rank once.
+
+    Returns:
+        The slowest rank's; None of groups of one.
+    """
+    size = len(axis[0])
+    if size == 1:
+        return None
+    made = [own_group(ranks, timedelta(seconds=_TIMEOUT_S)) for ranks in axis]
+    group = next(each for each in made if each is not None)
+    flat, part = (torch.ones(n, device=device) for n in (_NUMEL, _NUMEL // size))
+    small = torch.ones(size, device=device)
+    gathered = torch.empty(size * (_NUMEL // size), device=device)
+    sent = flat.nbytes * (size - 1) / size
+    calls = [
+        (lambda: dist.all_reduce(small, group=group), _SMALL_TURNS),
+        (lambda: all_gather_flat(small, small[:1].clone(), group=group), _SMALL_TURNS),
+        (lambda: dist.all_reduce(flat, group=group), _TURNS),
+        (lambda: all_gather_flat(gathered, part, group=group), _TURNS),
+    ]
+    seconds = torch.tensor([_seconds(call, device, turns) for call, turns in calls], device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    small_reduce_s, small_gather_s, reduce_s, gather_s = seconds.tolist()
     return {
-        "all_reduce_us": 1e6 * _seconds(lambda: dist.all_reduce(small), device, _SMALL_TURNS),
-        "all_gather_us": 1e6 * _seconds(lambda: all_gather_flat(small, small[:1].clone()), device, _SMALL_TURNS),
-        "all_reduce_gb": 2 * sent / _seconds(lambda: dist.all_reduce(flat), device, _TURNS) / 1e9,
-        "all_gather_gb": sent / _seconds(lambda: all_gather_flat(gathered, part), device, _TURNS) / 1e9,
+        "all_reduce_us": 1e6 * small_reduce_s,
+        "all_gather_us": 1e6 * small_gather_s,
+        "all_reduce_gb": 2 * sent / reduce_s / 1e9,
+        "all_gather_gb": sent / gather_s / 1e9,
     }
 
 
 def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> float:
+    """Median; the first turn is not counted."""
     seconds = []
     for _ in range(turns + 1):
         began_s = time.perf_counter()
@@ -71,12 +108,15 @@ def _seconds(call: Callable[[], object], device: torch.device, turns: int) -> fl
     return median(seconds[1:])
 
 
-def wrong_collectives(rank: int, world_size: int, device: torch.device) -> list[str]:
-    """The collectives of the engine's transport that give a wrong result."""
-    groups = Groups.create(stage=2, device_type=device.type, comm=CommConfig(timeout_s=_TIMEOUT_S))
+def wrong_collectives(copies: ModelCopies, device: torch.device) -> list[str]:
+    """The collectives of the engine's transport, between ranks that hold the same part of a model, that give a wrong result."""
+    comm = CommConfig(timeout_s=_TIMEOUT_S)
+    groups = Groups.create(stage=2, device_type=device.type, comm=comm, apart=copies.alike)
     transport = choose_transport(groups, device, _TIMEOUT_S)
-    found = [f"{name} on rank {rank}" for name, is_right in _tried(transport, rank, world_size, device) if not is_right]
-    return sorted({each for theirs in transport.exchange(found) for each in theirs})
+    tried = _tried(transport, groups.rank, groups.world_size, device)
+    found: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, [f"{name} on rank {dist.get_rank()}" for name, is_right in tried if not is_right])
+    return sorted({each for theirs in found for each in theirs})
 
 
 def _tried(transport: Transport, rank: int, world_size: int, device: torch.device) -> list[tuple[str, bool]]:
@@ -108,4 +148,4 @@ def _label(kind: str) -> Label:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

@@ -25,7 +25,8 @@ from hf_zero.diagnose.checks.devices import devices, peer_access
 from hf_zero.diagnose.checks.disk import disk
 from hf_zero.diagnose.checks.environment import environment
 from hf_zero.diagnose.checks.limits import limits, shared_memory
-from hf_zero.diagnose.checks.links import links
+from hf_zero.diagnose.checks.links import links, placement
+from hf_zero.diagnose.checks.tensor_parallelism import tensor_parallelism
 from hf_zero.diagnose.checks.versions import driver, versions
 from hf_zero.diagnose.finding import Finding
 
@@ -34,7 +35,14 @@ pytestmark = pytest.mark.timeout(120)
 CLEARED = (
     *("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_CPU"),
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "HF_ZERO_CONFIG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "CC"),
-    *("NCCL_P2P_DISABLE", "NCCL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "CUDA_LAUNCH_BLOCKING", "NCCL_IB_DISABLE"),
+    *(
+        "ACCELERATE_USE_PARALLELISM_CONFIG",
+        "NCCL_P2P_DISABLE",
+        "NCCL_DEBUG",
+        "TORCH_DISTRIBUTED_DEBUG",
+        "CUDA_LAUNCH_BLOCKING",
+        "NCCL_IB_DISABLE",
+    ),
 )
 
 
@@ -313,6 +321,50 @@ def in_json(*options: str) -> dict:
     document = json.loads(done.stdout)
     assert done.exit_code == 0 and document["good"], document
     return document
+
+
+def test_accelerates_own_way_to_split_a_model_is_another_engine(monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", "1")
+    assert not bad_ones(environment()), "accelerate reads the sizes only where it is told to"
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    finding = bad_ones(environment())["another engine"]
+    assert finding.value == "PARALLELISM_CONFIG_CP_SIZE is 2" and "ZeroPlugin(tp_size=...)" in finding.advice
+
+
+def test_gpus_that_make_no_whole_copies_and_an_old_transformers_are_found(monkeypatch):
+    with_gpus(monkeypatch, 6)
+    found = {finding.subject: finding for finding in tensor_parallelism(4)}
+    assert found["copies of the model"].status == "bad" and "sets of 4" in found["copies of the model"].value
+    found = {finding.subject: finding for finding in tensor_parallelism(3)}
+    assert found["copies of the model"].value == "2, each over 3 GPUs"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.17.0")
+    assert "5.23" in bad_ones(tensor_parallelism(3))["tensor parallelism, tp_size 3"].advice
+
+
+def test_copies_on_the_slower_links_are_a_hint():
+    slow, fast = {"all_reduce_gb": 1.0}, {"all_reduce_gb": 4.0}
+    [finding] = placement(slow, fast)
+    assert finding.status == "hint" and "0.2 times" in finding.value and "CUDA_VISIBLE_DEVICES" in finding.advice
+    [finding] = placement(fast, slow)
+    assert finding.status == "good"
+    assert not list(placement(fast, None)), "of one copy there is nothing to compare with"
+
+
+def test_ranks_that_tp_size_does_not_divide_are_refused():
+    done = CliRunner().invoke(app, ["doctor", "--tp-size", "2", "--processes", "3"])
+    assert done.exit_code == 1
+    assert str(done.exception) == "hf_zero: tp_size is 2, which does not divide the 3 ranks of the links."
+
+
+@pytest.mark.slow
+def test_links_inside_a_copy_and_between_copies_are_measured_apart(good_machine, tmp_path):
+    document = in_json("--folder", str(tmp_path), "--tp-size", "2")
+    subjects = {finding["subject"]: finding for finding in document["findings"]}
+    for axis in ("between copies", "inside a copy of 2"):
+        assert "GB/s, latency" in subjects[f"all-reduce ({axis}, 4 ranks, gloo on the CPU)"]["value"]
+    assert subjects["the engine's collectives"]["status"] == "good"
+    assert "times the bytes a second" in subjects["tensor parallel ranks"]["value"]
 
 
 @pytest.mark.slow

@@ -20,6 +20,8 @@ _ENGINES = {
 _KINDS = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 _SECTIONS = {"fsdp_config": "FSDP", "deepspeed_config": "DeepSpeed", "megatron_lm_config": "Megatron-LM"}
 
+_AXES = [f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("DP_SHARD", "CP", "SP", "TP")]
+
 # Variable → the values that hurt (none listed: any but 0), and why.
 _SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_P2P_DISABLE": ((), "GPUs of one host talk through host memory"),
@@ -52,6 +54,15 @@ def _other_engines() -> Iterator[Finding]:
     for variable in asked:
         advice = f"Two engines cannot own one model: unset {variable} (a flag or config file of accelerate sets it)."
         yield bad("another engine", f"{variable} asks for {_ENGINES[variable]}", advice)
+    sizes = {variable: os.environ.get(variable, "") for variable in _AXES}
+    split = {variable: size for variable, size in sizes.items() if size not in ("", "1")}
+    if split and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() in _YES:
+        asked += split
+        advice = (
+            "accelerate would split the model or its batches in a way of its own: leave --use_parallelism_config out. "
+            "ZeroPlugin(tp_size=...) is of models that tensor parallelism has split."
+        )
+        yield bad("another engine", ", ".join(f"{variable} is {size}" for variable, size in split.items()), advice)
     if not asked:
         yield good("another engine", "none is asked for by accelerate's variables")
 
