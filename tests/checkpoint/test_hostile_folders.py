@@ -80,6 +80,10 @@ def of_another_key(content: dict) -> None:
     content["rows"][0][5] = "exp_avg/nothing"
 
 
+def with_a_plain_step(content: dict) -> None:
+    next(iter(content["scalars"].values()))["step"] = 0
+
+
 def beyond(content: dict) -> None:
     content["rows"][0][3] += 10_000
 
@@ -95,6 +99,7 @@ def beyond(content: dict) -> None:
         (lambda content: content["files"].pop("scheduler.pt"), "scheduler.pt is not among the files"),
         (lambda content: content.update(step=3), "trainer_state.json is of step 4, and the checkpoint of 3"),
         (lambda content: content["rows"][0].__setitem__(6, "F16"), "has dtype F32 in zero/rank-0000"),
+        (with_a_plain_step, "scalars has 'step' as a tensor for one of"),
     ],
     ids=[
         "row's file",
@@ -105,6 +110,7 @@ def beyond(content: dict) -> None:
         "scheduler left out",
         "step",
         "dtype",
+        "a plain state",
     ],
 )
 def test_a_manifest_that_does_not_describe_its_folder_is_refused(change, says, checkpoint):

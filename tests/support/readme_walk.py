@@ -203,7 +203,8 @@ class Walk:
         # No caches and no settings of whoever runs the tests.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "HF_ZERO_"))}
         launch = Launch.of(line.command)
-        if launch is not None:
+        # A benchmark forks ranks of its own, which a forked process may not.
+        if launch is not None and not line.is_slow:
             if launch.launcher not in self.folder.launchers_left:
                 return launch.forked(self.folder.path, inherited)
             self.folder.launchers_left.remove(launch.launcher)

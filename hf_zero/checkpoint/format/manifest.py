@@ -215,6 +215,7 @@ def _refuse_contradictions(manifest: Manifest) -> None:
     for optimizer in manifest.optimizers:
         for group in optimizer["groups"]:
             due.refuse_unknown(manifest.shapes, dict.fromkeys(group["parameters"]), "optimizers")
+            due.refuse_mixed({name: manifest.scalars.get(name, {}) for name in group["parameters"]}, "scalars")
     for row in manifest.rows:
         whole = manifest.whole_shape(row.kind, row.name)
         if whole is None:

@@ -106,6 +106,24 @@ def refuse_unknown(known: Mapping[str, Any], names: Mapping[str, Any], what: str
             raise FieldError(f"{what} has {name[:200]!r}, which no parameter is called")
 
 
+def refuse_mixed(scalars: Mapping[str, Mapping[str, Any]], what: str) -> None:
+    """Raises where one state of a group's parameters is a tensor for some and a plain value for others.
+
+    torch steps a group's parameters together, and fails of such a mixture in the midst of a step.
+    """
+    form: dict[str, tuple[bool, str]] = {}
+    for name, values in scalars.items():
+        for key, value in values.items():
+            if value is None:
+                continue
+            is_tensor = isinstance(value, dict)
+            was_tensor, other = form.setdefault(key, (is_tensor, name))
+            if is_tensor != was_tensor:
+                raise FieldError(
+                    f"{what} has {key[:80]!r} as a tensor for one of {other[:200]!r} and {name[:200]!r}, and plain for the other"
+                )
+
+
 def refuse_beyond(start: int, stop: int, whole: tuple[int, ...], what: str) -> None:
     """Raises unless elements `start` to `stop` are some of a tensor of shape `whole`."""
     if not start <= stop <= math.prod(whole):
