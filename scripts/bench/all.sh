@@ -6,7 +6,7 @@
 #     bash scripts/bench/all.sh step curves        # some of the parts
 #     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md and docs/
 #
-# Parts: step (every engine and peer), curves, checkpoints, offload, host_time, first_step, links (needs root, `ip` and `tc`). Figures go to
+# Parts: step (every engine and peer; in the quick form the usual ones), curves (quick: one of them), checkpoints, offload, host_time, first_step, links (needs root, `ip` and `tc`). Figures go to
 # outputs/bench, or $RESULTS. Ends with status 1 if a part failed; the others are measured all the same. Peers that
 # `pip install -e .[bench]` has not installed are named in the tables.
 set -euo pipefail
@@ -43,12 +43,12 @@ sized() {
 
 step() {
     # shellcheck disable=SC2046
-    python $bench/step.py --engines all $(sized "--model 4m --rounds 2 --steps 1" "--model 30m --rounds 9 --steps 3") --json "$results/step.json"
+    python $bench/step.py $(sized "--model 4m --rounds 2 --steps 1" "--engines all --model 30m --rounds 9 --steps 3") --json "$results/step.json"
 }
 
 curves() {
     # shellcheck disable=SC2046
-    python $bench/curves.py $(sized --quick "") --json "$results/curves.json"
+    python $bench/curves.py $(sized "bucket --quick" "") --json "$results/curves.json"
 }
 
 checkpoints() {
