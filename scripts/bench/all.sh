@@ -6,9 +6,10 @@
 #     bash scripts/bench/all.sh step curves        # some of the parts
 #     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md and docs/
 #
-# Parts: step (every engine and peer; in the quick form the usual ones), curves (quick: one of them), checkpoints, offload, host_time, first_step, links (needs root, `ip` and `tc`). Figures go to
-# outputs/bench, or $RESULTS. Ends with status 1 if a part failed; the others are measured all the same. Peers that
-# `pip install -e .[bench]` has not installed are named in the tables.
+# Parts: step, curves, checkpoints, offload, host_time, first_step, links (needs root, `ip` and `tc`). The quick form of step has
+# the usual engines and not every peer, that of curves one curve. Figures go to outputs/bench, or $RESULTS. Ends with status 1
+# if a part failed; the others are measured all the same. Peers that `pip install -e .[bench]` has not installed are named in
+# the tables.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
