@@ -13,6 +13,8 @@
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# Without an environment of the user's own, the one of the other scripts.
+python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' 2>/dev/null || source scripts/venv.sh
 bench=scripts/bench
 results="${RESULTS:-outputs/bench}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
