@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..diagnose.doctor import doctor as diagnose
-from .output import Json, console, say, say_json
+from .output import Json, console, said_plainly, say, say_json
 
 _STYLES = {"good": "green", "hint": "yellow", "bad": "bold red", "absent": "dim"}
 
@@ -22,7 +22,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Versions, devices, limits, disk, links, settings in conflict, each with what to do. Exits with 1 on a fault."""
-    found = diagnose(folder, processes, tp_size=tp_size, measure=not quick)
+    with said_plainly():
+        found = diagnose(folder, processes, tp_size=tp_size, measure=not quick)
     if as_json:
         say_json(json.loads(found.to_json()))
     else:
