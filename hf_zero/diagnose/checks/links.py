@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...config import ConfigError
-from ..finding import Finding, bad, good, hint
+from ..finding import Finding, absent, bad, good, hint
 
 _PATIENCE_S = 120.0
 _SLOWER = 0.5
@@ -54,6 +54,8 @@ def links(processes: int | None, tp_size: int = 1) -> Iterator[Finding]:
     if found["wrong"]:
         advice = "Values arrive wrong: broken memory or drivers, or a NCCL with a known fault. Do not train here."
         yield bad("the engine's collectives", f"wrong results: {', '.join(found['wrong'])}", advice)
+    elif found["dp"] is None:
+        yield absent("the engine's collectives", "one copy of the model, which sends nothing to others")
     else:
         yield good("the engine's collectives", "reduce-scatter, all-gather, all-to-all, broadcast, agreements: right")
 
