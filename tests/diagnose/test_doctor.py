@@ -339,7 +339,7 @@ def test_gpus_that_make_no_whole_copies_and_an_old_transformers_are_found(monkey
     found = {finding.subject: finding for finding in tensor_parallelism(3)}
     assert found["copies of the model"].value == "2, each over 3 GPUs"
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.17.0")
-    assert "5.23" in bad_ones(tensor_parallelism(3))["tensor parallelism, tp_size 3"].advice
+    assert "split over 3 ranks needs 5.23" in bad_ones(tensor_parallelism(3))["transformers"].advice
 
 
 def test_copies_on_the_slower_links_are_a_hint():

@@ -1,30 +1,19 @@
 """Whether this machine can train a model that transformers splits over ranks."""
 
-import importlib.metadata
-import re
 from collections.abc import Iterator
 
 import torch
 
 from ..finding import Finding, absent, bad, good
+from .versions import library
 
-_LEAST = (5, 23)
+_LEAST_TRANSFORMERS = (5, 23)
 
 
 def tensor_parallelism(tp_size: int) -> Iterator[Finding]:
     """What `parallel_config(tp_size=...)` needs beyond what every run does."""
-    yield _transformers(f"tensor parallelism, tp_size {tp_size}")
+    yield library("transformers", _LEAST_TRANSFORMERS, user=f"a model that is split over {tp_size} ranks")
     yield _copies(tp_size)
-
-
-def _transformers(subject: str) -> Finding:
-    try:
-        found = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        return bad(subject, "transformers is not installed", "pip install 'transformers>=5.23'")
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _LEAST:
-        return bad(subject, f"transformers {found}", "Models that are split over ranks need 5.23 or later.")
-    return good(subject, f"transformers {found}")
 
 
 def _copies(tp_size: int) -> Finding:

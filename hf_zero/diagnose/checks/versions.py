@@ -20,8 +20,8 @@ _PATIENCE_S = 10.0
 
 def versions() -> Iterator[Finding]:
     yield _python()
-    for library, least in _LEAST.items():
-        yield _library(library, least)
+    for name, least in _LEAST.items():
+        yield library(name, least)
     yield _optional("triton")
     yield _nccl()
     yield driver()
@@ -34,18 +34,15 @@ def _python() -> Finding:
     return good("python", found)
 
 
-def _library(name: str, least: tuple[int, ...]) -> Finding:
+def library(name: str, least: tuple[int, ...], user: str = "hf_zero") -> Finding:
+    """Whether the library `name` is installed, in the release `least` or a later one, which `user` needs."""
+    wanted = f"{name}>={_in_words(least)}"
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return bad(name, "not installed", f"pip install '{name}>={_in_words(least)}'")
-    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
-    if numbers < least:
-        return bad(
-            name,
-            found,
-            f"hf_zero is made for {_in_words(least)} and later: pip install -U '{name}>={_in_words(least)}'",
-        )
+        return bad(name, "not installed", f"pip install '{wanted}'")
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < least:
+        return bad(name, found, f"{user} needs {_in_words(least)} or later: pip install -U '{wanted}'")
     return good(name, found)
 
 
