@@ -38,16 +38,23 @@ def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
 
 
 def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
-    """The most elements that all buffers have at a time: the `limit` largest of the large ones, and each small one.
+    """The most elements that all buffers have at a time, where gradients come in the order of the buckets.
+
+    Large buffers in use at the same time are then those of `limit` buckets that follow one another: embeddings at both ends of
+    a model do not meet. Buckets of different keys fill side by side, and nobody knows in which order: where large ones have
+    several keys, the largest count, `limit` of them or one for each key.
 
     Args:
-        limit: large buffers at a time. Buckets of different keys fill side by side, so that there may be one for each key.
+        buckets: in the order in which they are reduced.
+        limit: large buffers at a time.
     """
     shared = shared_numel(buckets)
     kinds = [(kind_of_buffer(bucket, shared), bucket) for bucket in buckets]
-    large = [
-        shared if kind is BufferKind.SHARED else bucket.numel for kind, bucket in kinds if kind is not BufferKind.SMALL
-    ]
-    side_by_side = len({bucket.key for kind, bucket in kinds if kind is not BufferKind.SMALL})
     small = sum(bucket.numel for kind, bucket in kinds if kind is BufferKind.SMALL)
-    return sum(sorted(large, reverse=True)[: max(limit, side_by_side)]) + small
+    large = [(kind, bucket) for kind, bucket in kinds if kind is not BufferKind.SMALL]
+    sizes = [shared if kind is BufferKind.SHARED else bucket.numel for kind, bucket in large]
+    keys = len({bucket.key for _, bucket in large})
+    if keys > 1:
+        return sum(sorted(sizes, reverse=True)[: max(limit, keys)]) + small
+    neighbours = (sizes[first : first + limit] for first in range(len(sizes)))
+    return max(map(sum, neighbours), default=0) + small

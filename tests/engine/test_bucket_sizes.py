@@ -1,6 +1,7 @@
 """How large buckets are, and how many of their buffers there are at a time."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_zero.buckets.bucket_sizes import choose_sizes
 from hf_zero.comm.cost import cost_of
 from hf_zero.comm.groups.groups import Groups, RankGroup
 from hf_zero.config import ZeroConfig
+from hf_zero.engine.gradients.buffer_pool import BufferPool
 from hf_zero.layout.pool import pool_numel
 from hf_zero.layout.slots import ParameterSpec, plan_buckets
 from hf_zero.offload.downlink import landing_in, widen_in_place
@@ -79,6 +81,29 @@ def test_oversize_buffers_count_as_the_others_do(sizes, bucket, limit):
     small = sum(each.numel for each in buckets if not each.oversize)
     assert pool_numel(buckets, limit) <= limit * largest + small
     assert pool_numel(buckets, limit) <= pool_numel(buckets, limit + 1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
+    bucket=st.integers(50, 3000),
+    limit=st.integers(1, 4),
+)
+def test_buffers_taken_in_the_order_of_buckets_are_at_most_as_large_as_planned(sizes, bucket, limit):
+    specs = [ParameterSpec(name=str(i), numel=numel, key="k") for i, numel in enumerate(sizes)]
+    layouts = plan_buckets(specs, bucket_numel=bucket, shards=2)
+    buckets = [SimpleNamespace(layout=layout, precision=SimpleNamespace(reduce=torch.float32)) for layout in layouts]
+    pool, in_use = BufferPool(buckets, limit, DEVICE), []
+    for each in buckets:
+        while pool.exhausted_for(each):
+            pool.give_back(*in_use.pop(0))
+        in_use.append((each, pool.take(each)))
+    assert pool.most_bytes <= 4 * pool_numel(layouts, limit)
+
+
+def test_embeddings_at_both_ends_of_a_model_are_not_planned_at_the_same_time():
+    numels = [8192, *([512] * 20), 8192]
+    specs = [ParameterSpec(name=str(i), numel=numel, key="k") for i, numel in enumerate(numels)]
+    assert pool_numel(plan_buckets(specs, bucket_numel=512, shards=2), 3) == 8192 + 512 + 512
 
 
 @given(numel=st.integers(1, 40_000), narrow=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
