@@ -20,6 +20,7 @@ from ...device import with_index
 from ...offload.activations import Activations
 from ...offload.choose import choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
+from ...offload.placement import Placement
 from ...offload.tier import Tier
 from ...optimizer.state.full_tensors import FullTensors
 from ...optimizer.state.holder import StateHolder
@@ -39,7 +40,8 @@ from ..units.split_model import SplitModel
 from .agreement import describe, refuse_disagreement
 from .auto_settings import resolve_auto
 from .beside_split import refuse_beside_split
-from .bucketing import build_parts, check_parameters, owners
+from .bucket_builder import BucketBuilder
+from .bucketing import Division, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 
 
@@ -184,19 +186,19 @@ def _assemble(
     nonfinite = NonFiniteCheck(config, among, replicated=is_same)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
-    all_buckets, of_units = build_parts(
-        model,
-        owner,
-        optimizers,
-        config,
-        groups,
-        wire,
-        transport,
+    division = Division(model, owner, optimizers, config, groups, device=device, align=wire.align)
+    trained_numel = sum(parameter.numel() for parameter in owner)
+    builder = BucketBuilder(
+        config=config,
+        groups=groups,
+        wire=wire,
+        transport=transport,
         device=device,
-        tier=tier,
+        placement=Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel),
         parameter_tier=parameter_tier,
         adopt=_adopting(model, holder, on_progress),
     )
+    all_buckets, of_units = builder.build(model, division)
     sharded = _sharded_model(model, of_units, meeting, wire, holder)
     buckets = [bucket for bucket in all_buckets if bucket.trained]
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}

@@ -1,33 +1,23 @@
-"""Divides a model's parameters into buckets, by unit, dtype and optimizer group."""
+"""Which parameters of a model share a bucket: by unit, dtype and optimizer group."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
 
-from ...buckets.bucket import Bucket, BucketKey
+from ...buckets.bucket import BucketKey
 from ...buckets.bucket_sizes import choose_sizes, least_unit_bytes
 from ...buckets.gathered_dtypes import GatheredDtypes
-from ...buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
-from ...buckets.memory import ParameterMemory, UnshardedMemory
-from ...buckets.offloaded_memory import memory_in
+from ...buckets.mapped_parameters import wanted_dtype
 from ...buckets.precision import Precision, resolve_precision, untrained_precision
-from ...buckets.shared_memory import memory_of
 from ...comm.groups.groups import Groups
-from ...comm.transport import Transport
 from ...config import ConfigError, ZeroConfig
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
 from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
-from ...offload.parameter_shards import ParameterTier
-from ...offload.placement import Placement
-from ...offload.tier import Tier
 from ...optimizer.state.elementwise import keeps_intact
-from ..travel.wire import Wire
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines
 
@@ -149,173 +139,57 @@ def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter
     return [(name, parameter) for name, parameter in own[""] if place[name] > last]
 
 
-def build_parts(
-    model: nn.Module,
-    owner: dict[nn.Parameter, tuple[int, int]],
-    optimizers: Sequence[torch.optim.Optimizer],
-    config: ZeroConfig,
-    groups: Groups,
-    wire: Wire,
-    transport: Transport,
-    *,
-    device: torch.device,
-    tier: Tier,
-    parameter_tier: ParameterTier,
-    adopt: Callable[[Bucket], None],
-) -> tuple[list[Bucket], dict[tuple[str, ...], list[Bucket]]]:
-    """Moves a model into flat buckets: all, as they are numbered and reduced, and those of each unit by its modules. Collective.
+class Division:
+    """How a model is divided into buckets: none mixes dtypes, optimizers, groups, or frozen and trained parameters.
 
-    Parameters that are in none are on the device afterwards too, with rank 0's values.
+    It reads shapes and dtypes only, so that a model on the meta device is divided as one with values is.
 
     Args:
         owner: (optimizer, group) of each trained parameter.
-        tier, parameter_tier: where state, and where shards of parameters, live.
-        adopt: called with each bucket when it is built.
+        device: that the model is trained on.
+        align: on which elements shards may begin.
+
+    Attributes:
+        parts: in the order in which gradients arrive.
     """
-    built: list[Bucket] = []
-    of_units: dict[tuple[str, ...], list[Bucket]] = {}
-    start_alike = partial(take_rank_0s, device=device, transport=transport)
-    intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
-    sizes = choose_sizes(model, config, groups, device)
-    gathered = GatheredDtypes(model, config)
-    trained_numel = sum(parameter.numel() for parameter in owner)
-    placement = Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel)
-    for part in parts_of(model, config, groups, device):
-        buckets = build_buckets(
-            part,
-            owner,
-            intact,
-            config,
-            groups,
-            wire,
-            gathered,
-            bucket_numel=sizes.layer_numel if part.is_layer else sizes.numel,
-            first_index=len(built),
-            device=device,
-            placement=placement,
-            parameter_tier=parameter_tier,
-            prepare=start_alike,
-            adopt=adopt,
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: dict[nn.Parameter, tuple[int, int]],
+        optimizers: Sequence[torch.optim.Optimizer],
+        config: ZeroConfig,
+        groups: Groups,
+        *,
+        device: torch.device,
+        align: Alignment,
+    ):
+        self.parts = parts_of(model, config, groups, device)
+        self._owner = owner
+        # Of each optimizer, whether its parameters must not be cut.
+        self._intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
+        self._sizes = choose_sizes(model, config, groups, device)
+        self._gathered = GatheredDtypes(model, config)
+        self._shards = groups.shard_size
+        self._align = align.and_also(IN_BLOCKS) if config.quantises_moments else align
+
+    def layouts_of(self, part: Part, first_index: int) -> tuple[BucketLayout, ...]:
+        """The layouts of a part's buckets, numbered from `first_index`."""
+        return plan_buckets(
+            [self._spec(name, parameter, sharded=part.sharded) for name, parameter in part.parameters],
+            bucket_numel=self._sizes.layer_numel if part.is_layer else self._sizes.numel,
+            shards=self._shards,
+            first_index=first_index,
+            align=self._align,
         )
-        built += buckets
-        if part.sharded:
-            of_units.setdefault(part.modules, []).extend(buckets)
-    taken = {slot.parameter for bucket in built for slot in bucket.slots}
-    for parameter in model.parameters():
-        if parameter not in taken:
-            start_alike(parameter)
-            take_from_file(parameter, device)
-    return built, of_units
 
-
-def build_buckets(
-    part: Part,
-    owner: dict[nn.Parameter, tuple[int, int]],
-    intact: Sequence[bool],
-    config: ZeroConfig,
-    groups: Groups,
-    wire: Wire,
-    gathered: GatheredDtypes,
-    *,
-    bucket_numel: int,
-    first_index: int,
-    device: torch.device,
-    placement: Placement,
-    parameter_tier: ParameterTier,
-    prepare: Callable[[nn.Parameter], None],
-    adopt: Callable[[Bucket], None],
-) -> list[Bucket]:
-    """Moves a part's parameters into flat buckets. Never mixes dtypes, optimizers, groups, or frozen and trained in one.
-
-    Args:
-        intact: of each optimizer, whether its parameters must not be cut.
-        bucket_numel: elements a bucket should not pass.
-        wire: how parameters and gradients travel.
-        gathered: which parameters are cast for forward and backward.
-        placement: of state in tiers.
-        parameter_tier: where shards of parameters live.
-        prepare: called with each parameter before its values are taken.
-        adopt: called with each bucket when it is built.
-    """
-    parameter_of = dict(part.parameters)
-    buckets = []
-    make_memory = _choose_memory(part, wire, parameter_tier, device)
-    are_parameters = rows_are_parameters(config, groups, parameter_of.values(), placement)
-    layouts = layouts_of(
-        part,
-        owner,
-        intact,
-        config,
-        groups,
-        gathered,
-        bucket_numel=bucket_numel,
-        first_index=first_index,
-        align=wire.align,
-    )
-    for layout in layouts:
-        parameters = [parameter_of[slot.name] for slot in layout.slots]
-        for parameter in parameters:
-            prepare(parameter)
-        key = cast(BucketKey, layout.key)
-        numel = sum(p.numel() for p in parameters)
-        tier = placement.next_tier(numel) if key.trained else placement.device_tier
-        apart = parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart
-        precision = precision_of(
-            config,
-            key,
-            weights=None if part.sharded else wire.weight_format,
-            adds_in_master=wire.reduction.adds_in_wider,
-            apart=apart,
-        )
-        place = (layout, precision.param, device, layout.shard(groups.shard_rank))
-        buckets.append(
-            Bucket(
-                layout,
-                parameters,
-                precision,
-                make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
-                shard_rank=groups.shard_rank,
-                rows_are_parameters=are_parameters,
-                tier=tier,
-            )
-        )
-        adopt(buckets[-1])
-    return buckets
-
-
-def _choose_memory(
-    part: Part, wire: Wire, parameter_tier: ParameterTier, device: torch.device
-) -> Callable[..., ParameterMemory]:
-    if wire.peers is not None:
-        return memory_of(wire.peers, sharded=part.sharded)
-    if part.sharded:
-        return memory_in(parameter_tier, device, rounded=wire.weight_format is not None)
-    return UnshardedMemory
-
-
-def layouts_of(
-    part: Part,
-    owner: dict[nn.Parameter, tuple[int, int]],
-    intact: Sequence[bool],
-    config: ZeroConfig,
-    groups: Groups,
-    gathered: GatheredDtypes,
-    *,
-    bucket_numel: int,
-    first_index: int,
-    align: Alignment,
-) -> tuple[BucketLayout, ...]:
-    """The layouts of a part's buckets, which move nothing: a model on the meta device has them too.
-
-    Arguments: see `build_buckets`.
-    """
-    return plan_buckets(
-        _specs(part, owner, intact, gathered),
-        bucket_numel=bucket_numel,
-        shards=groups.shard_size,
-        first_index=first_index,
-        align=align.and_also(IN_BLOCKS) if config.quantises_moments else align,
-    )
+    def _spec(self, name: str, parameter: nn.Parameter, *, sharded: bool) -> ParameterSpec:
+        """Parameters of one key may share a bucket."""
+        optimizer, group = self._owner.get(parameter, (-1, -1))
+        gathered = self._gathered.of(parameter, sharded=sharded)
+        key = BucketKey(parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group)
+        intact = optimizer >= 0 and self._intact[optimizer]
+        return ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=intact)
 
 
 def precision_of(
@@ -333,27 +207,3 @@ def precision_of(
     return resolve_precision(
         config, key.dtype, gathered=key.gathered_dtype, apart=apart, weights=weights, adds_in_master=adds_in_master
     )
-
-
-def _specs(
-    part: Part, owner: dict[nn.Parameter, tuple[int, int]], intact: Sequence[bool], gathered: GatheredDtypes
-) -> list[ParameterSpec]:
-    """What the layout has to know of a part's parameters: those of one key may share a bucket."""
-    specs = []
-    for name, parameter in part.parameters:
-        place = owner.get(parameter, (-1, -1))
-        gathered_dtype = gathered.of(parameter, sharded=part.sharded)
-        key = BucketKey(parameter.requires_grad, wanted_dtype(parameter), gathered_dtype, *place)
-        specs.append(
-            ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=place[0] >= 0 and intact[place[0]])
-        )
-    return specs
-
-
-def rows_are_parameters(
-    config: ZeroConfig, groups: Groups, parameters: Iterable[nn.Parameter], placement: Placement
-) -> bool:
-    """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""
-    if groups.shard_size > 1 or config.offload.moves_params or placement.tier.is_apart:
-        return False
-    return not any(resolve_precision(config, dtype).has_master for dtype in {wanted_dtype(p) for p in parameters})

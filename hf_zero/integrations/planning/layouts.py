@@ -8,14 +8,11 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import BucketKey
-from ...buckets.bucket_sizes import choose_sizes
-from ...buckets.gathered_dtypes import GatheredDtypes
 from ...buckets.precision import Precision
 from ...comm.groups.groups import Groups, RankGroup
 from ...config import ZeroConfig
-from ...engine.build.bucketing import Part, layouts_of, owners, parts_of, precision_of
+from ...engine.build.bucketing import Division, Part, owners, precision_of
 from ...layout.slots import USUAL_ALIGNMENT, BucketLayout
-from ...optimizer.state.elementwise import keeps_intact
 from ...optimizer.state.state_kinds import state_itemsizes
 from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 
@@ -106,26 +103,14 @@ def lay_out(
         ConfigError, ValueError: as the engine would.
     """
     owner = owners(model, optimizers)
-    intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
-    sizes, gathered = choose_sizes(model, config, groups, device), GatheredDtypes(model, config)
+    division = Division(model, owner, optimizers, config, groups, device=device, align=USUAL_ALIGNMENT)
     places = _Places(config, device, sum(p.numel() for p in owner))
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
     buckets: list[PlannedBucket] = []
     taken: set[str] = set()
     may_lie_in_place = device.type == "cpu" and not config.offload.moves_params
-    for part in parts_of(model, config, groups, device):
-        layouts = layouts_of(
-            part,
-            owner,
-            intact,
-            config,
-            groups,
-            gathered,
-            bucket_numel=sizes.layer_numel if part.is_layer else sizes.numel,
-            first_index=len(buckets),
-            align=USUAL_ALIGNMENT,
-        )
-        for layout in layouts:
+    for part in division.parts:
+        for layout in division.layouts_of(part, first_index=len(buckets)):
             key = cast(BucketKey, layout.key)
             taken.update(slot.name for slot in layout.slots)
             place = places.next(key, sum(slot.interval.numel for slot in layout.slots), sharded=part.sharded)
