@@ -1,6 +1,9 @@
 """Runs that FSDP2 sharded beside tensor parallelism, saved by torch.distributed.checkpoint, go on in hf_zero."""
 
 import json
+import shutil
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +23,7 @@ from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from typer.testing import CliRunner
 
 from hf_zero import ZeroTrainingArguments, engine_of
+from hf_zero.checkpoint.foreign.chunks import Chunk
 from hf_zero.checkpoint.foreign.dcp_folder import DcpFolder
 from hf_zero.checkpoint.foreign.find import open_foreign
 from hf_zero.checkpoint.format.manifest import CheckpointError
@@ -36,7 +40,7 @@ def whole(tensor: torch.Tensor) -> np.ndarray:
 
 
 def writes_fsdp(rank: int, world_size: int, folder: Path) -> dict[str, np.ndarray]:
-    """FSDP2 beside tensor parallelism, saved as accelerate does and as a plain loop does; returns what was saved."""
+    """FSDP2 beside tensor parallelism, saved as accelerate, transformers and a plain loop do it; returns what was saved."""
     as_launched(rank, world_size)
     PartialState()
     config = transformers_distributed.DistributedConfig(tp_size=2, fsdp_size=2)
@@ -61,9 +65,11 @@ def writes_fsdp(rank: int, world_size: int, folder: Path) -> dict[str, np.ndarra
         "optim": get_optimizer_state_dict(model, optimizer, options=flat),
     }
     dist.checkpoint.save(content, checkpoint_id=folder / "plain-2")
+    model.save_pretrained(folder / "transformers-2", distributed_checkpoint=True)
+    transformers_distributed.save_optimizer_distributed(model, optimizer, folder / "transformers-2" / "optimizer")
     if rank == 0:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        for made in (checkpoint, folder / "plain-2"):
+        for made in (checkpoint, folder / "plain-2", folder / "transformers-2"):
             torch.save(schedule.state_dict(), made / "scheduler.pt")
             (made / "trainer_state.json").write_text(
                 json.dumps({"global_step": 2, "max_steps": 2, "train_batch_size": 2})
@@ -125,7 +131,13 @@ def resumes(rank: int, world_size: int, folder: Path, tp: int, name: str, stage:
 
 @pytest.mark.parametrize(
     "name, world_size, tp, stage",
-    [("checkpoint-2", 4, 2, 2), ("plain-2", 2, 1, 3), pytest.param("checkpoint-2", 1, 1, 2, marks=pytest.mark.slow)],
+    [
+        ("checkpoint-2", 4, 2, 2),
+        ("plain-2", 2, 1, 3),
+        ("transformers-2", 2, 2, 1),
+        pytest.param("checkpoint-2", 1, 1, 2, marks=pytest.mark.slow),
+        pytest.param("transformers-2", 4, 1, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_fsdp_beside_tensor_parallelism_is_resumed_bit_for_bit(sharded, name, world_size, tp, stage):
     arguments = {"folder": sharded.folder, "tp": tp, "name": name, "stage": stage}
@@ -137,7 +149,9 @@ def test_fsdp_beside_tensor_parallelism_is_resumed_bit_for_bit(sharded, name, wo
             assert np.array_equal(value, sharded.saved[key]), key
 
 
-@pytest.mark.parametrize("command, name", [("consolidate", "checkpoint-2"), ("convert", "plain-2")])
+@pytest.mark.parametrize(
+    "command, name", [("consolidate", "checkpoint-2"), ("convert", "plain-2"), ("convert", "transformers-2")]
+)
 def test_fsdp_beside_tensor_parallelism_is_written_for_from_pretrained(sharded, tmp_path, command, name):
     done = CliRunner().invoke(app, [command, str(sharded.folder / name), str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
@@ -146,12 +160,19 @@ def test_fsdp_beside_tensor_parallelism_is_written_for_from_pretrained(sharded, 
         assert np.array_equal(parameter.detach().numpy(), sharded.saved[key]), key
 
 
-def test_a_rank_reads_the_chunks_of_its_own_part_once(sharded, monkeypatch):
+def load_counted(chunk: Chunk, read: list[Chunk]) -> object:
+    read.append(chunk)
+    return chunk.load()
+
+
+def test_a_rank_reads_the_chunks_of_its_own_part_once(sharded):
     foreign = open_foreign(sharded.folder / "checkpoint-2")
     read = []
-    load_chunk = DcpFolder._load
-    monkeypatch.setattr(DcpFolder, "_load", lambda self, chunk: read.append(chunk) or load_chunk(self, chunk))
     name = "model.layers.0.self_attn.o_proj.weight"
+    entries = foreign._optimizer.saved.entries
+    path = ("optimizer", "state", name, "exp_avg")
+    counted = [replace(chunk, load=partial(load_counted, chunk, read)) for chunk in entries[path].chunks]
+    entries[path] = replace(entries[path], chunks=tuple(counted))
     box = Box.whole(foreign.shapes[name]).split(1, 2, 1)
     values = foreign.read_part("exp_avg", name, box, Interval(box.numel // 2, box.numel))
     assert values.tolist() == sharded.saved[f"exp_avg of {name}"][16:, 16:].reshape(-1).tolist()
@@ -167,3 +188,27 @@ def test_chunks_that_overlap_are_refused(sharded):
     folder.entries[path] = SimpleNamespace(shape=folder.entries[path].shape, chunks=(first, twice, *rest))
     with pytest.raises(CheckpointError, match="some of them in two chunks"):
         folder.read(path, Interval(0, 1))
+
+
+def test_weights_of_transformers_without_an_optimizer_or_a_ranks_file_are_refused(sharded, tmp_path):
+    folder = tmp_path / "saved"
+    shutil.copytree(sharded.folder / "transformers-2", folder)
+    shards = sorted(folder.glob("shard-*.safetensors"))
+    assert len(shards) == 4
+    shutil.copytree(folder / "optimizer", folder / "optimizer-of-before")
+    with pytest.raises(CheckpointError, match="several folders that may be the optimizer's"):
+        open_foreign(folder)
+    shutil.rmtree(folder / "optimizer-of-before")
+    (folder / "optimizer").rename(tmp_path / "optimizer")
+    with pytest.raises(CheckpointError, match="save_optimizer_distributed"):
+        open_foreign(folder)
+    (tmp_path / "optimizer").rename(folder / "optimizer")
+    for missing, fault in ((shards[1], "has no shard-00002-model"), (shards[3], "rank's file of weights is missing")):
+        content = missing.read_bytes()
+        missing.unlink()
+        with pytest.raises(CheckpointError, match=fault):
+            open_foreign(folder)
+        missing.write_bytes(content)
+    shards[2].write_bytes(shards[2].read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        open_foreign(folder)

@@ -1,4 +1,4 @@
-"""Reading FSDP runs saved by torch.distributed.checkpoint: two folders of accelerate and Trainer, or one of a plain loop."""
+"""Reading FSDP runs saved by torch.distributed.checkpoint, as accelerate and Trainer, transformers or a plain loop do it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +9,11 @@ import torch
 from ...layout.boxes import Box
 from ...layout.intervals import Interval
 from ..format.manifest import CheckpointError
+from .chunks import ChunkedFolder
 from .dcp_folder import DcpFolder
 from .dcp_optimizer import DcpOptimizer
 from .states import MASTER, ForeignCheckpoint
+from .weight_shards import WeightShards, weight_shards_of
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
 OPTIMIZER_FOLDER = "optimizer_0"
@@ -25,8 +27,9 @@ class DcpCheckpoint(ForeignCheckpoint):
     """Parameters and optimizer state by name, sharded over any mesh. A rank opens only the chunks that hold rows it wants.
 
     Args:
-        folder: with `pytorch_model_fsdp_0/` and `optimizer_0/`, or with the `.metadata` of a dictionary that has "model" and
-            "optimizer" (or "optim").
+        folder: with `pytorch_model_fsdp_0/` and `optimizer_0/`; with the `.metadata` of a dictionary that has "model" and
+            "optimizer" (or "optim"); or with what `save_pretrained(..., distributed_checkpoint=True)` writes, and in it or in
+            a folder of its own what `save_optimizer_distributed` writes.
 
     Raises:
         CheckpointError: not finished, of the model alone, or written with settings that are not covered.
@@ -87,7 +90,9 @@ class DcpCheckpoint(ForeignCheckpoint):
         return self._model.read(self._weights[name], interval, box)
 
 
-def _opened(folder: Path) -> tuple[DcpFolder, DcpFolder]:
+def _opened(folder: Path) -> tuple[ChunkedFolder, DcpFolder]:
+    if weight_shards_of(folder):
+        return WeightShards(folder, _MODEL_KEY), DcpFolder(_optimizer_beside(folder))
     if (folder / METADATA_NAME).is_file():
         both = DcpFolder(folder)
         return both, both
@@ -95,3 +100,19 @@ def _opened(folder: Path) -> tuple[DcpFolder, DcpFolder]:
         if not (folder / needed).is_dir():
             raise CheckpointError(f"hf_zero: {folder} has no {needed}/, so the run cannot go on from it. {_THEN}")
     return DcpFolder(folder / MODEL_FOLDER), DcpFolder(folder / OPTIMIZER_FOLDER)
+
+
+def _optimizer_beside(folder: Path) -> Path:
+    """Where transformers' `save_optimizer_distributed` was told to save, next to the weights or below them."""
+    found = [place for place in (folder, *sorted(folder.iterdir())) if (place / METADATA_NAME).is_file()]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise CheckpointError(
+            f"hf_zero: {folder} has weights and no optimizer, so the run cannot go on from it. Save it with "
+            "transformers.distributed.save_optimizer_distributed, into the same folder or one in it."
+        )
+    raise CheckpointError(
+        f"hf_zero: {folder} has several folders that may be the optimizer's: {', '.join(str(place) for place in found)}. Leave "
+        "the one that was saved with these weights."
+    )

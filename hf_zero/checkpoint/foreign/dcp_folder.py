@@ -1,58 +1,28 @@
 """One folder of torch.distributed.checkpoint: tensors by their path in the saved dictionary, read chunk by chunk."""
 
-import math
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...layout.boxes import Box
-from ...layout.intervals import Interval
-from ..format.blocks import SavedBlock, read_blocks
 from ..format.files import is_inside
 from ..format.manifest import CheckpointError
+from .chunks import Chunk, ChunkedFolder, SavedEntry
 from .pickles import Record, load_dcp_metadata, load_stream
 
 _VERSIONS = (None, "1.0.0")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """A box of a tensor in a part of a file.
-
-    Attributes:
-        offsets, sizes: of the box in the tensor, one a dimension.
-        file: name below the folder.
-        start, length: of its bytes in the file.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedEntry:
-    """A tensor, or with shape None a plain value, and where its bytes lie."""
-
-    shape: tuple[int, ...] | None
-    dtype: torch.dtype | None
-    chunks: tuple[_Chunk, ...]
-
-
-class DcpFolder:
-    """The entries of one DCP folder by path, such as `("optimizer", "state", "lm_head.weight", "exp_avg")`.
+class DcpFolder(ChunkedFolder):
+    """One folder of torch.distributed.checkpoint.
 
     Raises:
         CheckpointError: not finished, damaged, or written with settings that are not covered.
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        super().__init__(folder)
         metadata = load_dcp_metadata(folder / ".metadata").fields
         if metadata.get("version") not in _VERSIONS:
             raise CheckpointError(
@@ -60,8 +30,7 @@ class DcpFolder:
             )
         paths = metadata.get("planner_data") or {}
         places = self._places(metadata.get("storage_data") or {})
-        self.entries: dict[tuple[Any, ...], SavedEntry] = {}
-        self._covered: set[tuple[Any, ...]] = set()
+        self._ends: dict[str, int] = {}
         for key, entry in metadata["state_dict_metadata"].items():
             path = paths.get(key)
             if not isinstance(path, tuple):
@@ -75,60 +44,7 @@ class DcpFolder:
     def value(self, path: tuple[Any, ...]) -> Any:
         """A plain value, or a tensor of one element as it was saved."""
         [chunk] = self.entries[path].chunks
-        return self._load(chunk)
-
-    def read(self, path: tuple[Any, ...], interval: Interval, box: Box | None = None) -> torch.Tensor:
-        """The elements `interval`, row-major, of a part of a tensor; only chunks that hold some of its rows are read. 1-D.
-
-        Args:
-            box: the part; None is all of the tensor.
-
-        Raises:
-            CheckpointError: an element is in no chunk or in two, or a file is missing, cut off or damaged.
-        """
-        entry = self.entries[path]
-        shape = entry.shape or (1,)
-        if box is None or box.is_whole:
-            box = Box.whole(shape)
-        self._refuse_uncovered(path)
-        blocks = (
-            SavedBlock(offsets=chunk.offsets or (0,), sizes=chunk.sizes or (1,), load=partial(self._block, path, chunk))
-            for chunk in entry.chunks
-        )
-        return read_blocks(box, interval, blocks)
-
-    def _block(self, path: tuple[Any, ...], chunk: _Chunk) -> torch.Tensor:
-        values = self._load(chunk)
-        if not torch.is_tensor(values) or tuple(values.shape) != chunk.sizes:
-            raise self._damaged(path, "has a chunk of another shape than its metadata says")
-        return values.reshape(chunk.sizes or (1,))
-
-    def _refuse_uncovered(self, path: tuple[Any, ...]) -> None:
-        """Raises `CheckpointError` unless the chunks of a tensor hold each of its elements once, by their boxes alone."""
-        if path in self._covered:
-            return
-        entry = self.entries[path]
-        shape = entry.shape or (1,)
-        boxes = [(chunk.offsets or (0,), chunk.sizes or (1,)) for chunk in entry.chunks if 0 not in chunk.sizes]
-        if any(len(offsets) != len(shape) or len(sizes) != len(shape) for offsets, sizes in boxes):
-            raise self._damaged(path, "has a chunk of another number of dimensions")
-        # Between neighbouring cuts all elements are in the same chunks, so that one of them stands for all.
-        cuts = [
-            sorted({0, size, *(o[dim] for o, _ in boxes), *(o[dim] + s[dim] for o, s in boxes)})
-            for dim, size in enumerate(shape)
-        ]
-        if any(of_dim[0] < 0 or of_dim[-1] > size for of_dim, size in zip(cuts, shape)):
-            raise self._damaged(path, "has a chunk beyond its end")
-        place = [{cut: number for number, cut in enumerate(of_dim)} for of_dim in cuts]
-        times = torch.zeros([len(of_dim) - 1 for of_dim in cuts], dtype=torch.int32)
-        for offsets, sizes in boxes:
-            times[tuple(slice(at[o], at[o + s]) for at, o, s in zip(place, offsets, sizes))] += 1
-        if not bool((times == 1).all()):
-            found = sum(math.prod(sizes) for _, sizes in boxes)
-            raise self._damaged(
-                path, f"has {found} of {math.prod(shape)} elements in its chunks, or some of them in two chunks"
-            )
-        self._covered.add(path)
+        return chunk.load()
 
     def _places(self, storage: dict[Record, Record]) -> dict[tuple[str, tuple[int, ...] | None], Record]:
         places = {}
@@ -148,7 +64,7 @@ class DcpFolder:
             chunks=tuple(self._chunk(key, offsets, sizes, places.get((key, offsets))) for offsets, sizes in boxes),
         )
 
-    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Record | None) -> _Chunk:
+    def _chunk(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], place: Record | None) -> Chunk:
         if place is None:
             raise CheckpointError(
                 f"hf_zero: {self.folder}/.metadata does not say where {key!r} lies; it is damaged, resume from another "
@@ -165,14 +81,12 @@ class DcpFolder:
             raise CheckpointError(
                 f"hf_zero: {self.folder}/.metadata names {file!r}, which is not a file of that folder."
             )
-        return _Chunk(offsets=offsets, sizes=sizes, file=file, start=fields["offset"], length=fields["length"])
+        start, length = fields["offset"], fields["length"]
+        self._ends[file] = max(self._ends.get(file, 0), start + length)
+        return Chunk(offsets=offsets, sizes=sizes, file=file, load=partial(self._load, file, start, length))
 
     def _refuse_short_files(self) -> None:
-        ends: dict[str, int] = {}
-        for entry in self.entries.values():
-            for chunk in entry.chunks:
-                ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
-        for file, end in ends.items():
+        for file, end in self._ends.items():
             path = self.folder / file
             if not path.is_file():
                 raise CheckpointError(
@@ -183,22 +97,17 @@ class DcpFolder:
                     f"hf_zero: {path} is cut off: it has {path.stat().st_size} of {end} bytes. Resume from another checkpoint."
                 )
 
-    def _load(self, chunk: _Chunk) -> Any:
-        path = self.folder / chunk.file
+    def _load(self, name: str, start: int, length: int) -> Any:
+        path = self.folder / name
         try:
             with path.open("rb") as file:
-                file.seek(chunk.start)
-                content = file.read(chunk.length)
+                file.seek(start)
+                content = file.read(length)
         except OSError as error:
             raise CheckpointError(
                 f"hf_zero: {path} cannot be read ({error}). Resume from another checkpoint."
             ) from error
         return load_stream(content, path)
-
-    def _damaged(self, path: tuple[Any, ...], fault: str) -> CheckpointError:
-        return CheckpointError(
-            f"hf_zero: {self.folder}: {'.'.join(map(str, path))} {fault}; the checkpoint is damaged, resume from another."
-        )
 
 
 def _dtype_of(entry: Record) -> torch.dtype | None:

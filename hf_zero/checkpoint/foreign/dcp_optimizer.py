@@ -63,8 +63,8 @@ class DcpOptimizer:
                 self.kinds[name][kind] = path
             else:
                 raise self._error(
-                    f"{kind} of {name!r} has shape {shape} and the parameter {shapes[name]}; optimizers whose state is no value "
-                    f"an element are not covered. {_THEN}"
+                    f"{kind} of {name!r} has shape {shape} and the parameter {shapes[name]}: either a rank's file of weights is "
+                    f"missing, or the optimizer's state is no value an element, which is not covered. {_THEN}"
                 )
 
     def _nested_groups(self, entries: Mapping[_Path, _Path]) -> tuple[ForeignGroup, ...]:

@@ -8,6 +8,7 @@ from .dcp import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
 from .deepspeed import DeepSpeedCheckpoint
 from .deepspeed_files import step_folder_of
 from .states import ForeignCheckpoint
+from .weight_shards import weight_shards_of
 
 
 def is_foreign(folder: Path) -> bool:
@@ -54,14 +55,15 @@ def _open(folder: Path) -> ForeignCheckpoint:
         found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
         raise CheckpointError(
             f"hf_zero: {folder} is no checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP ({MODEL_FOLDER}/ "
-            f"and {OPTIMIZER_FOLDER}/, or {METADATA_NAME} of torch.distributed.checkpoint); found: {found}."
+            f"and {OPTIMIZER_FOLDER}/, {METADATA_NAME} of torch.distributed.checkpoint, or shard-…safetensors of "
+            f"transformers); found: {found}."
         )
     return DeepSpeedCheckpoint(folder, step_folder)
 
 
 def _is_dcp(folder: Path) -> bool:
     named = (folder / MODEL_FOLDER).is_dir() or (folder / OPTIMIZER_FOLDER).is_dir()
-    return named or (folder / METADATA_NAME).is_file()
+    return named or (folder / METADATA_NAME).is_file() or bool(weight_shards_of(folder))
 
 
 def _is_deepspeed(folder: Path) -> bool:
