@@ -6,10 +6,10 @@
 #     bash scripts/bench/all.sh step curves        # some of the parts
 #     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md and docs/
 #
-# Parts: step, curves, checkpoints, offload, host_time, first_step, links (needs root, `ip` and `tc`). The quick form of step has
-# the usual engines and not every peer, that of curves one curve. Figures go to outputs/bench, or $RESULTS. Ends with status 1
-# if a part failed; the others are measured all the same. Peers that `pip install -e .[bench]` has not installed are named in
-# the tables.
+# Parts: step, curves, checkpoints, offload, host_time, first_step, axes, links (needs root, `ip` and `tc`). The quick form of
+# step has the usual engines and not every peer, that of curves one curve. Figures go to outputs/bench, or $RESULTS. Ends with
+# status 1 if a part failed; the others are measured all the same. Peers that `pip install -e .[bench]` has not installed are
+# named in the tables.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -29,14 +29,14 @@ for argument in "$@"; do
             keep=yes
             results=$bench/results
             ;;
-        step | curves | checkpoints | offload | host_time | first_step | links) parts+=("$argument") ;;
+        step | curves | checkpoints | offload | host_time | first_step | axes | links) parts+=("$argument") ;;
         *)
-            echo "unknown part '$argument'; there are step, curves, checkpoints, offload, host_time, first_step and links" >&2
+            echo "unknown part '$argument'; there are step, curves, checkpoints, offload, host_time, first_step, axes and links" >&2
             exit 2
             ;;
     esac
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(step curves checkpoints offload host_time first_step links)
+[[ ${#parts[@]} -gt 0 ]] || parts=(step curves checkpoints offload host_time first_step axes links)
 mkdir -p "$results" outputs
 
 # What a part is told in the quick form, or in the whole one.
@@ -73,6 +73,11 @@ host_time() {
 first_step() {
     # shellcheck disable=SC2046
     python $bench/first_step.py $(sized "--quick" "") --json "$results/first_step.json"
+}
+
+axes() {
+    # shellcheck disable=SC2046
+    python $bench/axes.py $(sized "--quick" "") --json "$results/axes.json"
 }
 
 links() {

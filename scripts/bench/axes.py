@@ -1,8 +1,9 @@
 """ZeRO over the copies of a tensor-parallel model, beside transformers' own FSDP2 over them.
 
-    python scripts/bench/axes.py [--steps 8] [--rounds 2] [--stages 2 3]
+    python scripts/bench/axes.py            # a Llama of 15 M parameters, eight steps, three rounds: two minutes
+    python scripts/bench/axes.py --quick    # a tiny one, once: does the harness run?
 
-Four gloo ranks on this machine, two copies of a Llama of 15 M parameters, each split over two ranks. For each way, in fresh
+Four gloo ranks on this machine: two copies of a model, each split over two ranks. For each way, in fresh
 ranks: CPU time a step (mean of the ranks), bytes that a rank sends a step, as sockets counted them, and the peak of memory
 above what the process had before the model. Traffic of the split itself is in all of them.
 """
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from memory import status_bytes
 from ranks import run_ranks
+from record import BENCH_FOLDER, describe_run, write_record
 from rich.console import Console
 from rich.table import Table
 from wire import tcp_bytes
@@ -27,6 +29,8 @@ from wire import tcp_bytes
 _RANKS, _TP = 4, 2
 _WARM_STEPS = 2
 _FSDP = "FSDP2"
+_LLAMA = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5}
+_TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
 
 def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int) -> dict[str, float]:
@@ -63,41 +67,75 @@ def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int) ->
     return {"cpu_s": cpu_s / steps, "sent": sent / steps, "peak": peak}
 
 
-def save_model(folder: str) -> None:
-    """Writes the model that all ways train."""
+def save_model(folder: str, size: dict[str, int]) -> int:
+    """Writes the model that all ways train, and returns its number of parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    size = {"vocab_size": 8000, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5}
-    LlamaForCausalLM(LlamaConfig(**size, num_attention_heads=8)).save_pretrained(folder)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8000, num_attention_heads=8, **size))
+    model.save_pretrained(folder)
+    return model.num_parameters()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    arguments = parser.parse_args()
-    ways = [_FSDP, *(f"hf_zero stage {stage}" for stage in arguments.stages)]
+def measure_all(options: argparse.Namespace) -> tuple[int, dict[str, list[dict[str, float]]]]:
+    """Parameters of the model, and of each way the mean of its ranks in each round."""
+    ways = [_FSDP, *(f"stage {stage}" for stage in options.stages)]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder)
-        for _ in range(arguments.rounds):
+        numel = save_model(folder, _TINY if options.quick else _LLAMA)
+        for _ in range(options.rounds):
             for way in ways:
                 of_ranks = run_ranks(
                     measure,
                     world_size=_RANKS,
                     time_limit_s=600,
-                    keyword_arguments={"folder": str(Path(folder)), "way": way, "steps": arguments.steps},
+                    keyword_arguments={"folder": str(Path(folder)), "way": way, "steps": options.steps},
                 )
                 found[way].append({key: sum(each[key] for each in of_ranks) / _RANKS for key in of_ranks[0]})
-    table = Table("way", "CPU s a step", "of FSDP2's", "MB sent a step", "peak MiB")
-    base = median(each["cpu_s"] for each in found[_FSDP])
+    return numel, found
+
+
+def summarise(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
+    """A row a way: medians, and CPU time relative to FSDP2's in the median round."""
+    rows = []
     for way, rounds in found.items():
-        cpu_s, sent, peak = (median(each[key] for each in rounds) for key in ("cpu_s", "sent", "peak"))
-        table.add_row(way, f"{cpu_s:.3f}", f"{cpu_s / base:.2f}", f"{sent / 1e6:.1f}", f"{peak / 2**20:.0f}")
-    Console().print(table)
+        ratios = [own["cpu_s"] / its["cpu_s"] for own, its in zip(rounds, found[_FSDP])]
+        rows.append(
+            {
+                "name": way,
+                "cpu_s": median(each["cpu_s"] for each in rounds),
+                "to_fsdp2": median(ratios),
+                "sent_bytes": median(each["sent"] for each in rounds),
+                "peak_bytes": median(each["peak"] for each in rounds),
+            }
+        )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", type=Path, help="where the figures go (default: results/axes-<commit>.json)")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, once")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.rounds = 1, 1
+    numel, found = measure_all(options)
+    run, rows = describe_run(options), summarise(found)
+    table = Table("way", "CPU s a step", "of FSDP2's", "MB sent a step", "peak MiB")
+    table.title = f"{numel / 1e6:.1f} M parameters, {_RANKS // _TP} copies of {_TP} ranks, commit {run['commit']}"
+    for row in rows:
+        figures = (f"{row['cpu_s']:.3f}", f"{row['to_fsdp2']:.2f}", f"{row['sent_bytes'] / 1e6:.1f}")
+        table.add_row(row["name"], *figures, f"{row['peak_bytes'] / 2**20:.0f}")
+    console = Console(width=120)
+    console.print(table)
+    path = options.json or BENCH_FOLDER / "results" / f"axes-{run['commit']}.json"
+    write_record(path, run | {"kind": "axes", "parameters": numel, "engines": rows, "rounds": found})
+    console.print(f"written to {path}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -210,7 +210,7 @@ def links(record: Record) -> dict[str, str]:
     return {"links": markdown(("link", "model", "engine", "ms a step", "forecast", "error", BEHIND), rows)}
 
 
-# ---- the host's time, the first step, and offload ----
+# ---- the host's time, the first step, split models, and offload ----
 
 
 def host_time(record: Record) -> dict[str, str]:
@@ -247,6 +247,29 @@ def first_step(record: Record) -> dict[str, str]:
     return {"first-step": markdown(("engine", "seconds", "to DDP", "CPU s", "to DDP", BEHIND), cells)}
 
 
+def axes(record: Record) -> dict[str, str]:
+    compared = {"CPU": "cpu_s", "wire": "sent_bytes", "peak": "peak_bytes"}
+    rows = record["engines"]
+    peers = [row for row in rows if not _is_ours(row["name"])]
+
+    def said_of(row: dict[str, Any]) -> str:
+        found = [
+            behind(row[key], [(peer["name"], peer[key]) for peer in peers], what) for what, key in compared.items()
+        ]
+        return "; ".join(filter(None, found)) or "ahead or level in all"
+
+    cells = [
+        (
+            _way(row["name"]),
+            *(f"{row['cpu_s']:.3f}", f"{row['to_fsdp2']:.2f}"),
+            *(f"{row['sent_bytes'] / 1e6:.1f}", f"{row['peak_bytes'] / MIB:.0f}"),
+            said_of(row) if _is_ours(row["name"]) else "peer",
+        )
+        for row in rows
+    ]
+    return {"axes": markdown(("engine", "CPU s a step", "to FSDP2", "wire MB", "peak MiB", BEHIND), cells)}
+
+
 def offload(record: Record) -> dict[str, str]:
     def mib(nbytes: float | None) -> str:
         return "" if nbytes is None else f"{nbytes / MIB:.0f}"
@@ -276,5 +299,6 @@ REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
     "links": links,
     "host_time": host_time,
     "first_step": first_step,
+    "axes": axes,
     "offload": offload,
 }

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
+import axes
 import bf16_ways
 import device_trace
 import first_step
@@ -158,6 +159,18 @@ def test_first_step_compares_every_stage_with_ddp(tmp_path):
     table = tables.tables_of(tables.read_record(figures_path))["first-step"]
     engines = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     assert engines == ["DDP", *(f"hf_zero stage {stage}" for stage in (1, 2, 3))]
+
+
+@pytest.mark.slow
+def test_axes_compares_stages_with_fsdp2_over_the_copies_of_a_split_model(tmp_path):
+    pytest.importorskip("transformers.distributed")
+    figures_path = tmp_path / "axes.json"
+    assert run_here(axes, "--quick", "--json", figures_path) == 0
+    table = tables.tables_of(tables.read_record(figures_path))["axes"]
+    engines = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert engines == ["FSDP2", *(f"hf_zero stage {stage}" for stage in (1, 2, 3))]
+    fsdp2, *ours = json.loads(figures_path.read_text())["engines"]
+    assert all(row["sent_bytes"] < fsdp2["sent_bytes"] for row in ours)
 
 
 def test_host_time_says_by_how_much_a_goal_is_missed():
