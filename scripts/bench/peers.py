@@ -23,7 +23,6 @@ from deepspeed_peer import SETTINGS as DEEPSPEED_SETTINGS
 from deepspeed_peer import make_deepspeed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from training_loop import Engine, MakeModel, OptimizerArguments
 
@@ -79,6 +78,9 @@ def make_ddp(make_model: MakeModel, optimizer_arguments: OptimizerArguments, buc
 
 def make_zero_optimizer(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -> Engine:
     """DDP with torch's ZeroRedundancyOptimizer: optimizer state sharded by whole parameters, then broadcast."""
+    # Imported here: it takes half a second, and most of what imports this module makes another engine.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     model = DistributedDataParallel(make_model())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **optimizer_arguments)
     return DataParallel(model, optimizer)

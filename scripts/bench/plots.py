@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
-from matplotlib.axes import Axes
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Record = dict[str, Any]
 MIB = 2**20
@@ -38,7 +34,7 @@ def plot(record: Record, folder: Path, name: str) -> list[Path]:
 
 def _plot_steps(record: Record, path: Path) -> Iterable[Path]:
     rows = record["engines"]
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 1.2 + 0.3 * len(rows)), sharey=True)
+    figure, axes = _panels(len(PANELS), figsize=(13, 1.2 + 0.3 * len(rows)), sharey=True)
     for panel, (heading, value) in zip(axes, PANELS.items()):
         panel.barh(
             [row["title"] for row in rows],
@@ -54,13 +50,13 @@ def _plot_steps(record: Record, path: Path) -> Iterable[Path]:
 def _plot_curves(record: Record, path: Path) -> Iterable[Path]:
     for name, curve in record["curves"].items():
         panels = [(heading, lines) for heading, value in PANELS.items() if (lines := _lines_of(curve["points"], value))]
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(4.4 * len(panels), 3.6), squeeze=False)
-        for panel, (heading, lines) in zip(axes[0], panels):
+        figure, axes = _panels(len(panels), figsize=(4.4 * len(panels), 3.6))
+        for panel, (heading, lines) in zip(axes, panels):
             _draw(panel, lines)
             panel.set_title(heading, fontsize=10)
             panel.set_xlabel(curve["varied"])
             panel.set_ylim(bottom=0)
-        axes[0][0].legend(fontsize=8)
+        axes[0].legend(fontsize=8)
         yield _saved(figure, record, path.with_name(f"{path.name}-{name}.png"))
 
 
@@ -77,8 +73,8 @@ def _lines_of(points: list[Record], value: Callable[[Record], float | None]) -> 
 def _plot_links(record: Record, path: Path) -> Iterable[Path]:
     """Steps over the link's rate, measured and forecast, one panel a delay."""
     delays = sorted({run["delay_ms"] for run in record["runs"]})
-    figure, axes = pyplot.subplots(1, len(delays), figsize=(5 * len(delays), 4), squeeze=False)
-    for panel, delay in zip(axes[0], delays):
+    figure, axes = _panels(len(delays), figsize=(5 * len(delays), 4))
+    for panel, delay in zip(axes, delays):
         measured: dict[str, list[tuple[float, float]]] = {}
         forecast: dict[str, list[tuple[float, float]]] = {}
         for run in sorted((run for run in record["runs"] if run["delay_ms"] == delay), key=lambda run: run["mbit"]):
@@ -91,6 +87,18 @@ def _plot_links(record: Record, path: Path) -> Iterable[Path]:
         panel.set_title(f"delay {delay:g} ms; dashed: the planner's forecast", fontsize=10)
         panel.legend(fontsize=7)
     yield _saved(figure, record, path.with_name(f"{path.name}.png"))
+
+
+def _panels(count: int, **settings: Any) -> tuple[Any, Any]:
+    """A figure and its axes, side by side."""
+    # Imported here: most of what imports this module draws nothing, and the import takes more than a second.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, count, squeeze=False, **settings)
+    return figure, axes[0]
 
 
 def _draw(
@@ -109,6 +117,8 @@ def _draw(
 
 
 def _saved(figure: Any, record: Record, path: Path) -> Path:
+    from matplotlib import pyplot
+
     said = f"{record['cpu_model']}, torch {record['torch']}, commit {record['commit']}, {record['date'][:10]}"
     figure.text(0.995, 0.005, said, ha="right", va="bottom", fontsize=6, color="#777777")
     figure.tight_layout(rect=(0, 0.02, 1, 1))
