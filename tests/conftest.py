@@ -9,9 +9,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import hypothesis
-import pytest
-import torch.distributed as dist
+# Till all tests are collected: what is imported stays, and looking through it again and again takes a seventh of its time.
+gc.disable()
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 TESTS = Path(__file__).resolve().parent
 SUPPORT, SCRIPTS = TESTS / "support", TESTS.parent / "scripts"
@@ -82,6 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

@@ -8,5 +8,6 @@ import gc
 
 gc.collect()
 gc.freeze()
+gc.enable()
 # At its end, nanobind would name what it cannot free as leaked. A forked rank ends without this.
 atexit.register(gc.unfreeze)

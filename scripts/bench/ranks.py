@@ -164,7 +164,7 @@ def _started(
 
 def start_forking() -> None:
     """Starts the process that ranks are forked from, unless it runs."""
-    forkserver.set_forkserver_preload([*PRELOADED_MODULES, "frozen_heap"])
+    forkserver.set_forkserver_preload(["growing_heap", *PRELOADED_MODULES, "frozen_heap"])
     before = os.environ.get("PYTHONPATH")
     # It is told this process's `sys.path`, and in Python before 3.13 does not look there.
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PRELOAD_FOLDERS), *([before] if before else [])])
