@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,11 @@ _MODULE = "standin_device_c"
 
 def build() -> Path:
     """Compiles the device, or finds what an earlier run has compiled; needs a C++ compiler and ninja. Returns the library."""
-    known = hashlib.sha256(f"{torch.__version__} {platform.python_version()} {sys.executable}".encode())
+    # The same torch and the same Python in another folder can load it too.
+    versions = (
+        f"{torch.__version__} {torch.version.git_version} {torch.__config__.show()} {sysconfig.get_config_var('SOABI')}"
+    )
+    known = hashlib.sha256(f"{versions} {platform.python_version()}".encode())
     for source in [*_SOURCES, Path(__file__).with_suffix(".h")]:
         known.update(source.read_bytes())
     library = Path(tempfile.gettempdir()) / f"hf_zero-standin-{os.getuid()}-{known.hexdigest()[:16]}.so"
