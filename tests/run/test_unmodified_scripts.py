@@ -111,12 +111,28 @@ def test_help_of_the_script_is_no_error():
     assert done.returncode == 0 and "--losses" in done.stdout
 
 
-def test_the_command_starts_the_ranks_by_itself(tmp_path):
-    # The short suite's one start of `accelerate launch`, and of `-m hf_zero.run` under it. The command becomes the launcher,
-    # whose interpreter is a new one: its own need not be.
+LAUNCHER_IN_THE_SAME_PROCESS = """
+import os, runpy, sys
+
+def execve(path, words, environment):
+    os.environ.update(environment)
+    sys.argv = list(words[2:])
+    runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+
+os.execve = execve
+"""
+COMMAND = "from hf_zero.cli.app import main\n\nmain()\n"
+
+
+@pytest.mark.parametrize("ranks", [1, slow(2)])
+def test_the_command_starts_the_ranks_by_itself(tmp_path, ranks):
+    # The short suite's one start of `accelerate launch`, and of `-m hf_zero.run` under it in a new interpreter. The command
+    # becomes the launcher: with two ranks in a new interpreter too, with one in the process that the command has had.
     path, command = tmp_path / "losses.json", tmp_path / "command.py"
-    command.write_text("from hf_zero.cli.app import main\n\nmain()\n")
-    words = ["run", "--zero", 2, "--cpu", "--num-processes", 2, "--port", own_port(), SCRIPTS / "plain_loop.py", path]
+    command.write_text((LAUNCHER_IN_THE_SAME_PROCESS if ranks == 1 else "") + COMMAND)
+    words = ["run", "--zero", 2, "--cpu", "--num-processes", ranks, "--port", own_port()]
+    words = [*words, SCRIPTS / "plain_loop.py", path]
     done = run_forked(command, words, environment=own_environment(tmp_path), processes=1)
-    assert done.returncode == 0 and "state over 2 of 2 ranks" in done.stdout + done.stderr, done.stderr[-3000:]
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and f"state over {ranks} of {ranks} ranks" in said, done.stderr[-3000:]
     assert json.loads(path.read_text())
