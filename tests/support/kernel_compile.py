@@ -1,7 +1,7 @@
 """Compiles every Triton kernel for GPUs that need not be there, and reads what came out of the assembler.
 
 Run by test_kernels.py in a process of its own, without TRITON_INTERPRET: prints one JSON object, by kernel and
-architecture or variant, of `Figures`.
+architecture or variant, of `Figures`; and whether importing the files with kernels has imported triton.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,9 @@ def count_by_width(instructions: list[str], opcode: str) -> dict[str, int]:
 def main() -> None:
     """Compiles for the architecture named by the first word; for the newest, a launch's other forms too."""
     architecture = int(sys.argv[1])
+    for path in Path(adamw.__file__).parent.glob("*.py"):
+        import_module(f"hf_zero.kernels.{path.stem}")
+    triton_is_imported = "triton" in sys.modules
     cases = {name: case for name, case in CASES.items() if architecture in case.architectures}
     compiled = {name: compile_case(case, architecture) for name, case in cases.items()}
     found = {name: {str(architecture): vars(usual)} for name, usual in figures(compiled, architecture).items()}
@@ -370,7 +374,7 @@ def main() -> None:
             other = variant(case)
             kernel = compiled[name] if other == case else compile_case(other, architecture)
             found[name][variant.__name__] = resources(kernel.cubin)
-    json.dump(found, sys.stdout, indent=1)
+    json.dump(found | {"triton is imported with the kernels": triton_is_imported}, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":
