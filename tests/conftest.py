@@ -98,6 +98,8 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: each `gc.collect()` of a test would look through it for a quarter of a second."""
     gc.freeze()
+    # As in ranks (warm_start.py): small models have few objects, and as many new ones a step.
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
     # At the end, nanobind would name what it cannot free as leaked.
     atexit.register(gc.unfreeze)
 
