@@ -1,6 +1,7 @@
 """The files in configs/: what the engine and accelerate make of them."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -121,7 +122,7 @@ RECIPES = {
 }
 BF16 = ("--mixed_precision", "bf16")
 ONE_THREAD = ("--num_cpu_threads_per_process", 1)
-"""Launchers give ranks of one kind of launch another number than those of another, and sums then have another order."""
+"""As forked ranks have. A launcher gives ranks a number of its own otherwise, and sums of several threads have another order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,20 +156,40 @@ def caches(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(caches, tmp_path_factory) -> Callable[..., Run]:
-    """`run(recipe, zero, *arguments, config=..., flags=...)` of a recipe on a tiny model; one of a kind is run once."""
+    """`run(recipe, zero, *arguments, config=..., flags=...)` of a recipe on a tiny model; one of a kind is run once.
+
+    In forked ranks, which have the environment that the launcher would give them; `under_launcher=True` starts the launcher itself.
+    """
     done: dict[tuple, Run] = {}
 
-    def of(recipe: str, zero: object, *arguments: object, config: Path = CPU2, flags: tuple = ()) -> Run:
-        kind = (recipe, zero, arguments, config, flags)
+    def of(
+        recipe: str,
+        zero: object,
+        *arguments: object,
+        config: Path = CPU2,
+        flags: tuple = (),
+        under_launcher: bool = False,
+    ) -> Run:
+        kind = (recipe, zero, arguments, config, flags, under_launcher)
         if kind not in done:
             output, script = tmp_path_factory.mktemp("run"), ROOT / "scripts" / f"finetune_{recipe}.py"
             words = ("--zero", zero, "--output_dir", output, *RECIPES[recipe], *arguments)
-            launched = launch(script, *words, caches=caches, config=config, flags=flags)
-            assert launched.returncode == 0, launched.stderr[-4000:]
+            start = functools.partial(launch, caches=caches) if under_launcher else launch_forked
+            ended = start(script, *words, config=config, flags=flags)
+            assert ended.returncode == 0, ended.stderr[-4000:]
             done[kind] = shown_in(output)
         return done[kind]
 
     return of
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("recipe", ["bert", "gpt"])
+def test_a_run_under_the_launcher_is_that_of_forked_ranks(recipe, run):
+    """So that what other tests find in forked ranks is true of `accelerate launch`. The tests below launch the third recipe."""
+    zero = CONFIGS / "zero3.yaml"
+    run(recipe, zero, flags=ONE_THREAD, under_launcher=True).assert_equals(run(recipe, zero))
 
 
 @pytest.mark.slow
@@ -196,18 +217,18 @@ def test_a_run_by_zero3_nvme_on_a_disk_that_is_there_is_that_of_stage_3(recipe, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_zero3_nvme_as_it_comes_names_the_folder_that_is_not_there(caches, tmp_path):
+def test_zero3_nvme_as_it_comes_names_the_folder_that_is_not_there(tmp_path):
     words = ("--zero", CONFIGS / "zero3_nvme.yaml", "--output_dir", tmp_path, *RECIPES["bert"])
-    launched = launch(ROOT / "scripts" / "finetune_bert.py", *words, caches=caches)
-    assert launched.returncode != 0
-    assert "/local_nvme" in launched.stderr and "ConfigError" not in launched.stderr
+    ended = launch_forked(ROOT / "scripts" / "finetune_bert.py", *words)
+    assert ended.returncode != 0
+    assert "/local_nvme" in ended.stderr and "ConfigError" not in ended.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("checkpointing", [(), ("--gradient_checkpointing", "true")], ids=["", "checkpointing"])
 def test_a_run_by_one_gpu_7b_is_that_of_bfloat16_on_the_device(checkpointing, run):
-    """Launched as its first lines say."""
+    """As its first lines say that it is launched."""
     launched = {"config": CONFIGS / "accelerate" / "one_gpu.yaml", "flags": ("--mixed_precision", "no")}
     moved = run("gpt", CONFIGS / "one_gpu_7b.yaml", *checkpointing, **launched)
     moved.assert_equals(run("gpt", "stage=3,param_dtype=bfloat16", *checkpointing, **launched))
@@ -219,10 +240,11 @@ def test_a_run_by_one_gpu_7b_is_that_of_bfloat16_on_the_device(checkpointing, ru
 def test_a_launch_by_an_accelerate_config_for_gpus_trains_under_autocast(name, ranks, run, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     config, ranks_flag = CONFIGS / "accelerate" / f"{name}.yaml", ("--num_processes", ranks)
-    launched = run("accelerate", 2, config=config, flags=(*ONE_THREAD, *(() if ranks == 1 else ranks_flag)))
+    flags = (*ONE_THREAD, *(() if ranks == 1 else ranks_flag))
+    launched = run("accelerate", 2, config=config, flags=flags, under_launcher=True)
     assert launched.processes == ranks
-    launched.assert_equals(run("accelerate", 2, flags=(*ONE_THREAD, *ranks_flag, *BF16)))
-    assert launched.losses != run("accelerate", 2, flags=(*ONE_THREAD, *ranks_flag)).losses
+    launched.assert_equals(run("accelerate", 2, flags=(*ranks_flag, *BF16)))
+    assert launched.losses != run("accelerate", 2, flags=ranks_flag).losses
 
 
 @pytest.mark.slow
@@ -249,4 +271,4 @@ def test_two_launches_by_two_nodes_are_one_run(caches, run, tmp_path, monkeypatc
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], said[0][-4000:] + said[1][-4000:]
-    shown_in(tmp_path).assert_equals(run("accelerate", 2, flags=(*ONE_THREAD, "--num_processes", 2, *BF16)))
+    shown_in(tmp_path).assert_equals(run("accelerate", 2, flags=("--num_processes", 2, *BF16)))
