@@ -158,7 +158,7 @@ def caches(tmp_path_factory) -> Path:
 def run(caches, tmp_path_factory) -> Callable[..., Run]:
     """`run(recipe, zero, *arguments, config=..., flags=...)` of a recipe on a tiny model; one of a kind is run once.
 
-    In forked ranks, which have the environment that the launcher would give them; `under_launcher=True` starts the launcher itself.
+    In forked ranks, which have the environment that the launcher would give them; with `under_launcher` the launcher is started.
     """
     done: dict[tuple, Run] = {}
 

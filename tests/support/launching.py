@@ -74,7 +74,11 @@ def launch(
 
 
 def launch_forked(
-    script: Path, *arguments: object, config: Path = CPU2, flags: Sequence[object] = ()
+    script: Path,
+    *arguments: object,
+    config: Path = CPU2,
+    flags: Sequence[object] = (),
+    time_limit_s: float = SECONDS,
 ) -> subprocess.CompletedProcess:
     """The same without the launcher: in its environment, and without the time that new interpreters take to import torch.
 
@@ -87,7 +91,8 @@ def launch_forked(
     else:
         _, environment = prepare_simple_launcher_cmd_env(launched)
     environment.pop("ACCELERATE_USE_CPU", None)
-    return run_forked(script, arguments, environment=environment, processes=launched.num_processes)
+    processes = launched.num_processes
+    return run_forked(script, arguments, environment=environment, processes=processes, time_limit_s=time_limit_s)
 
 
 def run_forked(
@@ -97,6 +102,7 @@ def run_forked(
     environment: Mapping[str, str],
     processes: int,
     folder: Path = ROOT,
+    time_limit_s: float = SECONDS,
 ) -> subprocess.CompletedProcess:
     """Runs a script's ranks in `folder`, as `torchrun --nproc_per_node` does, in processes forked with everything imported.
 
@@ -104,7 +110,7 @@ def run_forked(
     that is not 0.
     """
     start_forking()
-    context, deadline_s = get_context("forkserver"), time.monotonic() + SECONDS
+    context, deadline_s = get_context("forkserver"), time.monotonic() + time_limit_s
     with tempfile.TemporaryDirectory(prefix="said-") as said:
         places = [{}] if processes == 1 else _places(processes)
         words = [str(word) for word in arguments]
@@ -122,7 +128,7 @@ def run_forked(
             while left and not status:
                 ended = connection.wait(left, timeout=max(0.0, deadline_s - time.monotonic()))
                 if not ended:
-                    raise subprocess.TimeoutExpired([script, *words], SECONDS, *_said(Path(said)))
+                    raise subprocess.TimeoutExpired([script, *words], time_limit_s, *_said(Path(said)))
                 for sentinel in ended:
                     rank = left.pop(sentinel)
                     rank.join()
