@@ -213,7 +213,8 @@ def draw(seed: int) -> Case:
         uses=tuple(uses),
         optimizer=r.choice(list(OPTIMIZERS)),
         groups=r.randint(1, 3),
-        steps=6,
+        # Even and odd ones, first and last ones: two of each.
+        steps=4,
         accumulation=r.choice([1, 1, 2, 3]),
         reduces_each=r.random() < 0.3,
         zeroing=(
