@@ -28,8 +28,7 @@ def test_a_7b_models_gradients_pass_in_a_few_buffers(stage, bucket_bytes, more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(("ranks", "dtype"), [(8, "bfloat16"), (64, "float32")])
 @pytest.mark.parametrize("shape", ["llama-7b", "llama-3-8b", "gpt2-xl", "bert-large"])
 def test_live_gradients_are_within_the_plan(shape, ranks, dtype, stage):
     found = measured(shape, dtype, ranks, stage)
