@@ -170,9 +170,8 @@ LARGE = [pytest.mark.slow, pytest.mark.timeout(320)]
 @pytest.mark.parametrize(
     ("make", "world_size"),
     [
-        slow(gpt2_of_four_layers, 2),
+        pytest.param(gpt2_of_four_layers, 4, marks=LARGE),
         pytest.param(gpt2_as_published, 2, marks=LARGE),
-        pytest.param(gpt2_as_published, 4, marks=LARGE),
     ],
 )
 def test_gpt2s_state_at_stage_3(make, world_size):
