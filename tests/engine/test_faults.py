@@ -152,7 +152,7 @@ def test_the_launcher_shows_the_paragraph_as_the_root_cause(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_every_fault_is_survived_in_time(stage, tmp_path):
     for part in (FAULTS[:6], FAULTS[6:]):
         runs = [{"stage": stage, "fault": fault, "patience_s": 200.0} for fault in part]

@@ -102,7 +102,7 @@ def test_gradients_that_are_summed_in_shards_are_close(stage, ddp):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "model"), [(2, "texts"), *(pytest.param(stage, "gpt2", marks=pytest.mark.slow) for stage in (0, 1, 2))]
+    ("stage", "model"), [(2, "texts"), *(pytest.param(stage, "gpt2", marks=pytest.mark.slow) for stage in (0, 2))]
 )
 def test_compiled_model_has_ddps_losses(stage, model, ddp):
     """GPT-2 is compiled for ten seconds on each rank."""
