@@ -63,6 +63,16 @@ LONGEST_FIRST = (
     *("test_grouped_layers.py", "test_cli.py", "test_guard.py", "test_random_modules.py", "test_offload_runs.py"),
 )
 
+# The same where slow tests run, too; those of the other list follow.
+LONGEST_FIRST_WITH_SLOW = (
+    *("test_docs.py", "test_commit.py", "test_accuracy.py", "test_mutations.py", "test_forecast.py", "test_configs.py"),
+    *("test_random_modules.py", "test_late_ranks.py", "test_bench.py", "test_rescue_at_stage_3.py", "test_auto.py"),
+    *("test_elastic_agents.py", "test_parity_of_scripts.py", "test_hostile_folders.py", "test_standin_doors.py"),
+    *("test_faults.py", "test_standin_device.py", "test_gradient_bytes.py", "test_split_models.py", "test_memory.py"),
+    *("test_hub.py", "test_accelerate.py", "test_hybrid.py", "test_trainer.py", "test_config_fuzz.py"),
+    *("test_recipes.py", "test_stage3.py", "test_equivalence.py", "test_offload_runs.py", "test_combinations.py"),
+)
+
 # Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says
 # more of what else the machine does.
 hypothesis.settings.register_profile("long", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -83,7 +93,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     cells.mark_slow(items, are_all=not any("::" in argument for argument in config.args))
-    places = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    is_short = config.getoption("markexpr") == "not slow"
+    order = LONGEST_FIRST if is_short else dict.fromkeys((*LONGEST_FIRST_WITH_SLOW, *LONGEST_FIRST))
+    places = {name: place for place, name in enumerate(order)}
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
