@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -250,14 +250,16 @@ class Struck:
     saving: bool
 
 
-def kill_then_resume(seed: int, undisturbed: Undisturbed, folder: Path) -> list[Struck]:
-    """One run, killed once to three times, each time after a resume, then a last one that goes on to the end."""
+def kill_then_resume(
+    seed: int, undisturbed: Undisturbed, folder: Path, kills: Sequence[int] = (1, 1, 2)
+) -> list[Struck]:
+    """One run, killed as often as one of `kills` says, and resumed after each; the last resume goes on to the end."""
     rng = random.Random(seed)
     folder.mkdir()
     run, notes = folder / "run", folder / "notes"
     struck: list[Struck] = []
     committed = newest = 0
-    for _ in range(rng.choice([1, 2, 3])):
+    for _ in range(rng.choice(kills)):
         if newest == 10:
             break
         kill, stage = a_kill(rng, undisturbed), rng.randrange(4)
@@ -294,7 +296,7 @@ def test_200_killed_runs_go_on_bit_for_bit(undisturbed, tmp_path, capsys):
     struck: list[Struck] = []
     seed = 1000
     while sum(each.alive for each in struck) < SLOW_KILLS:
-        struck += kill_then_resume(seed, undisturbed, tmp_path / "killed")
+        struck += kill_then_resume(seed, undisturbed, tmp_path / "killed", kills=(2, 3, 4))
         seed += 1
     alive = [each for each in struck if each.alive]
     with capsys.disabled():
