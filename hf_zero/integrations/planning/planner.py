@@ -139,9 +139,7 @@ def make_plan(
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
     numels = _numels(made)
     if request.tp_size > 1:
-        if isinstance(model, nn.Module):
-            raise PlanError("hf_zero: tp_size goes with a model's name, a folder or a config.json, not with a model.")
-        split_without_memory(made, request.tp_size)
+        _split(made, model, request)
         activations, warnings = None, [_LEFT_OUT]
     else:
         activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request)
@@ -153,12 +151,7 @@ def make_plan(
         ranks_a_node=request.gpus // request.tp_size,
         activations=activations,
     )
-    room = Room(
-        device=request.bytes_of("gpu_memory") or 0,
-        host=request.bytes_of("host_memory") or 0,
-        disk=request.bytes_of("disk") or 0,
-        reserve=reserve_on(job.device),
-    )
+    room = _room_of(request, job.device)
     wanted = set_ups(
         kept or {},
         world_size=request.data_ranks,
@@ -183,6 +176,22 @@ def make_plan(
         candidates=tuple(found),
         choice=choose(found, room),
         warnings=(*warnings, *faults),
+    )
+
+
+def _split(made: nn.Module, model: str | Path | nn.Module, request: PlanRequest) -> None:
+    """Leaves one rank's part of a model that was made of the name or folder `model`."""
+    if isinstance(model, nn.Module):
+        raise PlanError("hf_zero: tp_size goes with a model's name, a folder or a config.json, not with a model.")
+    split_without_memory(made, request.tp_size)
+
+
+def _room_of(request: PlanRequest, device: torch.device) -> Room:
+    return Room(
+        device=request.bytes_of("gpu_memory") or 0,
+        host=request.bytes_of("host_memory") or 0,
+        disk=request.bytes_of("disk") or 0,
+        reserve=reserve_on(device),
     )
 
 
