@@ -1,6 +1,8 @@
-"""The report in a real browser, and its figures in TensorBoard."""
+"""The report in a real browser, and its figures in TensorBoard and W&B."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,12 +42,13 @@ def test_tensorboard_has_trainers_figures(tmp_path):
         assert len(tags[f"train/zero/{figure}"]) == 3, sorted(tags)
 
 
-def logs_to_tensorboard(rank: int, world_size: int, folder: str) -> None:
+def logs_to(rank: int, world_size: int, folder: str, tracker: str) -> None:
+    """A loop of accelerate's."""
     import torch
 
     as_launched(rank, world_size)
     door = "plugin stage=2,report=true"
-    accelerator = make_accelerator(door, cpu=True, project_dir=folder, log_with="tensorboard")
+    accelerator = make_accelerator(door, cpu=True, project_dir=folder, log_with=tracker)
     accelerator.init_trackers("first")
     model = gpt2()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -65,11 +68,45 @@ def logs_to_tensorboard(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.timeout(120)
 def test_tensorboard_has_the_figures_of_an_accelerate_loop(tmp_path):
     pytest.importorskip("tensorboard")
-    run_ranks(logs_to_tensorboard, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)})
+    arguments = {"folder": str(tmp_path), "tracker": "tensorboard"}
+    run_ranks(logs_to, world_size=2, time_limit_s=100, keyword_arguments=arguments)
     tags = tags_of(tmp_path)
     for figure in ("steps_per_s", "samples_per_s", "tokens_per_s", "sent_mib", "wait_s", "peak_mib"):
         assert len(tags[f"zero/{figure}"]) == 2, sorted(tags)
     assert tags["eval_loss"] == [2.0]
+
+
+def logged_in_wandb(folder: Path, figure: str) -> list[float]:
+    """What W&B has kept of a figure in the one run below a folder: in its file, names and JSON values are plain text."""
+    [kept] = folder.glob("wandb/offline-run-*/run-*.wandb")
+    # Between name and value: the field of a protobuf message, and the value's length.
+    found = re.findall(re.escape(figure.encode()) + rb"\x82\x01.([\d.e+-]+)", kept.read_bytes(), re.DOTALL)
+    return [float(value) for value in found]
+
+
+def keeps_in_wandb(rank: int, world_size: int, folder: str, *, by_trainer: bool) -> None:
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": folder, "WANDB_SILENT": "true"}
+    if by_trainer:
+        trains(rank, world_size, folder, reported=False, max_steps=3, report_to=["wandb"])
+    else:
+        logs_to(rank, world_size, folder, "wandb")
+    if rank == 0:
+        import wandb
+
+        wandb.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("by_trainer", [True, False], ids=["Trainer", "accelerate"])
+def test_wandb_has_the_same_figures(tmp_path, by_trainer):
+    pytest.importorskip("wandb", reason="W&B is not installed")
+    arguments = {"folder": str(tmp_path), "by_trainer": by_trainer}
+    run_ranks(keeps_in_wandb, world_size=2, time_limit_s=150, keyword_arguments=arguments)
+    times, prefix = (3, "train/") if by_trainer else (2, "")
+    for figure in ("steps_per_s", "samples_per_s", "sent_mib", "wait_s", "peak_mib"):
+        # In the run's history and, once more, in its summary.
+        assert len(logged_in_wandb(tmp_path, f"{prefix}zero/{figure}")) >= times, figure
 
 
 _PROBE = """
