@@ -235,6 +235,24 @@ def test_offload_begins_no_run_that_would_end_too_late(tmp_path):
     assert figures["ways"] == [] and not figures["failed"]
 
 
+def test_offload_keeps_the_runs_before_one_that_the_time_limit_has_cut(monkeypatch):
+    limits = []
+
+    def run_alone(*_args, time_limit_s: float, **_) -> dict:
+        limits.append(time_limit_s)
+        if len(limits) > 1:
+            raise ranks.RanksTimedOutError("too late")
+        return {"losses": [2.0]}
+
+    monkeypatch.setattr(offload, "run_alone", run_alone)
+    rounds = offload.Rounds(["none"], time.monotonic() + 60, {})
+    rounds.take(2)
+    assert rounds.runs == {"none": [{"losses": [2.0]}]} and not rounds.failures
+    cut = offload.Rounds(["none"], time.monotonic() + 60, {})
+    cut.take(1)
+    assert cut.failures == {"none": "too late"}
+
+
 def test_an_exact_way_whose_losses_differ_is_named():
     found = {"none": [[2.0, 1.0]], "cpu": [[2.0, 1.5]], "nvme": [[2.0, 1.0]], "cpu-delay": [[2.0, 1.9]]}
     assert offload.differing([{"way": way, "losses": losses} for way, losses in found.items()]) == ["cpu"]
