@@ -15,7 +15,7 @@ from ..checkpoint.format.text import shown
 from ..checkpoint.structure import STATE_NAME
 from ..engine.report_tables import mib
 from ..integrations.checkpoints.checkpointing import ZERO_FOLDER
-from ..integrations.checkpoints.weights import is_checkpoint_of_ours, saved_tensors
+from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours, saved_tensors
 from ..integrations.hub.card_facts import log_history
 from .output import LONGEST_LINE, Folder, Json, console, said_plainly, say, say_json
 

@@ -3,7 +3,8 @@
 import typer
 
 from ..integrations.checkpoints.progress import progress_of
-from ..integrations.checkpoints.weights import folder_faults, is_checkpoint_of_ours
+from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours
+from ..integrations.checkpoints.weights import folder_faults
 from .output import Folder, Json, said_plainly, say, say_error, say_json
 
 _FAULTS_SHOWN = 50

@@ -15,6 +15,7 @@ from accelerate import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
 from ranks import run_ranks
+from safetensors.torch import load_file, save_file
 from split_runs import KINDS, SplitJob, load, moments_of, save_models
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -67,6 +68,7 @@ def writes_fsdp(rank: int, world_size: int, folder: Path) -> dict[str, np.ndarra
     dist.checkpoint.save(content, checkpoint_id=folder / "plain-2")
     model.save_pretrained(folder / "transformers-2", distributed_checkpoint=True)
     transformers_distributed.save_optimizer_distributed(model, optimizer, folder / "transformers-2" / "optimizer")
+    saves_experts(folder)
     if rank == 0:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
         for made in (checkpoint, folder / "plain-2", folder / "transformers-2"):
@@ -80,6 +82,15 @@ def writes_fsdp(rank: int, world_size: int, folder: Path) -> dict[str, np.ndarra
         for kind in ("exp_avg", "exp_avg_sq"):
             kept[f"{kind} of {name}"] = whole(optimizer.state[parameter][kind])
     return kept
+
+
+def saves_experts(folder: Path) -> None:
+    """A mixture of experts under FSDP2 alone, with an optimizer that keeps no state."""
+    config = transformers_distributed.DistributedConfig(fsdp_size=4)
+    model = KINDS["mixtral"][0].from_pretrained(folder / "mixtral", distributed_config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model.save_pretrained(folder / "experts-2", distributed_checkpoint=True)
+    transformers_distributed.save_optimizer_distributed(model, optimizer, folder / "experts-2" / "optimizer")
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +161,13 @@ def test_fsdp_beside_tensor_parallelism_is_resumed_bit_for_bit(sharded, name, wo
 
 
 @pytest.mark.parametrize(
-    "command, name", [("consolidate", "checkpoint-2"), ("convert", "plain-2"), ("convert", "transformers-2")]
+    "command, name",
+    [
+        ("consolidate", "checkpoint-2"),
+        ("convert", "plain-2"),
+        ("convert", "transformers-2"),
+        ("consolidate", "transformers-2"),
+    ],
 )
 def test_fsdp_beside_tensor_parallelism_is_written_for_from_pretrained(sharded, tmp_path, command, name):
     done = CliRunner().invoke(app, [command, str(sharded.folder / name), str(tmp_path / "out")])
@@ -210,5 +227,58 @@ def test_weights_of_transformers_without_an_optimizer_or_a_ranks_file_are_refuse
             open_foreign(folder)
         missing.write_bytes(content)
     shards[2].write_bytes(shards[2].read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match="is damaged"):
+    with pytest.raises(CheckpointError, match="is cut off or damaged"):
         open_foreign(folder)
+
+
+def test_experts_in_a_file_a_rank_are_written_as_files_have_them_with_an_optimizer_or_without(sharded, tmp_path):
+    folder = Path(shutil.copytree(sharded.folder / "experts-2", tmp_path / "saved"))
+    commands = [["convert", "--optimizer", "SGD"], ["consolidate"]]
+    for (command, *options), has_optimizer in zip(commands, (True, False)):
+        if not has_optimizer:
+            shutil.rmtree(folder / "optimizer")
+        out = tmp_path / command
+        for words in ([command, str(folder), str(out), *options], ["verify", str(out)], ["verify", str(folder)]):
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, done.output
+        saved = load_file(sharded.folder / "mixtral" / "model.safetensors")
+        written = load_file(out / "model.safetensors")
+        assert written.keys() == saved.keys()
+        assert all(torch.equal(written[name], saved[name]) for name in saved)
+        assert not list(out.glob("shard-*"))
+
+
+def test_the_last_ranks_file_is_missed_where_no_optimizer_tells_the_shapes(sharded, tmp_path):
+    folder = Path(shutil.copytree(sharded.folder / "experts-2", tmp_path / "saved"))
+    sorted(folder.glob("shard-*.safetensors"))[-1].unlink()
+    for words, fault in (
+        (["verify", str(folder)], "further files after shard-00003"),
+        (["consolidate", str(folder), str(tmp_path / "out")], "further files after shard-00003"),
+        (["convert", str(folder), str(tmp_path / "out"), "--optimizer", "SGD"], "a file of the checkpoint is missing"),
+    ):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 1
+        assert fault in " ".join(done.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+def rewritten(path: Path, placed: str) -> None:
+    """A rank's file again, with something else in the place of where its boxes begin."""
+    save_file(load_file(path), path, metadata={"DCP_SHARDING_INFO": placed})
+
+
+@pytest.mark.parametrize(
+    "placed, fault",
+    [
+        ("{}", "does not say which part of 'lm_head.weight'"),
+        ("[", "in its header is damaged"),
+        ('{"lm_head.weight": {}}', "in its header is damaged"),
+        ('{"lm_head.weight": {"saved_offsets": [0.5, 0]}}', "in its header is damaged"),
+    ],
+)
+def test_a_file_that_does_not_say_what_it_holds_is_refused(sharded, tmp_path, placed, fault):
+    folder = Path(shutil.copytree(sharded.folder / "experts-2", tmp_path / "saved"))
+    rewritten(sorted(folder.glob("shard-*.safetensors"))[0], placed)
+    with pytest.raises(CheckpointError, match=fault):
+        open_foreign(folder)
+    assert CliRunner().invoke(app, ["verify", str(folder)]).exit_code == 1

@@ -163,8 +163,10 @@ class Folder:
         self.hub = hub
         self.outcomes: dict[Line, Outcome] = {}
         self.launchers_left = set(launchers)
-        for name in ("configs", "scripts", "pyproject.toml"):
-            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, path / name)
+        shutil.copy(ROOT / "pyproject.toml", path)
+        for name in ("configs", "scripts"):
+            # Another process may be writing compiled modules: a file that is listed can be renamed before it is copied.
+            shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
         for block in examples:
             self.save(block)
 

@@ -65,7 +65,7 @@ class ChunkedFolder:
         shape = entry.shape or (1,)
         if box is None or box.is_whole:
             box = Box.whole(shape)
-        self._refuse_uncovered(path)
+        self.refuse_uncovered(path)
         blocks = (
             SavedBlock(offsets=chunk.offsets or (0,), sizes=chunk.sizes or (1,), load=partial(self._block, path, chunk))
             for chunk in entry.chunks
@@ -78,7 +78,7 @@ class ChunkedFolder:
             raise self._damaged(path, "has a chunk of another shape than its metadata says")
         return values.reshape(chunk.sizes or (1,))
 
-    def _refuse_uncovered(self, path: tuple[Any, ...]) -> None:
+    def refuse_uncovered(self, path: tuple[Any, ...]) -> None:
         """Raises `CheckpointError` unless the chunks of a tensor hold each of its elements once, by their boxes alone."""
         if path in self._covered:
             return
@@ -107,5 +107,6 @@ class ChunkedFolder:
 
     def _damaged(self, path: tuple[Any, ...], fault: str) -> CheckpointError:
         return CheckpointError(
-            f"hf_zero: {self.folder}: {'.'.join(map(str, path))} {fault}; the checkpoint is damaged, resume from another."
+            f"hf_zero: {self.folder}: {'.'.join(map(str, path))} {fault}; the checkpoint is damaged or lacks a rank's file, "
+            "resume from another."
         )

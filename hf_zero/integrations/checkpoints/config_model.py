@@ -57,11 +57,12 @@ class ExpectedTensor:
     names: frozenset[str]
 
 
-def expected_tensors(folder: Path, saved: int) -> dict[str, ExpectedTensor]:
+def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> dict[str, ExpectedTensor]:
     """Name → tensor of what the model of a folder's config saves.
 
     Args:
         saved: how many tensors the folder has; a config of a model with many more is refused before that is made.
+        as_in_files: named and split as `save_pretrained` does it; otherwise as the model does.
 
     Raises:
         CheckpointError: the config cannot be read, names no model class of transformers, or asks for too much.
@@ -71,7 +72,7 @@ def expected_tensors(folder: Path, saved: int) -> dict[str, ExpectedTensor]:
     child = os.fork()
     if child == 0:
         try:
-            _tell_expected(folder, saved, sending)
+            _tell_expected(folder, saved, as_in_files, sending)
         finally:
             os._exit(0)
     sending.close()
@@ -174,7 +175,7 @@ def _at_most(saved: int, folder: Path) -> Iterator[None]:
             handle.remove()
 
 
-def _tell_expected(folder: Path, saved: int, sending: Connection) -> None:
+def _tell_expected(folder: Path, saved: int, as_in_files: bool, sending: Connection) -> None:
     """Sends what is expected, or why nothing is. In a process of its own."""
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
@@ -183,8 +184,10 @@ def _tell_expected(folder: Path, saved: int, sending: Connection) -> None:
     _limit_memory()
     try:
         model = meta_model(folder, saved)
-        # As save_pretrained names and splits them: a layer's experts are one tensor in the model and many in its files.
-        state = revert_weight_conversion(model, model.state_dict(keep_vars=True))
+        state = model.state_dict(keep_vars=True)
+        if as_in_files:
+            # A layer's experts are one tensor in the model and many in its files.
+            state = revert_weight_conversion(model, state)
         names_of: dict[int, set[str]] = {}
         for name, value in state.items():
             names_of.setdefault(id(value), set()).add(name)

@@ -43,11 +43,14 @@ class _WithoutCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def blocks_in_files(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, FileBlock]:
+def blocks_in_files(
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, then: str
+) -> dict[str, FileBlock]:
     """Name in a file → what it has of the model.
 
     Args:
         shapes: of the model's whole tensors, by name.
+        then: what to do where that cannot be said; ends the error.
 
     Raises:
         CheckpointError: transformers computes a file's tensors from the model's, beyond taking blocks of them.
@@ -64,8 +67,7 @@ def blocks_in_files(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]
         if name is None or block is None:
             raise CheckpointError(
                 f"hf_zero: the tensor {file_name!r} of a weights file is no block of one of the model's tensors: transformers "
-                f"computes {type(model).__name__}'s from it. Save the model with `save_pretrained` from a run with tp_size, or "
-                "resume with tp_size 1."
+                f"computes {type(model).__name__}'s from it. {then}"
             )
         found[file_name] = FileBlock(name=name, offsets=block[0], sizes=block[1], shape=tuple(view.shape))
     return found

@@ -22,9 +22,10 @@ from ...layout.intervals import Interval
 from .file_blocks import FileBlock, blocks_in_files, unloaded
 from .placed_weights import saved_tensors_of
 from .row_weights import has_row_weights, load_row_weights, names_in
-from .weights import weight_files
+from .saved_weights import weight_files
 
 _THEN = "Nothing was trained; resume from another checkpoint."
+_COMPUTED = "Save the model with `save_pretrained` from a run with tp_size, or resume with tp_size 1."
 
 
 def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
@@ -86,10 +87,10 @@ def _file_weights(checkpoint: Path, model: nn.Module, shapes: Mapping[str, tuple
     files = [mapped_tensors(checkpoint / file) for file in weight_files(checkpoint)]
     held = {name: values for file in files for name, values in file.items()}
     if isinstance(model, PreTrainedModel) and not held.keys() <= shapes.keys():
-        blocks = blocks_in_files(model, shapes)
+        blocks = blocks_in_files(model, shapes, then=_COMPUTED)
         if not held.keys() <= blocks.keys():
             # A model that was loaded from files with its own names would be saved with those.
-            blocks = blocks_in_files(unloaded(model), shapes)
+            blocks = blocks_in_files(unloaded(model), shapes, then=_COMPUTED)
         return _weights_in_blocks(held, blocks, shapes)
 
     def read(name: str, box: Box, interval: Interval) -> torch.Tensor:

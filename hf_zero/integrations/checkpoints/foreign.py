@@ -197,7 +197,8 @@ def _with_weights(foreign: ForeignCheckpoint, config_folder: Path) -> PreTrained
         if shapes.get(name) != tuple(value.shape):
             raise CheckpointError(
                 f"hf_zero: {foreign.folder} ({foreign.origin}): {name!r} has shape {tuple(value.shape)}, and the config's "
-                f"model has {shapes.get(name, 'no such tensor')}. Name the folder of the model's own config with --config."
+                f"model has {shapes.get(name, 'no such tensor')}. Either a file of the checkpoint is missing, or this is not the "
+                "model's own config: name its folder with --config."
             )
     model.load_state_dict(weights, strict=False, assign=True)
     model.tie_weights()

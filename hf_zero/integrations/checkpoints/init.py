@@ -15,7 +15,7 @@ from ...checkpoint.format.mapped import mapped_tensors
 from ...config import ZeroConfig
 from ...engine.build.agreement import FILES_ATTRIBUTE
 from ..seams import replaced
-from .weights import weight_files
+from .saved_weights import weight_files
 
 _HEADER_BYTES = 64 * 1024
 

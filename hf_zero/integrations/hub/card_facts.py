@@ -26,7 +26,8 @@ from ...checkpoint.structure import STATE_NAME
 from ...config import ZeroConfig
 from ...engine_reference import engine_attached_to
 from ..checkpoints.checkpointing import ZERO_FOLDER
-from ..checkpoints.weights import RUN_NAME, saved_tensors
+from ..checkpoints.saved_weights import saved_tensors
+from ..checkpoints.weights import RUN_NAME
 
 _ARGUMENTS = (
     "learning_rate",

@@ -11,11 +11,13 @@ import torch
 from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
+from ...checkpoint.foreign.weight_shards import weight_shards_of
 from ...checkpoint.format.files import Progress, untold
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ..checkpoints.checkpointing import ZERO_FOLDER
-from ..checkpoints.weights import consolidate, folder_faults, is_checkpoint_of_ours, is_of_the_run
+from ..checkpoints.saved_weights import is_checkpoint_of_ours
+from ..checkpoints.weights import consolidate, folder_faults, is_of_the_run
 from .card import write_card
 from .card_facts import card_facts
 from .hub import Destination, checked_token, push_folder
@@ -48,6 +50,7 @@ def push_model(
     refuse_faults(source, on_progress=on_check)
     with staging_folder(source.resolve().parent) as staged:
         of_a_run = is_checkpoint_of_ours(source) or (source / "trainer_state.json").is_file()
+        of_a_run |= bool(weight_shards_of(source))
         if (of_a_run or dtype is not None) and not (source / "adapter_config.json").is_file():
             consolidate(source, staged, dtype=dtype, max_shard_bytes=max_shard_bytes, on_progress=on_progress)
         else:

@@ -32,7 +32,7 @@ from ..checkpoints.init import init, leave_in_checkpoint
 from ..checkpoints.load_state import load_state
 from ..checkpoints.plain_optimizer import open_plain
 from ..checkpoints.row_weights import has_row_weights
-from ..checkpoints.weights import is_checkpoint_of_ours
+from ..checkpoints.saved_weights import is_checkpoint_of_ours
 from ..elastic.node_memory import NodeMemory
 from ..frames import find_in_callers
 from ..gathered import gathered

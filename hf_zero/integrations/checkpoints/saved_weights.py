@@ -1,0 +1,307 @@
+"""The weights that a folder holds, whoever saved it: which tensor lies in which file, and what is in it."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from ...buckets.rows import MASTER
+from ...checkpoint.foreign.find import is_foreign, open_foreign
+from ...checkpoint.foreign.weight_shards import WeightShards, weight_shards_of
+from ...checkpoint.format.files import is_inside
+from ...checkpoint.format.json_files import read_mapping
+from ...checkpoint.format.links import refuse_links
+from ...checkpoint.format.manifest import WEIGHTS, CheckpointError
+from ...checkpoint.format.pieces import DTYPE_NAMES, dtype_named
+from ...checkpoint.reader import CheckpointReader
+from ...checkpoint.verify import newest_first
+from ...layout.boxes import Box
+from ...layout.intervals import Interval
+from .checkpointing import ZERO_FOLDER
+from .config_model import expected_tensors, meta_model
+from .file_blocks import blocks_in_files
+from .row_weights import has_row_weights
+
+_ROOT = "model"
+"""Under which weights of one file a rank are read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor in a weights file: its name, file, shape, dtype as safetensors spells it ("F32"), and size in bytes."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names of the safetensors files that hold a folder's model, in order.
+
+    Raises:
+        CheckpointError: there are none, or the index names files that are missing or outside of the folder.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"hf_zero: there is no folder {folder}.")
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        refuse_links(folder, [index])
+        weight_map = read_mapping(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"hf_zero: {index} is damaged: its weight_map is no mapping from tensors to files.")
+        names = sorted(set(weight_map.values()))
+        bad = [n for n in names if not is_inside(n) or Path(n).name != n or not (folder / n).is_file()]
+        if bad:
+            raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")
+        return names
+    for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
+        if (folder / name).is_file():
+            return [name]
+    newest = next(newest_first(folder), None)
+    inside = "" if newest is None else f"; {newest.name} is inside, so give {newest}"
+    raise CheckpointError(f"hf_zero: {folder} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{inside}.")
+
+
+def saved_tensors(folder: Path) -> list[SavedTensor]:
+    """Everything that a folder holds of a model, by headers and manifest alone."""
+    with open_weights(folder) as weights:
+        return weights.tensors
+
+
+class Weights(ABC):
+    """A folder's model, a tensor at a time. A context manager.
+
+    Attributes:
+        tensors: all that it has.
+        as_in_files: whether they are named and split as `save_pretrained` does it; otherwise as the model's own parameters.
+    """
+
+    tensors: list[SavedTensor]
+    as_in_files = True
+
+    @abstractmethod
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        """Its values, in its shape, in host memory or mapped from a file."""
+
+    def __enter__(self) -> "Weights":
+        return self
+
+    @abstractmethod
+    def __exit__(self, *error: object) -> None: ...
+
+
+class FileWeights(Weights):
+    """In files that `from_pretrained` reads."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+        self.tensors = []
+        for file in weight_files(folder):
+            refuse_links(folder, [folder / file])
+            try:
+                opened = self._files[file] = self._stack.enter_context(safe_open(folder / file, framework="pt"))
+                for name in opened.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    view = opened.get_slice(name)
+                    shape = tuple(view.get_shape())
+                    nbytes = opened.get_tensor(name).nbytes
+                    self.tensors.append(
+                        SavedTensor(name=name, file=file, shape=shape, dtype=view.get_dtype(), nbytes=nbytes)
+                    )
+            except Exception as error:
+                # Of a header that is no header, which of its errors safetensors raises is its own matter.
+                self._stack.close()
+                raise CheckpointError(f"hf_zero: {folder / file} cannot be read ({error}).") from error
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._files[tensor.file].get_tensor(tensor.name)
+
+    def __exit__(self, *error: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+
+class RowWeights(Weights):
+    """In the ranks' rows of a checkpoint of layout `sharded`.
+
+    Args:
+        others: the checkpoint's folders on other hosts' disks.
+    """
+
+    def __init__(self, checkpoint: Path, others: Sequence[Path] = ()):
+        self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
+        self.tensors = [
+            SavedTensor(
+                name=name,
+                file=ZERO_FOLDER,
+                shape=weight.shape,
+                dtype=weight.dtype,
+                nbytes=math.prod(weight.shape) * dtype_named(weight.dtype).itemsize,
+            )
+            for name, weight in self._reader.manifest.weights.items()
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._reader.read(WEIGHTS, tensor.name, Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+
+
+class ForeignWeights(Weights):
+    """In a checkpoint of DeepSpeed ZeRO or FSDP; trained ones in the precision of the optimizer's own values."""
+
+    as_in_files = False
+
+    def __init__(self, folder: Path):
+        self._foreign = open_foreign(folder)
+        self.tensors = []
+        for name, shape in self._foreign.weight_shapes().items():
+            dtype = self._foreign.weight_dtype(name)
+            self.tensors.append(
+                SavedTensor(
+                    name=name,
+                    file=folder.name,
+                    shape=shape,
+                    dtype=DTYPE_NAMES[dtype],
+                    nbytes=math.prod(shape) * dtype.itemsize,
+                )
+            )
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        whole = self._foreign.read_weight(tensor.name, Box.whole(tensor.shape), Interval(0, math.prod(tensor.shape)))
+        return whole.view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class ShardWeights(Weights):
+    """In a file a rank, as `save_pretrained(..., distributed_checkpoint=True)` writes them; an optimizer need not be there."""
+
+    as_in_files = False
+
+    def __init__(self, folder: Path):
+        refuse_links(folder, weight_shards_of(folder))
+        self._shards = WeightShards(folder, _ROOT)
+        for path in self._shards.entries:
+            self._shards.refuse_uncovered(path)
+        self.tensors = [
+            SavedTensor(
+                name=name,
+                file=folder.name,
+                shape=shape,
+                dtype=DTYPE_NAMES[dtype],
+                nbytes=math.prod(shape) * dtype.itemsize,
+            )
+            for name, (shape, dtype) in self._shards.weights.items()
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        return self._shards.read((_ROOT, tensor.name), Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class MasterWeights(Weights):
+    """The fp32 masters of a run in 16 bits, and the weights of what has none.
+
+    Args:
+        weights: of the same checkpoint; closed with this.
+    """
+
+    def __init__(self, weights: Weights, checkpoint: Path, others: Sequence[Path] = ()):
+        self._weights = weights
+        self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
+        manifest = self._reader.manifest
+        self._mastered = {name for name, kinds in manifest.kinds.items() if MASTER in kinds}
+        nameless = sorted(self._mastered - {tensor.name for tensor in weights.tensors})
+        if nameless:
+            raise CheckpointError(
+                f"hf_zero: {checkpoint} has a master of {nameless[0]!r}, which is no name of its weights."
+            )
+        self.tensors = [
+            replace(tensor, dtype="F32", nbytes=4 * math.prod(tensor.shape))
+            if tensor.name in self._mastered
+            else tensor
+            for tensor in weights.tensors
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        if tensor.name not in self._mastered:
+            return self._weights.read(tensor)
+        return self._reader.read(MASTER, tensor.name, Interval(0, math.prod(tensor.shape))).view(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._reader.__exit__(*error)
+        self._weights.__exit__(*error)
+
+
+class InFiles(Weights):
+    """A model's own tensors as `save_pretrained` names and splits them: a layer's experts are many tensors in a file.
+
+    Args:
+        weights: by the names of the model; closed with this.
+        folder: with the model's config.
+    """
+
+    def __init__(self, weights: Weights, folder: Path):
+        self._weights = weights
+        self._whole = {tensor.name: tensor for tensor in weights.tensors}
+        # In a process of its own first: what a config asks for may have no end.
+        expected_tensors(folder, len(self._whole))
+        model = meta_model(folder, len(self._whole))
+        shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        blocks = blocks_in_files(model, shapes, then="`hf-zero convert` writes it with its optimizer.")
+        self._blocks = {name: block for name, block in blocks.items() if block.name in self._whole}
+        self._last: tuple[str, torch.Tensor] | None = None
+        self.tensors = [
+            replace(
+                self._whole[block.name],
+                name=name,
+                shape=block.shape,
+                nbytes=math.prod(block.shape) * dtype_named(self._whole[block.name].dtype).itemsize,
+            )
+            # Those of one tensor of the model follow each other, so that it is read once.
+            for name, block in sorted(self._blocks.items(), key=lambda item: item[1].name)
+        ]
+
+    def read(self, tensor: SavedTensor) -> torch.Tensor:
+        block = self._blocks[tensor.name]
+        if self._last is None or self._last[0] != block.name:
+            self._last = (block.name, self._weights.read(self._whole[block.name]))
+        _, whole = self._last
+        part = whole[tuple(slice(at, at + size) for at, size in zip(block.offsets, block.sizes))]
+        return part.reshape(tensor.shape)
+
+    def __exit__(self, *error: object) -> None:
+        self._weights.__exit__(*error)
+
+
+def open_weights(folder: Path, others: Sequence[Path] = ()) -> Weights:
+    """A folder's model, wherever it lies."""
+    if has_row_weights(folder):
+        return RowWeights(folder, others)
+    if is_checkpoint_of_ours(folder):
+        return FileWeights(folder)
+    if weight_shards_of(folder):
+        return ShardWeights(folder)
+    return (
+        ForeignWeights(folder) if not any(folder.glob("*.safetensors")) and is_foreign(folder) else FileWeights(folder)
+    )
+
+
+def is_checkpoint_of_ours(folder: Path) -> bool:
+    """Whether a folder has a manifest to be held against."""
+    return (folder / ZERO_FOLDER).is_dir()
