@@ -69,11 +69,14 @@ def test_no_other_number_of_buckets_costs_less(total, ranks, nodes):
     assert seconds(2 * best) == pytest.approx(1.25 * seconds(best), rel=1e-3)
 
 
-@given(
+some_buckets = given(
     sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
     bucket=st.integers(50, 3000),
     limit=st.integers(1, 4),
 )
+
+
+@some_buckets
 def test_oversize_buffers_count_as_the_others_do(sizes, bucket, limit):
     specs = [ParameterSpec(name=str(i), numel=numel, key="k") for i, numel in enumerate(sizes)]
     buckets = plan_buckets(specs, bucket_numel=bucket, shards=2)
@@ -83,11 +86,7 @@ def test_oversize_buffers_count_as_the_others_do(sizes, bucket, limit):
     assert pool_numel(buckets, limit) <= pool_numel(buckets, limit + 1)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=40),
-    bucket=st.integers(50, 3000),
-    limit=st.integers(1, 4),
-)
+@some_buckets
 def test_buffers_taken_in_the_order_of_buckets_are_at_most_as_large_as_planned(sizes, bucket, limit):
     specs = [ParameterSpec(name=str(i), numel=numel, key="k") for i, numel in enumerate(sizes)]
     layouts = plan_buckets(specs, bucket_numel=bucket, shards=2)

@@ -168,6 +168,25 @@ def test_an_adapter_is_pushed_and_leaves_the_base_models_weights(plain, server, 
     assert all(after[name] == content for name, content in before.items() if name.endswith(".safetensors"))
 
 
+def test_weights_in_a_file_a_rank_arrive_as_one_model(server, tmp_path):
+    """As `save_pretrained(..., distributed_checkpoint=True)` writes them on two ranks: rows of each tensor."""
+    model, folder = bert(), tmp_path / "saved"
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    for rank in range(2):
+        halves = {name: torch.tensor_split(value, 2)[rank].contiguous() for name, value in model.state_dict().items()}
+        begins = {
+            name: [rank * -(-len(value) // 2), *[0] * (value.dim() - 1)] for name, value in model.state_dict().items()
+        }
+        placed = {name: {"saved_offsets": begin} for name, begin in begins.items()}
+        path = folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors"
+        save_file(halves, path, metadata={"DCP_SHARDING_INFO": json.dumps(placed)})
+    assert hf_zero("push", folder, REPO).exit_code == 0
+    assert not [name for name in server.files(REPO) if name.startswith("shard-")]
+    state = {name: value.float().tolist() for name, value in model.state_dict().items()}
+    assert weights_of(downloaded(server, tmp_path / "down")) == state
+
+
 def test_large_files_travel_in_parts_where_the_hub_wants_it(plain, tmp_path):
     with HubServer(part_bytes=20_000) as server:
         talk_to(server.url)
