@@ -43,6 +43,13 @@ class SavedTensor:
     dtype: str
     nbytes: int
 
+    @classmethod
+    def packed(cls, name: str, file: str, shape: tuple[int, ...], dtype: str) -> "SavedTensor":
+        """One whose elements take as many bytes as their dtype."""
+        return cls(
+            name=name, file=file, shape=shape, dtype=dtype, nbytes=math.prod(shape) * dtype_named(dtype).itemsize
+        )
+
 
 def weight_files(folder: Path) -> list[str]:
     """Names of the safetensors files that hold a folder's model, in order.
@@ -141,13 +148,7 @@ class RowWeights(Weights):
     def __init__(self, checkpoint: Path, others: Sequence[Path] = ()):
         self._reader = CheckpointReader(checkpoint / ZERO_FOLDER, [other / ZERO_FOLDER for other in others])
         self.tensors = [
-            SavedTensor(
-                name=name,
-                file=ZERO_FOLDER,
-                shape=weight.shape,
-                dtype=weight.dtype,
-                nbytes=math.prod(weight.shape) * dtype_named(weight.dtype).itemsize,
-            )
+            SavedTensor.packed(name, ZERO_FOLDER, weight.shape, weight.dtype)
             for name, weight in self._reader.manifest.weights.items()
         ]
 
@@ -165,18 +166,10 @@ class ForeignWeights(Weights):
 
     def __init__(self, folder: Path):
         self._foreign = open_foreign(folder)
-        self.tensors = []
-        for name, shape in self._foreign.weight_shapes().items():
-            dtype = self._foreign.weight_dtype(name)
-            self.tensors.append(
-                SavedTensor(
-                    name=name,
-                    file=folder.name,
-                    shape=shape,
-                    dtype=DTYPE_NAMES[dtype],
-                    nbytes=math.prod(shape) * dtype.itemsize,
-                )
-            )
+        self.tensors = [
+            SavedTensor.packed(name, folder.name, shape, DTYPE_NAMES[self._foreign.weight_dtype(name)])
+            for name, shape in self._foreign.weight_shapes().items()
+        ]
 
     def read(self, tensor: SavedTensor) -> torch.Tensor:
         whole = self._foreign.read_weight(tensor.name, Box.whole(tensor.shape), Interval(0, math.prod(tensor.shape)))
@@ -197,13 +190,7 @@ class ShardWeights(Weights):
         for path in self._shards.entries:
             self._shards.refuse_uncovered(path)
         self.tensors = [
-            SavedTensor(
-                name=name,
-                file=folder.name,
-                shape=shape,
-                dtype=DTYPE_NAMES[dtype],
-                nbytes=math.prod(shape) * dtype.itemsize,
-            )
+            SavedTensor.packed(name, folder.name, shape, DTYPE_NAMES[dtype])
             for name, (shape, dtype) in self._shards.weights.items()
         ]
 
@@ -267,12 +254,7 @@ class InFiles(Weights):
         self._blocks = {name: block for name, block in blocks.items() if block.name in self._whole}
         self._last: tuple[str, torch.Tensor] | None = None
         self.tensors = [
-            replace(
-                self._whole[block.name],
-                name=name,
-                shape=block.shape,
-                nbytes=math.prod(block.shape) * dtype_named(self._whole[block.name].dtype).itemsize,
-            )
+            SavedTensor.packed(name, folder.name, block.shape, self._whole[block.name].dtype)
             # Those of one tensor of the model follow each other, so that it is read once.
             for name, block in sorted(self._blocks.items(), key=lambda item: item[1].name)
         ]
