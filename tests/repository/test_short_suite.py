@@ -1,5 +1,7 @@
 """What the short suite is made of, and what its tests cost."""
 
+import logging
+import sys
 import time
 
 from cells import examples, short_of, short_rows
@@ -27,3 +29,11 @@ def test_cells_that_are_not_named_are_slow_and_none_is_lost():
     first, second = short_rows([(1, "a"), (2, "b")], [(2, "b")])
     assert (first.values, [mark.name for mark in first.marks], second) == ((1, "a"), ["slow"], (2, "b"))
     assert examples(10).max_examples >= 5
+
+
+def as_new(rank: int, world_size: int) -> tuple[bool, int, int, list]:
+    return __name__ in sys.modules, sys.stdout.fileno(), sys.stderr.fileno(), logging.root.handlers
+
+
+def test_ranks_have_what_the_tests_have_imported_and_nothing_of_pytests_output():
+    assert run_ranks(as_new, world_size=2, time_limit_s=60) == [(True, 1, 2, [])] * 2
