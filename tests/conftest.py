@@ -171,6 +171,7 @@ def no_process_group_outlives_its_test() -> Iterator[None]:
 def no_shared_ranks_outlive_their_module() -> Iterator[None]:
     yield
     shared_ranks.shared_ranks.end()
+    shared_ranks.four_ranks.end()
 
 
 @pytest.fixture(scope="session")

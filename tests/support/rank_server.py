@@ -2,6 +2,7 @@
 
 import atexit
 import faulthandler
+import io
 import logging
 import os
 import select
@@ -73,8 +74,8 @@ def _begin_anew() -> None:
     """As a new interpreter: what is said goes to files 1 and 2, and no hook or handler of pytest's is left."""
     atexit._clear()
     faulthandler.disable()
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stdout = sys.__stdout__ = _text_to(1)
+    sys.stderr = sys.__stderr__ = _text_to(2)
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     threading.excepthook = threading.__excepthook__
     logging.root.handlers.clear()
@@ -84,3 +85,8 @@ def _begin_anew() -> None:
             handler.setStream(sys.stderr)
             # transformers' own has that of the stream that it began with.
             vars(handler).pop("flush", None)
+
+
+def _text_to(file: int) -> io.TextIOWrapper:
+    bytes_to = io.BufferedWriter(io.FileIO(file, "w", closefd=False))
+    return io.TextIOWrapper(bytes_to, encoding="utf-8", errors="backslashreplace", line_buffering=True)
