@@ -16,13 +16,17 @@ import ranks
 import torch
 
 
+def can_serve() -> bool:
+    """Whether ranks may be copies: a process that has asked for devices may not be copied and use them."""
+    return sys.platform == "linux" and not torch.cuda.is_available()
+
+
 def fork_server() -> None:
     """Copies this process, which has to have no other thread at work; what the copy preloads it imports with the first rank.
 
     Where a copy cannot serve, a new interpreter is started with the first ranks.
     """
-    # A process that has asked for devices may not be copied and use them.
-    if sys.platform != "linux" or torch.cuda.is_available():
+    if not can_serve():
         return
     resource_tracker.ensure_running()
     spawn, util.spawnv_passfds = util.spawnv_passfds, _fork
