@@ -83,6 +83,7 @@ def test_bf16_parameters_with_masters_follow_one_process(folder):
             assert_close(outcome, alone, tolerance=1e-2)
 
 
+@pytest.mark.slow
 def test_state_and_traffic_are_those_of_zero_over_the_local_part(folder):
     job = SplitJob(folder=folder, steps=1)
     split = four_ranks.run(train_each, job=job, variants=[{"settings": {"stage": 0}}, {"settings": {"stage": 2}}])

@@ -73,10 +73,10 @@ DOORS = [
     "both 3",
     "seq2seq 2",
 ]
-SHORT = {("flag 0", "bert"), ("flag 3", "bert"), ("callback 2", "gpt2"), ("both 1", "bert"), ("seq2seq 3", "gpt2")}
+SHORT = {("flag 0", "bert"), ("flag 3", "bert"), ("callback 2", "bert"), ("both 1", "bert"), ("seq2seq 3", "gpt2")}
 
 
-@pytest.mark.short_cells("flag 3-bert", "callback 2-gpt2")
+@pytest.mark.short_cells("flag 3-bert", "callback 2-bert")
 @pytest.mark.parametrize(
     ("door", "model"),
     [
