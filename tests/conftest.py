@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 # Till all tests are collected: what is imported stays, and looking through it again and again takes a seventh of its time.
@@ -30,6 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import cells  # noqa: E402
 import cpu_times  # noqa: E402
+import rank_server  # noqa: E402
 import ranks  # noqa: E402
 import shared_ranks  # noqa: E402
 import small_units  # noqa: E402, F401
@@ -99,12 +101,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: places.get(item.path.name, len(places)))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     try:
-        return (yield)
+        found = yield
     finally:
         gc.enable()
+    # Whatever pytest watches while it collects, it has let go of.
+    if session.items and not session.config.option.collectonly:
+        with captured(session.config):
+            rank_server.fork_server()
+    return found
+
+
+@contextmanager
+def captured(config: pytest.Config) -> Iterator[None]:
+    """What is started within writes to where the output of tests is captured."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.resume_global_capture()
+    yield
+    capture.suspend_global_capture()
 
 
 def pytest_collection_finish() -> None:
@@ -155,6 +171,7 @@ def no_process_group_outlives_its_test() -> Iterator[None]:
 def no_shared_ranks_outlive_their_module() -> Iterator[None]:
     yield
     shared_ranks.shared_ranks.end()
+    shared_ranks.four_ranks.end()
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ PRELOADED_MODULES = ["torch", "torch.distributed.fsdp", "transformers.models.gpt
 
 # Seconds after a first failure for an earlier one to be told. A rank that is killed tells nothing, and another rank, whose
 # connection it has cut, may be heard before the end of the killed one's pipe is seen.
-HEARING_S = 0.5
+HEARING_S = 1.5
 
 # Where that process finds modules that no package has.
 PRELOAD_FOLDERS = [Path(__file__).resolve().parent]

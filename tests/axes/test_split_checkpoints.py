@@ -8,6 +8,7 @@ import pytest
 import torch
 from cells import slow
 from ranks import run_ranks
+from shared_ranks import four_ranks
 from split_runs import SplitJob, batches, load, save_models, whole_of
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
@@ -85,12 +86,10 @@ def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path
     def run(layout: str, checkpoint: Path, resumed: Path | None) -> list[dict]:
         world_size, tp = LAYOUTS[layout]
         job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=tp if ep > 1 else 1, settings={"stage": stage}, steps=2)
-        return run_ranks(
-            save,
-            world_size=world_size,
-            time_limit_s=120,
-            keyword_arguments={"job": job, "checkpoint": checkpoint, "resumed": resumed},
-        )
+        arguments = {"job": job, "checkpoint": checkpoint, "resumed": resumed}
+        if world_size == 4:
+            return four_ranks.run(save, **arguments)
+        return run_ranks(save, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
     first = tmp_path / "tp2 x dp2"
     [saved, *_] = run("tp2 x dp2", first, None)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
+from shared_ranks import four_ranks
 from split_runs import SplitJob, batches, load, save_models, train_each
 
 from hf_zero.config import ConfigError
@@ -24,7 +25,7 @@ def folder(tmp_path_factory):
 
 def both(job: SplitJob, variants: list[dict]) -> tuple[list, list]:
     """What each rank of tp 2 x dp 2 has, and one process with a whole model."""
-    split = run_ranks(train_each, world_size=4, time_limit_s=200, keyword_arguments={"job": job, "variants": variants})
+    split = four_ranks.run(train_each, job=job, variants=variants)
     [alone] = run_ranks(
         train_each,
         world_size=1,
@@ -82,17 +83,10 @@ def test_bf16_parameters_with_masters_follow_one_process(folder):
             assert_close(outcome, alone, tolerance=1e-2)
 
 
+@pytest.mark.slow
 def test_state_and_traffic_are_those_of_zero_over_the_local_part(folder):
     job = SplitJob(folder=folder, steps=1)
-    split = run_ranks(
-        train_each,
-        world_size=4,
-        time_limit_s=200,
-        keyword_arguments={
-            "job": job,
-            "variants": [{"settings": {"stage": 0}}, {"settings": {"stage": 2}}],
-        },
-    )
+    split = four_ranks.run(train_each, job=job, variants=[{"settings": {"stage": 0}}, {"settings": {"stage": 2}}])
     for whole, sharded in split:
         local_numel = sum(values.size for values in whole.own.values())
         assert whole.state_bytes == 2 * 4 * local_numel
@@ -115,7 +109,7 @@ def different_batches(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_ranks_of_a_copy_that_have_different_batches_are_told_so(folder):
-    said = run_ranks(different_batches, world_size=4, time_limit_s=60, keyword_arguments={"folder": folder})
+    said = four_ranks.run(different_batches, folder=folder)
     assert len(set(said)) == 1
     assert "ranks 0 and 1 hold one copy of the model together" in said[0]
 
@@ -137,7 +131,7 @@ def unequal_gradients(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_a_parameter_that_is_not_split_and_goes_apart_is_named(folder):
-    said = run_ranks(unequal_gradients, world_size=4, time_limit_s=60, keyword_arguments={"folder": folder})
+    said = four_ranks.run(unequal_gradients, folder=folder)
     assert "'model.norm.weight' is not split over ranks [0, 1]" in said[0]
 
 
@@ -167,7 +161,7 @@ def refusals(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_what_cannot_be_combined_is_refused_and_the_model_is_as_before(folder):
-    [said, *_] = run_ranks(refusals, world_size=4, time_limit_s=60, keyword_arguments={"folder": folder})
+    [said, *_] = four_ranks.run(refusals, folder=folder)
     for text, words in zip(
         said,
         (

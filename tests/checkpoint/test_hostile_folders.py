@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import slow
 from fuzz_folders import fuzz
 from hostile_folders import MANIFEST, by_command, cast, commands, resign, with_header
 from ranks import run_ranks
@@ -392,11 +393,10 @@ def test_a_disk_that_fails_at_one_checkpoint_does_not_keep_a_resume_from_an_earl
 # ---- anything at all ----
 
 
-@pytest.mark.short_cells("sharded")
-@pytest.mark.parametrize("layout", ["hf", "sharded"])
-def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, trained, tmp_path):
+@pytest.mark.parametrize(("layout", "count"), [slow("hf", 10), slow("sharded", 10), ("sharded", 4)])
+def test_harmed_checkpoints_are_one_clear_fault_by_every_door(layout, count, trained, tmp_path):
     base = str(trained / layout / "checkpoint-4")
-    arguments = {"base": base, "work": str(tmp_path), "seeds": range(10), "resume_every": 5}
+    arguments = {"base": base, "work": str(tmp_path), "seeds": range(count), "resume_every": 5}
     [wrong] = run_ranks(fuzz, world_size=1, time_limit_s=150, keyword_arguments=arguments)
     assert not wrong, "\n".join(wrong)
 

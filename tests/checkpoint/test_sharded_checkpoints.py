@@ -1,6 +1,8 @@
 """Checkpoints whose model lies in the ranks' own files, on one disk or on each host's; those kept for good; adapters alone."""
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +72,18 @@ def assert_same(state: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
     assert all(np.array_equal(state[name], expected[name]) for name in state)
 
 
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory) -> Callable[[str], tuple[Path, list[dict]]]:
+    """By settings, the folder of a run of two ranks with sharded checkpoints, and its ranks' outcomes."""
+
+    @cache
+    def outcomes(settings: str) -> tuple[Path, list[dict]]:
+        folder = tmp_path_factory.mktemp("run")
+        return folder, on_ranks(trains, output_dir=str(folder), settings=f"{settings},{SHARDED}")
+
+    return outcomes
+
+
 @pytest.mark.parametrize(
     ("settings", "elsewhere"),
     [
@@ -79,9 +93,9 @@ def assert_same(state: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -
         ("stage=2,param_dtype=bfloat16", "stage=3"),
     ],
 )
-def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_becomes_a_model_folder(settings, elsewhere, tmp_path):
-    whole = on_ranks(trains, output_dir=str(tmp_path / "run"), settings=f"{settings},{SHARDED}")
-    checkpoint, last = tmp_path / "run" / "checkpoint-4", tmp_path / "run" / "checkpoint-8"
+def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_becomes_a_model_folder(settings, elsewhere, run_of, tmp_path):
+    folder, whole = run_of(settings)
+    checkpoint, last = folder / "checkpoint-4", folder / "checkpoint-8"
     assert not list(checkpoint.glob("*.safetensors*")) and checkpoint_faults(checkpoint, "zero") == []
     assert "sharded" in hf_zero("inspect", last) and "good" in hf_zero("verify", last)
     with pytest.raises(OSError, match=r"model\.safetensors"):
@@ -112,10 +126,15 @@ def test_a_sharded_checkpoint_goes_on_bit_for_bit_and_becomes_a_model_folder(set
         assert outcome["error"] == "" and outcome["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
 
 
-def test_another_world_size_reads_a_sharded_checkpoint(tmp_path):
-    on_ranks(trains, output_dir=str(tmp_path), settings=f"stage=3,{SHARDED}")
-    state = load_consolidated(tmp_path / "checkpoint-8", tmp_path / "model")
-    for outcome in on_ranks(trains, 3, output_dir=str(tmp_path), settings="stage=2", resume=True):
+@pytest.mark.parametrize(
+    ("settings", "elsewhere"),
+    [slow("stage=3", "stage=2"), ("stage=2,param_dtype=bfloat16", "stage=3,param_dtype=bfloat16")],
+)
+def test_another_world_size_reads_a_sharded_checkpoint(settings, elsewhere, run_of, tmp_path):
+    folder, _ = run_of(settings)
+    shutil.copytree(folder, tmp_path / "run")
+    state = load_consolidated(folder / "checkpoint-8", tmp_path / "model")
+    for outcome in on_ranks(trains, 3, output_dir=str(tmp_path / "run"), settings=elsewhere, resume=True):
         # Stock Trainer takes one step more when it resumes from the last checkpoint of all, at a learning rate of zero.
         assert outcome["error"] == "" and len(outcome["losses"]) >= 8
         assert_same(outcome["state"], state)

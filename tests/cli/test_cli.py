@@ -341,6 +341,7 @@ def test_a_checkpoint_becomes_a_folder_with_equal_tensors_and_nothing_of_the_run
     assert hf_zero("verify", tmp_path / "out").exit_code == 0
 
 
+@pytest.mark.short_cells("20KB-bfloat16", "1GB-None")
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shard_size", ["20KB", "1GB"])
 def test_tied_weights_in_files_of_any_size_and_dtype_load_equal(dtype, shard_size, sharded, tmp_path):

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from cells import examples, short_of
+from cells import examples, short_of, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -105,9 +105,13 @@ def rescued(rank: int, world_size: int, variants: list[dict], when: str, accumul
 VARIANTS = [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}]
 
 
-@pytest.mark.parametrize("when", short_of(["forward", "backward"], ["forward"]))
-def test_all_ranks_take_the_step_again_in_parts_when_one_runs_out(when):
-    arguments = {"variants": VARIANTS, "when": when}
+@pytest.mark.parametrize(
+    ("when", "variants"),
+    [("forward", VARIANTS[1:3]), slow("forward", [VARIANTS[0], VARIANTS[3]]), slow("backward", VARIANTS)],
+    ids=["forward", "forward-others", "backward"],
+)
+def test_all_ranks_take_the_step_again_in_parts_when_one_runs_out(when, variants):
+    arguments = {"variants": variants, "when": when}
     run_ranks(rescued, world_size=2, time_limit_s=120, keyword_arguments=arguments)
 
 
@@ -117,8 +121,8 @@ def test_one_rank_is_rescued_at_every_stage(when):
     run_ranks(rescued, world_size=1, time_limit_s=90, keyword_arguments={"variants": variants, "when": when})
 
 
-def later_micro_batch(rank: int, world_size: int) -> None:
-    for variant in VARIANTS:
+def later_micro_batch(rank: int, world_size: int, variants: list[dict]) -> None:
+    for variant in variants:
         saved, by_hand = Run(rank, world_size, {**HALVE, **variant}), Run(rank, world_size, variant)
         calls = []
 
@@ -134,8 +138,11 @@ def later_micro_batch(rank: int, world_size: int) -> None:
         assert all(np.array_equal(values, theirs[name]) for name, values in saved.weights().items()), variant
 
 
-def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too():
-    run_ranks(later_micro_batch, world_size=2, time_limit_s=90)
+@pytest.mark.parametrize(
+    "variants", [[VARIANTS[0], VARIANTS[3]], slow(VARIANTS[1:3])], ids=["whole and local", "sharded"]
+)
+def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too(variants):
+    run_ranks(later_micro_batch, world_size=2, time_limit_s=90, keyword_arguments={"variants": variants})
 
 
 def ends_at_one_row(rank: int, world_size: int) -> str:

@@ -37,7 +37,7 @@ def test_host_memory_is_bitwise_at_every_stage_and_optimizer(world_size, cells):
 
 @pytest.mark.short_cells("bf16-2")
 @pytest.mark.parametrize(
-    ("world_size", "stages"), [(2, (2, 3)), slow(2, (1,)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
+    ("world_size", "stages"), [(2, (2,)), slow(2, (1, 3)), slow(1, (1, 2, 3))], ids=["2", "2-others", "1"]
 )
 @pytest.mark.parametrize("more", [{"grad_accumulation": "local"}, {"param_dtype": "bfloat16"}], ids=["local", "bf16"])
 def test_host_memory_is_bitwise_with_local_accumulation_and_bf16(more, world_size, stages):

@@ -86,6 +86,7 @@ def test_a_plan_without_memory_is_the_engines_own(tmp_path, ranks):
             assert planned_ddp(model, job.optimizers, ranks) == ddp
 
 
+@pytest.mark.short_cells("gpt2-sdpa", "gpt2-eager", "llama-sdpa", "bert-sdpa")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_a_trace_counts_what_autograd_saves(name, attention):

@@ -8,6 +8,8 @@ import sys
 import pytest
 from cells import slow
 
+import hf_zero
+
 MEASURE = """
 import time
 first = time.process_time()
@@ -19,7 +21,6 @@ print(time.process_time() - start, start - first)
 import sys
 hf_zero.ZeroPlugin(2)
 assert 'transformers.trainer' not in sys.modules
-[getattr(hf_zero, name) for name in hf_zero.__all__]
 """
 
 
@@ -44,7 +45,7 @@ def cost_over_accelerate(names: str) -> float:
 
 
 @pytest.mark.parametrize("names", [slow(""), "hf_zero.ZeroPlugin; hf_zero.ZeroConfig; hf_zero.engine_of"])
-def test_import_costs_little_over_accelerate_leaves_transformers_trainer_out_and_has_every_public_name(names):
+def test_import_costs_little_over_accelerate_and_leaves_transformers_trainer_out(names):
     # One of a few is enough: whatever else the machine does adds to a process's time and never takes from it.
     found = []
     while len(found) < 4 and min(found, default=MOST_SECONDS) >= MOST_SECONDS:
@@ -53,9 +54,8 @@ def test_import_costs_little_over_accelerate_leaves_transformers_trainer_out_and
     assert min(found) < MOST_SECONDS
 
 
-def test_an_unknown_name_is_an_attribute_error():
-    import hf_zero
-
+def test_every_public_name_is_there_and_an_unknown_one_is_an_attribute_error():
+    assert all(hasattr(hf_zero, name) for name in hf_zero.__all__)
     with pytest.raises(AttributeError, match="no attribute 'ZeroPluggin'"):
         hf_zero.ZeroPluggin  # noqa: B018
 

@@ -45,9 +45,17 @@ CLIPPED = [("clip and accumulation", stage) for stage in range(4)]
 
 # Each job is in the short run on two ranks in one of the two places, or on one rank in both: the places hold state in ways of
 # their own, whoever steps it. In host memory one job is there at every stage.
-HOST_OF_TWO_RANKS = [*CLIPPED, ("plain", 3), ("rmsprop", 3)]
+HOST_OF_TWO_RANKS = CLIPPED
 FILES_OF_TWO_RANKS = [("clip and accumulation", 3), ("odd model", 2), ("adam amsgrad", 1), ("nadam", 0)]
-OF_ONE_RANK = [("clip and accumulation", 3), ("sgd momentum", 2), ("adagrad", 1), ("bert", 3), ("adamw", 0)]
+OF_ONE_RANK = [
+    ("clip and accumulation", 3),
+    ("sgd momentum", 2),
+    ("adagrad", 1),
+    ("bert", 3),
+    ("adamw", 0),
+    ("plain", 3),
+    ("rmsprop", 3),
+]
 
 
 EVERY = [(name, stage) for name in JOBS for stage in range(4)]

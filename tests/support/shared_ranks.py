@@ -1,4 +1,4 @@
-"""Two ranks that run one job after another: most of what a small job costs is its ranks' start and their first step."""
+"""Ranks that run one job after another: most of what a small job costs is its ranks' start and their first step."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class Runner:
 class SharedRanks:
     """For jobs that seed what they draw, and look at their own models alone. A job that fails takes its ranks with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._stack = ExitStack()
         self._live: LiveRanks | None = None
         self._left = 0
 
     def run(self, target: Callable[..., Any], **arguments: Any) -> list[Any]:
-        """As `run_ranks` with two ranks."""
+        """As `run_ranks` with as many ranks."""
         if self._left == 0:
             self.end()
             each = {"start_limit_s": TIME_LIMIT_S, "call_limit_s": TIME_LIMIT_S}
-            live = live_ranks(Runner, world_size=2, time_limit_s=JOBS * TIME_LIMIT_S, **each)
+            live = live_ranks(Runner, world_size=self._world_size, time_limit_s=JOBS * TIME_LIMIT_S, **each)
             self._live, self._left = self._stack.enter_context(live), JOBS
         self._left -= 1
         try:
@@ -56,4 +57,5 @@ class SharedRanks:
         self._stack.close()
 
 
-shared_ranks = SharedRanks()
+shared_ranks = SharedRanks(2)
+four_ranks = SharedRanks(4)
