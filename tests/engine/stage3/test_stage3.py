@@ -479,6 +479,7 @@ def assert_nothing_is_left_in(model: nn.Module, untouched: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.short_cells("False")
 def test_a_closed_engine_hands_back_an_ordinary_whole_model(rank0_only):
     run_on_ranks(closes, rank0_only=rank0_only)
 
@@ -859,6 +860,7 @@ def test_outputs_in_dataclasses_and_nested_containers_announce_their_backward(va
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.short_cells("trained")
 def test_a_weight_that_the_parent_reads_trains_as_under_ddp(frozen):
     variants = [{**settings, "unit_modules": ["Block"]} for settings in (KEPT, SHARDED, NOT_AHEAD)]
     shared_ranks.run(same_as_ddp, script=three_steps, variants=variants, make=partial(Reader, frozen))
