@@ -150,6 +150,7 @@ def bytes_of_steps(rank: int, world_size: int, settings: dict, accumulation: int
     ],
     ids=["0", "1", "2", "1, accumulating 3", "2 local, 3", "2 sharded, 3", "3", "3 kept"],
 )
+@pytest.mark.short_cells("1, accumulating 3-2", "2 sharded, 3-2", "3-2")
 def test_bytes_at_the_socket_are_what_the_formula_says(settings, accumulation, copies, world_size):
     """`copies` x (W-1)/W x parameter bytes: 2 for one reduction and one gather, A + 1 when every micro-batch is reduced, 3 where
     layers are gathered for forward and for backward."""
@@ -176,6 +177,7 @@ def bytes_with_and_without(rank: int, world_size: int, stage: int, comm: dict) -
     ],
     ids=["2, int8", "3, int8", "3, fp8", "2, int4 and int8"],
 )
+@pytest.mark.short_cells("2, int4 and int8")
 def test_blocks_take_a_quarter_at_the_socket(stage, comm, share):
     """1 byte in place of 4, and 4 bytes of scale for 256 elements: 0.254; half a byte and as much: 0.129."""
     arguments = {"stage": stage, "comm": comm}

@@ -66,6 +66,7 @@ STAGES_OF_CHANGE = {
         *(slow(BERT, change, [*STAGES, *OTHERWISE], id=f"{name}-bert") for name, change in CHANGES.items()),
     ],
 )
+@pytest.mark.short_cells("plain-gpt2", "uneven last batch-gpt2", "dropout-gpt2")
 def test_bitwise_at_two_ranks(job, change, variants):
     assert_bitwise(replace(job, **change), variants)
 
@@ -142,12 +143,14 @@ ONE_STAGE_EACH = [(name, [STAGES[1 + number % 3]]) for number, name in enumerate
 @pytest.mark.parametrize(
     ("name", "stages"), [*ONE_STAGE_EACH, *(slow(name, STAGES[1:], id=f"{name}-every-stage") for name in OPTIMIZERS)]
 )
+@pytest.mark.short_cells("sgd-stages0", "adagrad-stages2", "adam amsgrad-stages5", "adamw foreach-stages6")
 def test_elementwise_optimizers_are_bitwise(name, stages):
     make = partial(of_all_parameters, OPTIMIZERS[name])
     assert_bitwise(replace(GPT2, make_optimizer=make), stages)
 
 
 @pytest.mark.parametrize("sleeping", [slow("none"), "odd ranks", "even steps"])
+@pytest.mark.short_cells("odd ranks")
 def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
     job = Job(make_model=Unruly, model_arguments={"sleeping": sleeping}, find_unused=True, batch_size=4, steps=4)
     # A gather is collective, so a layer that only some ranks visit must be kept whole.
@@ -167,6 +170,7 @@ def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
         *(slow(GPT2, reentrant, STAGES, id=f"gpt2-{reentrant}-every-stage") for reentrant in (False, True)),
     ],
 )
+@pytest.mark.short_cells("gpt2-reentrant")
 def test_activation_checkpointing_is_bitwise(job, reentrant, stages):
     assert_bitwise(replace(job, prepare=partial(checkpoint_activations, reentrant=reentrant)), stages)
 

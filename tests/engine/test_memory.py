@@ -140,6 +140,7 @@ def assert_within_formula(held: dict, stage: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [slow(1), 2, slow(4)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.short_cells("2-2", "3-2")
 def test_state_bytes_a_rank(stage, world_size):
     if world_size == 1:
         results = [held_after_backward(stage)]
@@ -248,6 +249,7 @@ def plan_report_and_what_is_held(where: str, dtype: torch.dtype, path: str) -> N
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["fp32", "bf16"]
 )
 @pytest.mark.parametrize("where", short_of(ELSEWHERE, IN_SHORT))
+@pytest.mark.short_cells("cpu, early-fp32", "params cpu-fp32", "all nvme-fp32")
 def test_plan_and_report_come_to_the_memory_that_is_held_with_state_elsewhere(where, dtype, tmp_path):
     # In a process that has few objects of its own.
     arguments = {"where": where, "dtype": dtype, "path": str(tmp_path)}

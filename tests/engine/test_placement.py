@@ -141,6 +141,7 @@ def sends_buffers(rank: int, world_size: int, library: Path, folder: str, on_dev
 
 
 @pytest.mark.parametrize("on_device", [True, False], ids=["device", "host"])
+@pytest.mark.short_cells("device")
 def test_buffers_of_all_dtypes_become_rank_0s(on_device, library, tmp_path):
     arguments = {"library": library, "folder": str(tmp_path), "on_device": on_device}
     run_ranks(sends_buffers, world_size=2, time_limit_s=100, keyword_arguments=arguments)

@@ -97,6 +97,7 @@ def trained_like_ddp(rank: int, world_size: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["norms", "bert"])
+@pytest.mark.short_cells("norms")
 def test_two_forwards_before_a_backward_and_evaluations_behind_steps_are_ddps(kind):
     run_ranks(trained_like_ddp, world_size=2, time_limit_s=100, keyword_arguments={"kind": kind})
 

@@ -52,8 +52,8 @@ def reads_nothing_undefined(rank: int, world_size: int, cells: list[tuple[dict, 
         assert anything.equals(defined) and anything.norms == defined.norms, (stage, settings, anything.losses)
 
 
-# Each stage, and each setting of the cases.
-SOME = list(zip([*CASES[:2], *CASES[3:]], (0, 3, 1, 2, 3), strict=True))
+# Each stage that shards, and each setting of the cases but 8-bit moments.
+SOME = list(zip([CASES[1], *CASES[3:5]], (3, 1, 2), strict=True))
 EVERY = [(settings, stage) for settings in CASES for stage in range(4) if stage or "comm" not in settings]
 
 

@@ -97,7 +97,7 @@ CELLS = [
         2,
         Cells(
             exact=ON_TWO_RANKS,
-            inexact=["bf16", "blocks on the wire"],
+            inexact=["blocks on the wire"],
             scaled=["half of it"],
             saved=["a step late"],
         ),

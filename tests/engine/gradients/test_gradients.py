@@ -64,6 +64,7 @@ def several_backwards(rank: int, world_size: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
+@pytest.mark.short_cells("2")
 def test_several_backward_calls_add_up(stage):
     run_on_ranks(several_backwards, stage=stage)
 
@@ -83,6 +84,7 @@ def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
 
 @pytest.mark.parametrize("by", ["model", "optimizer"])
 @pytest.mark.parametrize("stage", short_of([0, 1, 2], [0, 2]))
+@pytest.mark.short_cells("0-optimizer", "2-model")
 def test_zero_grad_drops_what_was_reduced(stage, by):
     run_on_ranks(zeroed_between, stage=stage, by=by)
 
@@ -122,6 +124,7 @@ DROPPED = {
         for way, short in DROPPED.items()
     ],
 )
+@pytest.mark.short_cells("{'stage': 2}-('optimizer', True)", "{'stage': 1}-('model', True)")
 def test_zero_grad_drops_what_was_not_yet_reduced(settings, by, set_to_none):
     run_on_ranks(skipped_batches, settings=settings, by=by, set_to_none=set_to_none)
 
@@ -140,6 +143,7 @@ def accumulated_then_reduced(rank: int, world_size: int, settings: dict) -> None
 @pytest.mark.parametrize(
     "settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"stage": 2, "grad_accumulation": "local"}], ids=str
 )
+@pytest.mark.short_cells("{'stage': 2}", "{'stage': 2, 'grad_accumulation': 'local'}")
 def test_no_sync_after_a_reduced_backward_and_nested(settings):
     run_on_ranks(accumulated_then_reduced, settings=settings)
 

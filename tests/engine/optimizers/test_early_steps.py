@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from cells import examples
+from cells import examples, slow
 from early_courses import EARLY, IN_TIME, OPTIMIZERS, STEPS, WIDTH, built, course, one_step, random_courses, same
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,9 +39,8 @@ def test_whatever_comes_between_backward_and_step_the_bits_are_the_same(name, st
     engine.close()
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_ranks_forget_and_keep_together_bit_for_bit(world_size):
-    count = 4 if world_size == 2 else 3
+@pytest.mark.parametrize(("world_size", "count"), [(2, 2), slow(2, 4), slow(3, 3)], ids=["2", "2-more", "3"])
+def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count):
     for found in run_ranks(random_courses, world_size=world_size, time_limit_s=150, keyword_arguments={"count": count}):
         assert len(found) == count
         for what, is_same, kept, forgotten in found:

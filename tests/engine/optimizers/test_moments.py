@@ -151,6 +151,7 @@ DISTINCT = ["AdamW, amsgrad", "AdamW, fused", "Adamax", "SGD, Nesterov", "RMSpro
 
 
 @pytest.mark.parametrize("name", short_of(OPTIMIZERS, DISTINCT))
+@pytest.mark.short_cells("AdamW, amsgrad", "SGD, Nesterov", "RMSprop, momentum")
 def test_torchs_elementwise_optimizers_go_with_it(name):
     losses = []
     for settings in (IN_32_BITS, IN_8_BITS):

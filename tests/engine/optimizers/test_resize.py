@@ -54,6 +54,7 @@ LARGER, SMALLER = VOCABULARY + 30, VOCABULARY - 11
     ("stage", "vocabulary"),
     short_rows(itertools.product((1, 2, 3), (LARGER, SMALLER)), [(1, LARGER), (3, SMALLER)]),
 )
+@pytest.mark.short_cells("3-200")
 def test_training_goes_on_as_under_ddp(stage, vocabulary):
     arguments = {"settings": None, "vocabulary": vocabulary}
     expected = run_ranks(trained_across_a_resize, world_size=2, time_limit_s=60, keyword_arguments=arguments)

@@ -161,6 +161,7 @@ def writes_between_steps(rank: int, world_size: int, settings: dict) -> dict[str
 
 
 @pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"stage": 3, "param_dtype": "bfloat16"}], ids=str)
+@pytest.mark.short_cells("{'stage': 1}", "{'stage': 3, 'param_dtype': 'bfloat16'}")
 def test_a_write_that_other_ranks_have_not_seen_is_refused_until_it_is_sent(settings):
     for said in run_ranks(
         writes_between_steps, world_size=2, time_limit_s=100, keyword_arguments={"settings": settings}

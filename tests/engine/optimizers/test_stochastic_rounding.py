@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cells import slow
 from ranks import run_ranks
 from saved_engines import save_engine
 from torch import nn
@@ -21,23 +22,23 @@ BY_CHANCE = {"param_dtype": "bfloat16", "rounding": "stochastic", "grad_accumula
 NEAREST = {"param_dtype": "bfloat16", "grad_accumulation": "local"}
 
 
-def on_all_layouts(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+LAYOUTS = [{"stage": 0}, {"stage": 1}, {"stage": 2, "bucket_bytes": "7KiB"}, {"stage": 3, "bucket_bytes": "20KiB"}]
+
+
+def on_layouts(rank: int, world_size: int, layouts: list[dict]) -> tuple[list[float], list[float]]:
     """The losses, by chance and from masters, of the same batch on every rank."""
     job = Job(make_batch=of_one_seed)
     runs: list[Outcome] = []
-    for more in (
-        {"stage": 0},
-        {"stage": 1},
-        {"stage": 2, "bucket_bytes": "7KiB"},
-        {"stage": 3, "bucket_bytes": "20KiB"},
-    ):
+    for more in layouts:
         runs.append(train(rank, world_size, replace(job, settings={**BY_CHANCE, **more})))
         assert runs[-1].equals(runs[0]), f"{more}: {runs[-1].loss_error(runs[0])}"
     return runs[0].losses, train(rank, world_size, replace(job, settings={**NEAREST, "stage": 2})).losses
 
 
-def test_bits_depend_on_the_parameter_and_the_step_alone():
-    by_world = {world_size: run_ranks(on_all_layouts, world_size=world_size, time_limit_s=120) for world_size in (1, 2)}
+@pytest.mark.parametrize("layouts", [LAYOUTS[2:], slow(LAYOUTS)], ids=["some", "all"])
+def test_bits_depend_on_the_parameter_and_the_step_alone(layouts):
+    limited = {"time_limit_s": 120, "keyword_arguments": {"layouts": layouts}}
+    by_world = {world_size: run_ranks(on_layouts, world_size=world_size, **limited) for world_size in (1, 2)}
     (losses, exact), *others = [outcome for outcomes in by_world.values() for outcome in outcomes]
     for other, _ in others:
         assert other == losses

@@ -150,7 +150,7 @@ def test_their_state_may_lie_in_files(tmp_path):
 HOST = {"offload": {"optimizer": "cpu"}}
 
 
-def elsewhere(rank: int, world_size: int) -> dict[str, float]:
+def elsewhere(rank: int, world_size: int, stages: list[int]) -> dict[str, float]:
     """Masters in host memory, in bf16, a clip that bites and accumulation: each as at stage 1 on the device.
 
     Returns:
@@ -162,16 +162,19 @@ def elsewhere(rank: int, world_size: int) -> dict[str, float]:
         for more in ({"param_dtype": "bfloat16"}, {}):
             local = {"grad_accumulation": "local", **more}
             here = train(rank, world_size, replace(job, settings={**STAGES[1], **local}))
-            for stage in (1, 2, 3):
+            for stage in stages:
                 moved = train(rank, world_size, replace(job, settings={**STAGES[stage], **HOST, **local}))
                 assert moved.equals(here), f"{name}, stage {stage}, {more}: {moved.loss_error(here)}"
         errors[name] = here.loss_error(train(rank, world_size, job)) if world_size > 1 else 0.0
     return errors
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_other_worlds_host_memory_and_bf16_follow(world_size):
-    for errors in run_ranks(elsewhere, world_size=world_size, time_limit_s=170):
+@pytest.mark.parametrize(
+    ("world_size", "stages"), [(1, [3]), slow(1, [1, 2]), slow(3, [1, 2, 3])], ids=["1", "1-others", "3"]
+)
+def test_other_worlds_host_memory_and_bf16_follow(world_size, stages):
+    arguments = {"stages": stages}
+    for errors in run_ranks(elsewhere, world_size=world_size, time_limit_s=170, keyword_arguments=arguments):
         # Three ranks' gradients are added in another order than DDP's, and Muon multiplies matrices in bf16.
         assert errors.pop("muon and adamw") < 1e-3
         assert max(errors.values()) < 1e-5

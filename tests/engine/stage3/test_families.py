@@ -293,6 +293,7 @@ ALIKE = ("roberta", "bert masked lm", "electra", "gpt-neo", "bloom")
         *(slow(name, [RESHARDED, KEPT], id=f"{name}-both") for name in JOBS),
     ],
 )
+@pytest.mark.short_cells("bert-variants0", "gpt2-variants2", "t5-variants3", "llama-variants4", "vit-variants8")
 def test_family_is_bitwise(name, variants):
     assert_bitwise(replace(JOBS[name], max_norm=100.0), variants)
 
@@ -321,6 +322,7 @@ CHECKPOINTED = {
         for reentrant in (False, True)
     ],
 )
+@pytest.mark.short_cells("bert-non-reentrant")
 def test_family_with_activation_checkpointing_is_bitwise(name, reentrant):
     checkpointing = partial(checkpoint_activations, reentrant=reentrant)
     assert_bitwise(replace(JOBS[name], prepare=checkpointing, max_norm=100.0), [RESHARDED, KEPT])
@@ -330,6 +332,7 @@ def test_family_with_activation_checkpointing_is_bitwise(name, reentrant):
     ("span", "reentrant"),
     [(1, False), (2, True), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((1, True), (2, False)))],
 )
+@pytest.mark.short_cells("2-True")
 def test_checkpoints_around_calls_of_layers_are_bitwise(span, reentrant):
     job = Job(make_model=Stack, make_batch=texts, model_arguments={"span": span, "reentrant": reentrant}, steps=2)
     assert_bitwise(job, [RESHARDED, KEPT, {**RESHARDED, "prefetch_units": 0}])

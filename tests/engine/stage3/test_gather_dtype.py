@@ -64,6 +64,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", JOBS)
+@pytest.mark.short_cells("gpt2")
 def test_training_is_bitwise_that_of_bf16_parameters_with_a_master(name):
     job, others = JOBS[name]
     arguments = {"job": job, "variants": [GATHERED, *others]}

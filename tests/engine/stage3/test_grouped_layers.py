@@ -81,6 +81,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize("name", short_of(JOBS, ["gpt2", "t5", "two streams"]))
+@pytest.mark.short_cells("gpt2", "two streams")
 def test_trains_to_the_bits_of_ddp(name):
     assert_bitwise(JOBS[name], [TOGETHER, IN_PAIRS])
 

@@ -454,5 +454,6 @@ def hides(rank: int, world_size: int, way: str, frozen: bool) -> None:
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("way", ["attribute", "object"])
+@pytest.mark.short_cells("object-trained", "attribute-frozen")
 def test_a_layer_that_hides_its_outputs_is_named_and_never_trains_on_wrong_gradients(way, frozen):
     run_on_ranks(hides, way=way, frozen=frozen)
