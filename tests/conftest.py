@@ -67,12 +67,13 @@ LONGEST_FIRST = (
 
 # The same where slow tests run, too; those of the other list follow.
 LONGEST_FIRST_WITH_SLOW = (
-    *("test_docs.py", "test_commit.py", "test_accuracy.py", "test_mutations.py", "test_forecast.py", "test_configs.py"),
-    *("test_random_modules.py", "test_late_ranks.py", "test_bench.py", "test_rescue_at_stage_3.py", "test_auto.py"),
+    *("test_docs_in_minutes.py", "test_accuracy.py", "test_random_modules.py", "test_commit.py", "test_configs.py"),
+    *("test_rescue_at_stage_3.py", "test_mutations.py", "test_forecast.py", "test_late_ranks.py", "test_bench.py"),
+    *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
     *("test_elastic_agents.py", "test_parity_of_scripts.py", "test_hostile_folders.py", "test_standin_doors.py"),
-    *("test_faults.py", "test_standin_device.py", "test_gradient_bytes.py", "test_split_models.py", "test_memory.py"),
-    *("test_hub.py", "test_accelerate.py", "test_hybrid.py", "test_trainer.py", "test_config_fuzz.py"),
-    *("test_recipes.py", "test_stage3.py", "test_equivalence.py", "test_offload_runs.py", "test_combinations.py"),
+    *("test_gradient_bytes.py", "test_memory.py", "test_hub.py", "test_accelerate.py", "test_hybrid.py"),
+    *("test_trainer.py", "test_config_fuzz.py", "test_recipes.py", "test_stage3.py", "test_equivalence.py"),
+    *("test_offload_runs.py", "test_combinations.py"),
 )
 
 # Examples of a property: the short run tries the same twenty each time, the long one a hundred at random. How long one takes says

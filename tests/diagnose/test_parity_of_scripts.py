@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_runs import hf_zero
 from launching import ROOT, SECONDS, own_environment, own_port, run_forked
 
+from hf_zero.cli import parity
 from hf_zero.diagnose.parity_report import ParityError, ParityReport, compare
 from hf_zero.diagnose.recording import Recording
 
@@ -55,31 +57,31 @@ def test_a_script_without_a_step_cannot_be_compared(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_command_ends_with_a_status_for_ci(tmp_path):
-    def command(*options: str) -> subprocess.CompletedProcess:
-        words = [
-            sys.executable,
-            "-c",
-            "from hf_zero.cli.app import main; main()",
-            "parity",
-            "--cpu",
-            "--json",
-            *options,
-        ]
-        words += [
-            "--num-processes",
-            "2",
-            "--port",
-            str(own_port()),
-            str(SCRIPTS / "plain_loop.py"),
-            str(tmp_path / "l"),
-        ]
-        environment = own_environment(tmp_path)
-        return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
-
-    good = command("--zero", "2")
+def test_the_command_launches_the_script_twice_and_ends_with_0(tmp_path):
+    words = [
+        sys.executable,
+        "-c",
+        "from hf_zero.cli.app import main; main()",
+        "parity",
+        "--cpu",
+        "--json",
+        "--zero",
+        "2",
+    ]
+    words += ["--num-processes", "2", "--port", str(own_port()), str(SCRIPTS / "plain_loop.py"), str(tmp_path / "l")]
+    environment = own_environment(tmp_path)
+    good = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * SECONDS)
     assert good.returncode == 0, good.stderr[-3000:]
     assert json.loads(good.stdout)["passed"]
-    bad = command("--zero", "stage=2,comm.gradients=int8", "--tolerance", "0")
-    assert bad.returncode == 1, bad.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_1_where_a_run_differs(tmp_path, monkeypatch):
+    stock, inexact = (
+        recorded(tmp_path / f"{zero}", zero, "plain_loop.py", tmp_path / "losses.json")
+        for zero in (None, "stage=2,comm.gradients=int8")
+    )
+    monkeypatch.setattr(parity, "parity_of_script", lambda *_, tolerance, **__: compare(stock, inexact, tolerance))
+    bad = hf_zero("parity", "--json", "--tolerance", "0", "script.py")
+    assert bad.exit_code == 1, bad.output
     assert json.loads(bad.stdout)["first"]["kind"] == "gradient"

@@ -201,11 +201,16 @@ def test_a_few_random_modules_train_as_under_ddp(world_size):
 
 
 # Seeds for each number of ranks, 300 in all: on four ranks a module takes some fifteen times the CPU time that it takes on one.
-SEEDS = {1: range(110), 2: range(110, 235), 3: range(235, 275), 4: range(275, 300)}
+SEEDS = {
+    1: [*range(110), *range(200, 235), *range(255, 275), *range(290, 300)],
+    2: [*range(110, 200)],
+    3: [*range(235, 255)],
+    4: [*range(275, 290)],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", SEEDS)
 def test_300_random_modules_train_as_under_ddp(world_size):
-    check(world_size, list(SEEDS[world_size]), torch.float64, time_limit_s=1500)
+    check(world_size, SEEDS[world_size], torch.float64, time_limit_s=1500)

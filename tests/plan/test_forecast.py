@@ -224,11 +224,6 @@ def test_state_is_what_was_forecast_and_a_peak_no_less():
 
 
 @pytest.mark.slow
-def test_a_forecast_peak_is_near_the_measured_one(tmp_path):
-    run_bench(tmp_path, "--models", "gpt2", "--set-ups", "2", "--batches", "4x64")
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1900)
 def test_forecast_peaks_are_near_the_measured_ones_in_all_set_ups(tmp_path):
     # All but bf16: a processor without instructions for it takes a hundred times as long for a backward.

@@ -262,7 +262,7 @@ def test_an_exact_way_whose_losses_differ_is_named():
 @pytest.mark.slow
 def test_offload_finds_the_largest_that_fits_in_so_much_host_memory(tmp_path):
     limits = ("--host-gb", 1.0, "--steps", 1, "--minutes", 3.5)
-    figures = offload_figures(tmp_path / "largest.json", "--model", "30m", "--largest", *limits)
+    figures = offload_figures(tmp_path / "largest.json", "--model", "30m-short", "--largest", *limits)
     # What has been held for less than a look is not seen.
     assert figures["largest"]["host_peak_bytes"] <= 1.05e9
     assert figures["largest"]["parameters"] > 1e6

@@ -15,20 +15,13 @@ from document.memory import bytes_of_stage
 from floors import FLOOR
 from hub_server import HubServer
 from launching import ROOT
-from readme_walk import RUNS_THE_TESTS, SECONDS, Folder, Line, Walk, blocks_of, steps_of
+from readme_walk import EXAMPLES, LINES, PAGES, README, RUNS_THE_TESTS, SECONDS, Folder, Line, Walk, blocks_of
 from typer.testing import CliRunner
 from write_docs import MADE
 
 import hf_zero
 from hf_zero import ConfigError, ZeroConfig
 from hf_zero.cli.app import app
-
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-}
-"""What a user reads. All code in it is run."""
 
 DOCUMENTS = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"]
 MOST_LINES = 200
@@ -46,9 +39,8 @@ def table_under(text: str, first_heading: str) -> list[list[str]]:
     return rows
 
 
-EXAMPLES = {name: blocks_of(text, "python") for name, text in PAGES.items()}
-LINES = {name: [step for step in steps_of(text) if isinstance(step, Line)] for name, text in PAGES.items()}
-TYPED = [(name, line) for name, lines in LINES.items() for line in lines]
+TYPED = [(name, line) for name, lines in LINES.items() for line in lines if line.hindrance or not line.takes_minutes]
+"""All but those of test_docs_in_minutes.py."""
 
 
 def read(document: str) -> str:
@@ -107,27 +99,6 @@ def test_line_runs_as_it_is_typed_after_those_before_it(walk_of, page, line):
     assert outcome.status == 0, outcome.said[-4000:]
     if "torchrun" in line.command or "accelerate launch" in line.command:
         assert "state over 2 of 2 ranks" in outcome.said
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize(
-    ("launcher", "page", "started"),
-    [
-        ("torchrun", "README.md", "torchrun"),
-        ("accelerate", "README.md", "accelerate launch"),
-        ("accelerate", "docs/unmodified-scripts.md", "-m hf_zero.run"),
-        ("python", "docs/parity.md", "python "),
-    ],
-)
-def test_the_launcher_itself_starts_a_line(launcher, page, started, tmp_path):
-    line = next(line for line in LINES[page] if started in line.command and not line.hindrance)
-    with HubServer() as hub:
-        folder = Folder(tmp_path, hub, EXAMPLES["README.md"], launchers=[launcher])
-        outcome = Walk(PAGES[page], folder).run(line)
-    assert outcome.status == 0, outcome.said[-4000:]
-    assert launcher == "python" or "state over 2 of 2 ranks" in outcome.said
-    assert not folder.launchers_left
 
 
 def test_only_lines_with_a_visible_reason_are_not_run():

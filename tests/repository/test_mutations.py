@@ -1,7 +1,15 @@
 """The short suite sees what is broken in the engine."""
 
+from collections.abc import Iterator
+
 import mutation_check
 import pytest
+
+
+@pytest.fixture(scope="module")
+def tree() -> Iterator[mutation_check.BrokenTree]:
+    with mutation_check.BrokenTree() as tree:
+        yield tree
 
 
 def test_each_break_fits_the_engine_as_it_is():
@@ -18,5 +26,5 @@ def test_each_break_fits_the_engine_as_it_is():
 @pytest.mark.slow
 @pytest.mark.timeout(mutation_check.SECONDS_A_BREAK + 60)
 @pytest.mark.parametrize("fault", mutation_check.BREAKS, ids=lambda fault: fault.name)
-def test_each_break_is_caught(fault):
-    assert mutation_check.run(fault) is not None
+def test_each_break_is_caught(fault, tree):
+    assert tree.run(fault) is not None

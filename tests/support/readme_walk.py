@@ -67,8 +67,12 @@ class Line:
     comment: str = ""
 
     @property
+    def takes_minutes(self) -> bool:
+        return "minutes" in self.comment
+
+    @property
     def is_slow(self) -> bool:
-        return "minutes" in self.comment or any(self.command.startswith(words) for words in LONG_RUN_ONLY)
+        return self.takes_minutes or any(self.command.startswith(words) for words in LONG_RUN_ONLY)
 
     @property
     def hindrance(self) -> str | None:
@@ -144,6 +148,17 @@ def steps_of(text: str) -> Iterator[Block | Line]:
             for line in block.text.splitlines():
                 command, _, comment = line.partition(" # ")
                 yield Line(command=command.strip(), comment=comment.strip())
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+"""What a user reads. All code in it is run."""
+
+EXAMPLES = {name: blocks_of(text, "python") for name, text in PAGES.items()}
+LINES = {name: [step for step in steps_of(text) if isinstance(step, Line)] for name, text in PAGES.items()}
 
 
 class Folder:

@@ -1,0 +1,48 @@
+"""Lines of the documents that take minutes, and those that a launcher really starts: each in a reader's folder of its own."""
+
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer
+from readme_walk import EXAMPLES, LINES, MINUTES, PAGES, SECONDS, Folder, Line, Walk
+
+pytestmark = pytest.mark.slow
+
+IN_MINUTES = [
+    pytest.param(page, line, id=f"{page}: {line.command}")
+    for page, lines in LINES.items()
+    for line in lines
+    if line.takes_minutes and not line.hindrance
+]
+
+
+def test_there_are_some():
+    assert len(IN_MINUTES) >= 3
+
+
+@pytest.mark.timeout(60 * MINUTES + 2 * SECONDS)
+@pytest.mark.parametrize(("page", "line"), IN_MINUTES)
+def test_line_runs_as_it_is_typed(page: str, line: Line, tmp_path: Path):
+    with HubServer() as hub:
+        outcome = Walk(PAGES[page], Folder(tmp_path, hub, EXAMPLES["README.md"])).run(line)
+    assert outcome.status == 0, outcome.said[-4000:]
+
+
+@pytest.mark.timeout(2 * SECONDS)
+@pytest.mark.parametrize(
+    ("launcher", "page", "started"),
+    [
+        ("torchrun", "README.md", "torchrun"),
+        ("accelerate", "README.md", "accelerate launch"),
+        ("accelerate", "docs/unmodified-scripts.md", "-m hf_zero.run"),
+        ("python", "docs/parity.md", "python "),
+    ],
+)
+def test_the_launcher_itself_starts_a_line(launcher, page, started, tmp_path):
+    line = next(line for line in LINES[page] if started in line.command and not line.hindrance)
+    with HubServer() as hub:
+        folder = Folder(tmp_path, hub, EXAMPLES["README.md"], launchers=[launcher])
+        outcome = Walk(PAGES[page], folder).run(line)
+    assert outcome.status == 0, outcome.said[-4000:]
+    assert launcher == "python" or "state over 2 of 2 ranks" in outcome.said
+    assert not folder.launchers_left
