@@ -4,20 +4,18 @@
         done = warm.run(tree, ["-x", "tests/layout"], time_limit_s=60)
 
 One interpreter imports what the package and its tests need of others, and nothing of the tree. Each run is a process forked from
-it, which imports the package and the tests of its tree, and so is the process that the run's own ranks are forked from.
+it, which imports the package and the tests of its tree.
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import importlib
 import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,12 +36,6 @@ IMPORTED = (
     "pytest",
     "typer.testing",
 )
-OF_FORKING_PROCESSES = "multiprocessing.forkserver"
-MOST_BYTES = 1 << 20
-"""Of what one process tells another: an environment is a few thousand."""
-
-# Above those that a process opens by itself.
-_FIRST_OWN_DESCRIPTOR = 200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +141,6 @@ def _run(asked: dict) -> int:
     for descriptor, source in ((0, nothing), (1, said), (2, said)):
         os.dup2(source, descriptor)
     _move_to(asked["tree"], asked["environment"])
-    _fork_later_what_forks_ranks()
     sys.argv = ["pytest", *asked["arguments"]]
     import pytest
 
@@ -163,53 +154,6 @@ def _move_to(folder: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     named = [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
     sys.path[:] = [*named, *(place for place in sys.path if place not in named)]
-
-
-def _fork_later_what_forks_ranks() -> None:
-    """The first interpreter that multiprocessing would start to fork processes from is a process that is forked now."""
-    from multiprocessing import util
-
-    start = util.spawnv_passfds
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (near, far):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
-    spare = os.fork()
-    if spare == 0:
-        near.close()
-        _end_with(_be_told_what_to_run, far)
-    far.close()
-    is_free = True
-
-    def start_or_tell(path, arguments: list, descriptors: Sequence[int]) -> int:
-        nonlocal is_free
-        if not (is_free and OF_FORKING_PROCESSES in arguments[-1]):
-            return start(path, arguments, descriptors)
-        is_free = False
-        told = {"code": arguments[-1], "environment": dict(os.environ), "folder": os.getcwd()}
-        with near:
-            socket.send_fds(near, [json.dumps({**told, "descriptors": list(descriptors)}).encode()], list(descriptors))
-        return spare
-
-    util.spawnv_passfds = start_or_tell
-
-
-def _be_told_what_to_run(far: socket.socket) -> int:
-    """Waits for what `python -c` is to run, which holds descriptors by their numbers."""
-    message, received, _, _ = socket.recv_fds(far, MOST_BYTES, 16)
-    far.close()
-    if not message:
-        return 0
-    told = json.loads(message)
-    _move_to(told["folder"], told["environment"])
-    kept = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FIRST_OWN_DESCRIPTOR) for descriptor in received]
-    for descriptor in received:
-        os.close(descriptor)
-    for descriptor, number in zip(kept, told["descriptors"]):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    sys.argv = ["-c"]
-    exec(told["code"], {"__name__": "__main__"})
-    return 0
 
 
 if __name__ == "__main__":
