@@ -120,18 +120,18 @@ def _end_with(target, *arguments: object) -> None:
     """Leaves a forked process as an interpreter that has come to its end, by the status that the function returns."""
     status = 1
     try:
-        status = target(*arguments)
+        status = int(target(*arguments) or 0)
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
     finally:
-        with suppress(BaseException):
-            atexit._run_exitfuncs()
-        with suppress(BaseException):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(int(status or 0))
+        # Whatever that has raised: the loop that this process is a copy of is not to go on in it.
+        os._exit(status)
 
 
 def _run(asked: dict) -> int:

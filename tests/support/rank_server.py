@@ -9,6 +9,7 @@ import select
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Sequence
 from multiprocessing import resource_tracker, util
 
@@ -77,6 +78,10 @@ def _close_other_end(file: int) -> None:
 def _begin_anew() -> None:
     """As a new interpreter: what is said goes to files 1 and 2, and no hook or handler of pytest's is left."""
     atexit._clear()
+    # What that process's objects leave behind when they go, such as folders, is its own to put away.
+    for left in list(weakref.finalize._registry):
+        left.detach()
+    weakref.finalize._registered_with_atexit = False
     faulthandler.disable()
     sys.stdout = sys.__stdout__ = _text_to(1)
     sys.stderr = sys.__stderr__ = _text_to(2)
@@ -84,8 +89,9 @@ def _begin_anew() -> None:
     threading.excepthook = threading.__excepthook__
     logging.root.handlers.clear()
     for handler in filter(None, (reference() for reference in logging._handlerList)):
-        # One that writes to a file of its own is none of the terminal's.
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+        # One that writes to a file of its own, or to nothing yet, is none of the terminal's.
+        is_of_a_file = isinstance(handler, logging.FileHandler) or getattr(handler, "stream", None) is None
+        if isinstance(handler, logging.StreamHandler) and not is_of_a_file:
             handler.setStream(sys.stderr)
             # transformers' own has that of the stream that it began with.
             vars(handler).pop("flush", None)
