@@ -9,11 +9,10 @@ import io
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import engine_interpreted
 import pytest
@@ -21,6 +20,7 @@ import torch
 from cells import examples, slow
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import run_forked
 from plain_lion import Lion, PlainLion
 from ranks import run_ranks
 from saved_engines import save_engine
@@ -490,13 +490,7 @@ def test_auto_is_torch_on_all_ranks_where_one_cannot_launch_a_kernel():
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, list[float]]]:
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", engine_interpreted.__file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    ran = run_forked(Path(engine_interpreted.__file__), environment=os.environ, processes=1, time_limit_s=150)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launching import SUPPORT
+from launching import SUPPORT, run_forked
 from optimizer_steps import MOMENTS, place_of
 
 from hf_zero.kernels import choose, statistics
@@ -32,13 +32,11 @@ NEWEST = kernel_compile.ARCHITECTURES[-1]
 needs_triton = pytest.mark.skipif(not choose.has_triton(), reason="triton is not installed")
 
 
-def run_helper(*command: str, interpret: bool) -> dict:
-    """What a helper prints; interpreting is decided by the environment of a process that has not imported triton yet."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_INTERPRET": "1"} if interpret else {}
+def in_a_new_process(*command: str) -> dict:
+    """What a helper prints, in a process that has imported nothing before it."""
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", SUPPORT / command[0], *command[1:]],
-        env=environment,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
         text=True,
         timeout=TIME_LIMIT_S,
@@ -49,18 +47,21 @@ def run_helper(*command: str, interpret: bool) -> dict:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
-    return run_helper("kernel_interpreted.py", "cpu", interpret=True)
+    script = SUPPORT / "kernel_interpreted.py"
+    ran = run_forked(script, ["cpu"], environment=os.environ, processes=1, time_limit_s=TIME_LIMIT_S)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
 
 
 @pytest.fixture(scope="module")
 def on_gpu() -> dict[str, str]:
-    return run_helper("kernel_interpreted.py", "cuda", interpret=False)
+    return in_a_new_process("kernel_interpreted.py", "cuda")
 
 
 @pytest.fixture(scope="module")
 def compiled() -> Callable[[int], dict[str, dict[str, dict]]]:
     """Architecture → kernel → figures by architecture and form of a launch."""
-    return cache(lambda architecture: run_helper("kernel_compile.py", str(architecture), interpret=False))
+    return cache(lambda architecture: in_a_new_process("kernel_compile.py", str(architecture)))
 
 
 @needs_triton

@@ -1,7 +1,7 @@
 """A few steps of an engine whose kernels run in Triton's interpreter, on tensors of the CPU.
 
-Run by test_kernel_steps.py in a process of its own: `TRITON_INTERPRET=1 python engine_interpreted.py` prints one JSON
-object, by case, of what `trained` returns.
+Run by test_kernel_steps.py in a process of its own: `python engine_interpreted.py` prints one JSON object, by case, of what
+`trained` returns.
 """
 
 import json
@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from plain_lion import Lion
 from torch import nn
+from triton_interpreter import interpret
 
 from hf_zero.engine.engine import ZeroEngine
 
@@ -62,4 +63,5 @@ def trained(case: str, kernels: str) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
+    interpret()
     json.dump({case: trained(case, "auto") for case in CASES}, sys.stdout)

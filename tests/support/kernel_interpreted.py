@@ -1,8 +1,8 @@
 """Checks of the Triton kernels against their references, in Triton's interpreter on tensors of the CPU, or on a GPU.
 
-Run by test_kernels.py in a process of its own, since one process either interprets (TRITON_INTERPRET=1) or compiles:
-`python kernel_interpreted.py cpu` prints one JSON object, by check, of "" or the traceback. The interpreter sees no write
-beside a buffer, so every buffer here lies between canaries.
+Run by test_kernels.py in a process of its own, since one process either interprets or compiles: `python kernel_interpreted.py
+cpu` interprets, and prints one JSON object, by check, of "" or the traceback. The interpreter sees no write beside a buffer, so
+every buffer here lies between canaries.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, worst_error
+from triton_interpreter import interpret
 
 from hf_zero.kernels import fill, quantise, statistics, stochastic
 from hf_zero.kernels.adamw import AdamW
@@ -409,6 +410,8 @@ def filling_takes_sources_of_many_dtypes_and_what_is_not_finite():
 
 def main() -> None:
     torch.set_default_device(sys.argv[1])
+    if sys.argv[1] == "cpu":
+        interpret()
     outcomes = {}
     for name, function in CHECKS.items():
         try:
