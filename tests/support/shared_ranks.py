@@ -29,8 +29,9 @@ class Runner:
 class SharedRanks:
     """For jobs that seed what they draw, and look at their own models alone. A job that fails takes its ranks with it."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, call_limit_s: float = TIME_LIMIT_S) -> None:
         self._world_size = world_size
+        self._call_limit_s = call_limit_s
         self._stack = ExitStack()
         self._live: LiveRanks | None = None
         self._left = 0
@@ -39,8 +40,8 @@ class SharedRanks:
         """As `run_ranks` with as many ranks."""
         if self._left == 0:
             self.end()
-            each = {"start_limit_s": TIME_LIMIT_S, "call_limit_s": TIME_LIMIT_S}
-            live = live_ranks(Runner, world_size=self._world_size, time_limit_s=JOBS * TIME_LIMIT_S, **each)
+            each = {"start_limit_s": TIME_LIMIT_S, "call_limit_s": self._call_limit_s}
+            live = live_ranks(Runner, world_size=self._world_size, time_limit_s=JOBS * self._call_limit_s, **each)
             self._live, self._left = self._stack.enter_context(live), JOBS
         self._left -= 1
         try:
@@ -58,4 +59,5 @@ class SharedRanks:
 
 
 shared_ranks = SharedRanks(2)
-four_ranks = SharedRanks(4)
+# Twenty steps at each stage take most of a minute by themselves.
+four_ranks = SharedRanks(4, call_limit_s=2 * TIME_LIMIT_S)
