@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from .control.failures import CommunicationError as CommunicationError
 from .control.watch import Watch
+from .groups.failures import CommunicationError as CommunicationError
 from .groups.groups import RankGroup
 from .label import Label as Label
 from .ledger import Ledger

@@ -254,6 +254,13 @@ SEAMS = (
     ),
     Seam(
         owner="torch.distributed.distributed_c10d:",
+        names=("_set_pg_timeout",),
+        where=("comm/groups/own_groups",),
+        why="Ranks that connect to each other have less time for it than for a collective.",
+        test="test_arrivals.py::test_the_limit_of_making_a_group_is_not_that_of_its_collectives",
+    ),
+    Seam(
+        owner="torch.distributed.distributed_c10d:",
         names=("_world",),
         where=("comm/groups/broken",),
         why="A rank that ends for a late one ends all of its waits, in groups that the script has made, too.",

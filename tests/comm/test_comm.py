@@ -22,10 +22,10 @@ from wire import tcp_bytes
 from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.control.lookout import Lookout
 from hf_zero.comm.control.meetings import Meetings
-from hf_zero.comm.control.processes import RankProcess
 from hf_zero.comm.groups import own_groups
 from hf_zero.comm.groups.groups import Groups
 from hf_zero.comm.groups.own_groups import urgent_options
+from hf_zero.comm.groups.processes import RankProcess
 from hf_zero.comm.point_to_point import PointToPointTransport
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig

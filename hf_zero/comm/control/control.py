@@ -13,9 +13,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ..groups.failures import CommunicationError
 from ..groups.groups import Groups
 from ..profiling import hidden_from_profiler
-from .failures import CommunicationError
 from .gather_order import GatherOrder
 from .transfers import Transfers
 from .watch import Watch

@@ -25,9 +25,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from ..groups.broken import break_all_groups
+from ..groups.failures import CommunicationError
 from .collective_log import LABEL, STARTED, CollectiveLog
 from .end_of_process import end_process
-from .failures import CommunicationError
 from .verdict import Verdict
 from .watch import ScriptCollective, Wait
 from .whereabouts import script_frame

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..groups.failures import CommunicationError, PeerFailure
 from ..groups.groups import Groups
+from ..groups.processes import RankProcesses
 from .control import control_of
 from .end_of_process import end_process
-from .failures import CommunicationError, PeerFailure
 from .late import LateWatch
-from .processes import RankProcesses
 from .store_thread import StoreSilentError, StoreThread
 from .verdict import Absence, Verdict
 from .watch import Wait, Watch

@@ -4,8 +4,8 @@ import time
 
 import torch.distributed as dist
 
+from ..groups.failures import CommunicationError
 from ..groups.groups import RankGroup
-from .failures import CommunicationError
 from .lookout import Lookout
 from .store_thread import StoreSilentError
 from .watch import Wait

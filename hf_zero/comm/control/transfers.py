@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .failures import CommunicationError, PeerFailure
+from ..groups.failures import CommunicationError, PeerFailure
 
 _LEAST_S = 1e-3
 _NEARLY_S = 0.1

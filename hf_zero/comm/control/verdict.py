@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .processes import RankProcess
+from ..groups.processes import RankProcess
 from .watch import Wait
 from .whereabouts import Whereabouts, in_brackets
 

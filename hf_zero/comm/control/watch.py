@@ -5,8 +5,8 @@ import time
 from collections import Counter
 from contextlib import AbstractContextManager
 
+from ..groups.failures import CommunicationError
 from .collective_log import CollectiveLog
-from .failures import CommunicationError
 from .whereabouts import script_line
 
 

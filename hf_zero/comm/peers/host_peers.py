@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ...layout.intervals import Interval
-from ..control.failures import PeerFailure
+from ..groups.failures import PeerFailure
 from ..groups.groups import Groups
 from ..transport import Handle, Label, Transport
 from .neighbours import Neighbours, Signal, meet_neighbours

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from pathlib import Path
 
-from ..control.failures import PeerFailure
+from ..groups.failures import PeerFailure
 from ..groups.groups import RankGroup
 from ..transport import Transport
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 from ...comm.control.end_of_process import write_error_file
-from ...comm.control.failures import CommunicationError
 from ...comm.control.watch import Watch
+from ...comm.groups.failures import CommunicationError
 from ...config import ConfigError
 
 

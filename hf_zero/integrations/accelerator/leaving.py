@@ -8,7 +8,7 @@ import weakref
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from ...comm.control.processes import RankProcesses
+from ...comm.groups.processes import RankProcesses
 from ...comm.transport import CommunicationError
 from .last_words import LastWords
 
