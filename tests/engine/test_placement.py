@@ -86,8 +86,8 @@ def losses(make: Make, make_batch: Callable, settings: dict | None, device: torc
     return found
 
 
-# Together all that a model can have: buffers of integers, frozen parameters, small ones, adapters, parameters on the host.
-SOME = ["small frozen parameters kept whole", "adapters", "parameters in host memory"]
+# Together most that a model can have: buffers of integers, frozen parameters, small ones, parameters on the host.
+SOME = ["small frozen parameters kept whole", "parameters in host memory"]
 
 
 def from_host_memory(
