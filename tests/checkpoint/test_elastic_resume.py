@@ -203,10 +203,9 @@ def test_a_loop_finds_the_last_good_state_on_all_ranks_and_saves_under_a_number_
         ({}, True),
         ({"TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
         ({"TORCHELASTIC_MAX_RESTARTS": "0"}, False),
-        ({"GROUP_WORLD_SIZE": "1"}, False),
     ],
 )
-def test_workers_that_would_look_for_a_lost_node_are_told_what_to_set(changes, is_trap):
-    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3", "GROUP_WORLD_SIZE": "2"}
+def test_workers_that_would_meet_in_the_store_of_earlier_ones_are_told_what_to_set(changes, is_trap):
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
     trap = trap_of_agents_store(environment | changes)
     assert (trap is not None and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in trap) == is_trap

@@ -1,18 +1,22 @@
 """Ranks that make process groups: one that ends, or does not come, is named by the others at once."""
 
+import json
 import re
+import subprocess
 import time
+from dataclasses import asdict
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_zero.comm.groups import arrivals, own_groups
 from hf_zero.comm.groups.arrivals import await_all_ranks
 from hf_zero.comm.groups.groups import Groups
-from hf_zero.comm.groups.processes import RankProcesses
+from hf_zero.comm.groups.processes import RankProcess, RankProcesses
 from hf_zero.comm.transport import CommunicationError
 from hf_zero.config import CommConfig
 
@@ -31,41 +35,81 @@ def refusal(timeout_s: float = 1800.0) -> tuple[CommunicationError, float]:
     return caught.value, time.monotonic() - began_s
 
 
-def one_ends(rank: int, world_size: int, when: str) -> None:
+def one_ends(rank: int, world_size: int, victim: int, when: str) -> None:
     RankProcesses().register()
     dist.barrier()
-    if rank == 1:
+    if rank == victim:
         if when == "once all are there":
-            await_all_ranks(60)
+            await_all_ranks(60, 0)
         return
     with mock.patch.multiple(own_groups, _MAKING_S=2.0, _MAKING_S_A_RANK=0.0):
         error, seconds = refusal()
     assert seconds < 10
-    assert error.culprits == (1,)
-    assert re.search("rank 1 ended", str(error)), error
+    # One of the survivors may be the first to end for it.
+    assert victim in error.culprits
+    assert re.search(rf"ranks? .*\b{victim}\b.* ended", str(error)), error
 
 
-@pytest.mark.parametrize("when", ["before it comes", "once all are there"])
-def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(when):
-    on_two_ranks(one_ends, when=when)
+@pytest.mark.parametrize(
+    ("victim", "when"), [(0, "before it comes"), (1, "before it comes"), (1, "once all are there")]
+)
+def test_a_rank_that_ends_while_groups_are_made_ends_the_others_with_its_name(victim, when):
+    run_ranks(one_ends, world_size=3, time_limit_s=60, keyword_arguments={"victim": victim, "when": when})
 
 
-def one_is_late(rank: int, world_size: int) -> str | None:
-    if rank == 1:
+def one_is_late(rank: int, world_size: int, late: int) -> None:
+    if rank == late:
         # Not by a message: the one that gives up closes its connections.
-        time.sleep(3)
-        with pytest.raises(CommunicationError, match=r"rank 1 did not come within 1 s \(`comm.timeout_s`\)"):
-            await_all_ranks(60)
+        time.sleep(2)
         return
-    with mock.patch.multiple(arrivals, _NOTICES_S=(0.2,), _LOOK_S=0.1), mock.patch("sys.stderr") as said:
+    seconds = {"_NOTICES_S": (0.2,), "_LOOK_S": 0.1, "_WORD_S": 1.0}
+    with mock.patch.multiple(arrivals, **seconds), mock.patch("sys.stderr") as said:
         error, _ = refusal(timeout_s=1.0)
-    assert error.culprits == (1,)
-    assert "waited 0 s for rank 1." in said.write.call_args_list[0].args[0]
-    time.sleep(3)
+    assert error.culprits == (late,)
+    assert f"rank {late} did not come within 1 s (`comm.timeout_s`)" in str(error)
+    if rank == (1 if late == 0 else 0):
+        assert f"waited 0 s for rank {late}." in said.write.call_args_list[0].args[0]
 
 
-def test_a_rank_that_does_not_come_in_time_is_told_so_when_it_comes():
-    on_two_ranks(one_is_late)
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_rank_that_does_not_come_in_time_is_named_on_all_others(late):
+    run_ranks(one_is_late, world_size=3, time_limit_s=60, keyword_arguments={"late": late})
+
+
+def comes_after_predecessors(rank: int, world_size: int) -> None:
+    processes = RankProcesses()
+    if rank == 0:
+        leave_traces_of_an_earlier_start()
+    dist.barrier()
+    for other in range(world_size):
+        assert processes.known(other) is None and not processes.has_gone(other)
+    dist.barrier()
+    for number in range(3):
+        # Each in turn is the one that the others wait for, longer than until they look for it.
+        if rank == number:
+            time.sleep(1)
+        await_all_ranks(20, number)
+        dist.barrier()
+
+
+def leave_traces_of_an_earlier_start() -> None:
+    store = _get_default_store()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    process = RankProcess(pid=ended.pid, began_s=0.0, told_s=0.0)
+    for rank in range(3):
+        store.set(f"hf_zero/processes/process {rank}", json.dumps(asdict(process)))
+        store.set(f"hf_zero/processes/left {rank}", process.name)
+        for number in range(3):
+            store.set(f"hf_zero/arrivals/{number}/answer {rank}", "a call and a name")
+    for number, why in enumerate(["", "a reason to give up", ""]):
+        store.set(f"hf_zero/arrivals/{number}/call", "a call")
+        word = {"names": ["and a name"], "why": why, "culprits": [1]}
+        store.set(f"hf_zero/arrivals/{number}/word", json.dumps(word))
+
+
+def test_ranks_that_are_started_again_take_nothing_of_their_predecessors_in_the_store_for_each_other():
+    run_ranks(comes_after_predecessors, world_size=3, time_limit_s=60)
 
 
 def is_slow_in_training(rank: int, world_size: int) -> float:

@@ -1,11 +1,18 @@
-"""Ranks come together before they make process groups, so that none of them waits there for one that has ended.
+"""Ranks come together before they make a process group, so that none of them waits there for one that has ended.
 
 torch's `new_group` waits in the store for the addresses of all ranks for as long as the group's collectives may take, half an
 hour by default, and a store does not tell that a rank has died.
+
+[Note: a call and its answers]
+torchrun may start ranks again with the store that their predecessors had, so nothing that lies in it says by itself that a rank
+is here. Rank 0 calls under a name that nobody has used, the others answer that call by a name of their own, and rank 0's last
+word holds their names. Who does not find its own name in a word waits on: it is that of an earlier call.
 """
 
+import json
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -18,18 +25,25 @@ _PAUSE_S = 0.02
 _LOOK_S = 0.5
 _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
 """After so long a wait, it is said who is waited for."""
+_WORD_S = 10.0
+"""What rank 0's last word may take beyond its time limit."""
 
 
-def await_all_ranks(timeout_s: float) -> None:
-    """Returns once every rank of the default group is here, to make process groups. Collective.
+def await_all_ranks(timeout_s: float, number: int) -> None:
+    """Returns once every rank of the default group is here, to make a process group. Collective.
+
+    Args:
+        timeout_s: how long a rank is waited for.
+        number: the same on all ranks, and another one each time.
 
     Raises:
         CommunicationError: `timeout_s` have passed, or a rank has ended or left without coming; names it.
     """
     processes = RankProcesses()
     processes.register()
+    meeting = (_Caller if dist.get_rank() == 0 else _Answerer)(processes, timeout_s, number)
     try:
-        _Arrivals(processes).await_all(timeout_s)
+        meeting.hold()
     except dist.DistNetworkError as error:
         raise CommunicationError(
             "hf_zero: ranks that make process groups have lost their store: the process that keeps it, rank 0's or the "
@@ -46,66 +60,130 @@ def ended_ranks(ranks: Sequence[int]) -> list[int]:
         return []
 
 
-class _Arrivals:
-    """One meeting of all ranks. Nobody comes to the next one before this one is complete, so a single count numbers them."""
-
-    def __init__(self, processes: RankProcesses):
-        self._processes = processes
-        self._store = dist.PrefixStore("hf_zero/arrivals", _get_default_store())
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        arrived = self._store.add("arrived", 1)
-        self._number = (arrived - 1) // self._world_size
-        self._store.set(f"{self._number} came {self._rank}", "")
-        if arrived == (self._number + 1) * self._world_size:
-            self._store.set(f"{self._number} complete", "")
-
-    def await_all(self, timeout_s: float) -> None:
-        began_s = time.monotonic()
-        pause_s, look_s, notices_s = 1e-3, _LOOK_S, list(_NOTICES_S)
-        while not self._is_complete():
-            waited_s = time.monotonic() - began_s
-            if waited_s >= min(look_s, timeout_s):
-                look_s = waited_s + _LOOK_S
-                missing = self._missing()
-                self._refuse_to_wait_in_vain(missing, waited_s, timeout_s)
-                if notices_s and waited_s >= notices_s[0]:
-                    notices_s.pop(0)
-                    self._say_who_is_waited_for(missing, waited_s)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _PAUSE_S)
-
-    def _is_complete(self) -> bool:
-        if self._store.check(["given up"]):
-            # Before the question whether all are here: one that comes too late is the last one.
-            raise CommunicationError(self._store.get("given up").decode())
-        return self._store.check([f"{self._number} complete"])
-
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._store.check([f"{self._number} came {rank}"])]
-
-    def _refuse_to_wait_in_vain(self, missing: Sequence[int], waited_s: float, timeout_s: float) -> None:
-        gone = [rank for rank in missing if self._processes.has_gone(rank)]
-        if gone:
-            self._give_up(f"{in_words(gone)} ended before that: look at the error there.", gone)
-        if missing and waited_s >= timeout_s:
-            self._give_up(
-                f"{in_words(missing)} did not come within {timeout_s:.0f} s (`comm.timeout_s`): look at what is done there "
-                "before the model is prepared.",
-                missing,
-            )
-
-    def _give_up(self, why: str, culprits: Sequence[int]) -> None:
-        error = CommunicationError(f"hf_zero: only some ranks came to make process groups. {why}", culprits)
-        self._store.set("given up", str(error))
-        raise error
-
-    def _say_who_is_waited_for(self, missing: Sequence[int], waited_s: float) -> None:
-        """On the first of the ranks that wait."""
-        if missing and self._rank == next(rank for rank in range(self._world_size) if rank not in missing):
-            said = f"hf_zero: process groups are made once all ranks are here; waited {waited_s:.0f} s for {in_words(missing)}."
-            print(said, file=sys.stderr, flush=True)
-
-
 def in_words(ranks: Sequence[int]) -> str:
     """`rank 1`, or `ranks 1, 2`."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+class _Meeting:
+    """What a rank does until all are here; see [Note: a call and its answers]."""
+
+    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
+        self._processes = processes
+        self._timeout_s = timeout_s
+        self._store = dist.PrefixStore(f"hf_zero/arrivals/{number}", _get_default_store())
+        self._name = uuid.uuid4().hex
+        self._began_s = time.monotonic()
+        self._look_s = _LOOK_S
+        self._notices_s = list(_NOTICES_S)
+
+    def hold(self) -> None:
+        pause_s = 1e-3
+        while not self._is_over():
+            if self._waited_s >= min(self._look_s, self._timeout_s):
+                self._look_s = self._waited_s + _LOOK_S
+                self._look()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_S)
+
+    @property
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _is_over(self) -> bool:
+        """Whether all ranks are here, as far as this one has to know."""
+        raise NotImplementedError
+
+    def _look(self) -> None:
+        """Fails where waiting is in vain."""
+        raise NotImplementedError
+
+    def _notice(self, missing: Sequence[int]) -> None:
+        if self._notices_s and self._waited_s >= self._notices_s[0]:
+            self._notices_s.pop(0)
+            who, seconds = in_words(missing), f"{self._waited_s:.0f} s"
+            said = f"hf_zero: process groups are made once all ranks are here; waited {seconds} for {who}."
+            print(said, file=sys.stderr, flush=True)
+
+    def _read(self, key: str) -> str | None:
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+class _Caller(_Meeting):
+    """Rank 0."""
+
+    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
+        super().__init__(processes, timeout_s, number)
+        self._answers: dict[int, str] = {}
+        self._store.set("call", self._name)
+
+    def _is_over(self) -> bool:
+        for rank in self._missing():
+            call, _, name = (self._read(f"answer {rank}") or "").partition(" ")
+            if call == self._name:
+                self._answers[rank] = name
+        if self._missing():
+            return False
+        self._say("")
+        return True
+
+    def _look(self) -> None:
+        missing = self._missing()
+        gone = [rank for rank in missing if self._processes.has_gone(rank)]
+        if gone:
+            self._give_up(_ended(gone), gone)
+        if self._waited_s >= self._timeout_s:
+            self._give_up(_did_not_come(missing, self._timeout_s), missing)
+        self._notice(missing)
+
+    def _give_up(self, why: str, culprits: Sequence[int]) -> None:
+        self._say(why, culprits)
+        raise CommunicationError(why, culprits)
+
+    def _say(self, why: str, culprits: Sequence[int] = ()) -> None:
+        word = {"names": list(self._answers.values()), "why": why, "culprits": list(culprits)}
+        self._store.set("word", json.dumps(word))
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, dist.get_world_size()) if rank not in self._answers]
+
+
+class _Answerer(_Meeting):
+    """Any other rank."""
+
+    def __init__(self, processes: RankProcesses, timeout_s: float, number: int):
+        super().__init__(processes, timeout_s, number)
+        self._call: str | None = None
+
+    def _is_over(self) -> bool:
+        word = json.loads(self._read("word") or "{}")
+        if self._name in word.get("names", ()):
+            if word["why"]:
+                raise CommunicationError(word["why"], word["culprits"])
+            return True
+        call = self._read("call")
+        if call != self._call:
+            self._call = call
+            self._began_s = time.monotonic()
+            self._look_s = _LOOK_S
+            self._store.set(f"answer {dist.get_rank()}", f"{call} {self._name}")
+        return False
+
+    def _look(self) -> None:
+        if self._processes.has_gone(0):
+            raise CommunicationError(_ended([0]), [0])
+        if self._waited_s >= self._timeout_s + _WORD_S * (self._call is not None):
+            raise CommunicationError(_did_not_come([0], self._timeout_s), [0])
+        if self._call is None and dist.get_rank() == 1:
+            self._notice([0])
+
+
+def _ended(ranks: Sequence[int]) -> str:
+    return f"hf_zero: only some ranks came to make process groups. {in_words(ranks)} ended before: look at the error there."
+
+
+def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:
+    return (
+        f"hf_zero: only some ranks came to make process groups. {in_words(ranks)} did not come within {timeout_s:.0f} s "
+        "(`comm.timeout_s`): look at what is done there before the model is prepared."
+    )

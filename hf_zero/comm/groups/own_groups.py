@@ -42,7 +42,7 @@ def own_group(
     key = (tuple(ranks), timeout, backend, is_urgent)
     if key not in made:
         if dist.get_backend() != "fake":
-            await_all_ranks(timeout.total_seconds())
+            await_all_ranks(timeout.total_seconds(), len(made))
         options = urgent_options(backend, timeout) if is_urgent else None
         with in_batch():
             made[key] = _connected(list(ranks), timeout, backend, options)

@@ -1,4 +1,9 @@
-"""Which of the ranks' processes have ended, are stopped, or have come to their end."""
+"""Which of the ranks' processes have ended, are stopped, or have come to their end.
+
+[Note: ranks that are started again]
+torchrun restarts ranks with the store that their predecessors had, and what those have told of themselves is still in it. All
+ranks tell it once their process group is there, so what was told before this process began is of a predecessor.
+"""
 
 import json
 import os
@@ -24,13 +29,44 @@ def _pid_namespace() -> str:
     return f"{boot.read_text().strip()}/{namespace.stat().st_ino}"
 
 
+def _since_boot_s() -> float:
+    """The clock by which Linux says when a process began; 0 on systems that have none."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else 0.0
+
+
+def _began_s() -> float:
+    """When this process began, by that clock."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return 0.0
+    # Behind the name of the program, which may hold spaces; see proc(5).
+    ticks = stat.read_text().rpartition(")")[2].split()[19]
+    return int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
 @dataclass(frozen=True)
 class RankProcess:
-    """The process of one rank, as others know it."""
+    """The process of one rank, as others know it.
+
+    Attributes:
+        pid: inside of `namespace`.
+        began_s, told_s: when it began, and when it made this, in seconds since its host has booted.
+    """
 
     pid: int = field(default_factory=os.getpid)
     namespace: str = field(default_factory=_pid_namespace)
     host: str = field(default_factory=socket.gethostname)
+    began_s: float = field(default_factory=_began_s)
+    told_s: float = field(default_factory=_since_boot_s)
+
+    @property
+    def name(self) -> str:
+        """That no other process has, of any start of the run."""
+        return f"{self.host} {self.namespace} {self.pid} {self.began_s}"
+
+    def is_of_an_earlier_start(self) -> bool:
+        """See [Note: ranks that are started again]; False of processes that cannot be seen from here."""
+        return self.namespace == _pid_namespace() and self.told_s < _began_s()
 
     def has_ended(self) -> bool:
         """False of processes that cannot be seen from here: of other hosts, or of other containers."""
@@ -71,7 +107,9 @@ class RankProcesses:
     def known(self, rank: int) -> RankProcess | None:
         """The process of a rank; None where it has told nothing yet."""
         if rank not in self._known and self._store.check([f"process {rank}"]):
-            self._known[rank] = RankProcess(**json.loads(self._store.get(f"process {rank}")))
+            process = RankProcess(**json.loads(self._store.get(f"process {rank}")))
+            if not process.is_of_an_earlier_start():
+                self._known[rank] = process
         return self._known.get(rank)
 
     def has_gone(self, rank: int) -> bool:
@@ -80,7 +118,10 @@ class RankProcesses:
 
     def has_left(self, rank: int) -> bool:
         """Whether it has come to the end of its script."""
-        return self._store.check([f"left {rank}"])
+        process = self.known(rank)
+        if process is None or not self._store.check([f"left {rank}"]):
+            return False
+        return self._store.get(f"left {rank}").decode() == process.name
 
     def has_ended(self, rank: int) -> bool:
         process = self.known(rank)
@@ -88,7 +129,7 @@ class RankProcesses:
 
     def say_that_this_one_leaves(self) -> None:
         """Tells the ranks that wait for this one that it does nothing more with them."""
-        self._store.set(f"left {dist.get_rank()}", "")
+        self._store.set(f"left {dist.get_rank()}", RankProcess().name)
 
     def leave(self, patience_s: float) -> list[int]:
         """Says so, and waits until the others leave too; returns those that are still at work when `patience_s` have passed."""
