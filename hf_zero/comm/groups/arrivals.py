@@ -179,11 +179,11 @@ class _Answerer(_Meeting):
 
 
 def _ended(ranks: Sequence[int]) -> str:
-    return f"hf_zero: only some ranks came to make process groups. {in_words(ranks)} ended before: look at the error there."
+    return f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} ended before: look at the error there."
 
 
 def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:
     return (
-        f"hf_zero: only some ranks came to make process groups. {in_words(ranks)} did not come within {timeout_s:.0f} s "
+        f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} did not come within {timeout_s:.0f} s "
         "(`comm.timeout_s`): look at what is done there before the model is prepared."
     )
