@@ -21,6 +21,7 @@ class Seam:
         where: folders of hf_zero that use them, or files, all without `.py`.
         why: there is no public way.
         test: fails where the behaviour that is relied on has changed.
+        since: the first release that has them, where older ones of those that hf_zero takes do without.
     """
 
     owner: str
@@ -28,6 +29,7 @@ class Seam:
     where: tuple[str, ...]
     why: str
     test: str
+    since: str = ""
 
 
 @cache
@@ -432,6 +434,7 @@ SEAMS = (
         where=("integrations/trainer/trainer",),
         why="Has Trainer average the gradients of a split model by itself, and refuse checkpoints of it.",
         test="test_split_doors.py::test_trainer_trains_saves_and_resumes",
+        since="5.23",
     ),
     Seam(
         owner="accelerate.optimizer:AcceleratedOptimizer",

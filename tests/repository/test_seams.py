@@ -1,6 +1,7 @@
 """Every private name of torch, transformers and accelerate that the package uses is listed, is needed, and is there."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import inspect
 import pkgutil
@@ -15,6 +16,7 @@ import transformers
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
 from document.imports import PACKAGE
+from packaging.version import Version
 from torch import nn
 
 from hf_zero.integrations.seams import REPLACED_CLASSES, SEAMS, Seam
@@ -183,6 +185,9 @@ def test_it_is_still_there(seam):
     module, _, name = seam.owner.partition(":")
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         pytest.skip(f"{module} is not installed")
+    installed = importlib.metadata.version(module.partition(".")[0])
+    if Version(installed) < Version(seam.since or installed):
+        pytest.skip(f"{module} {installed} does without; since {seam.since}")
     if "NCCL" in name and not torch.distributed.is_nccl_available():
         pytest.skip("torch is built without NCCL")
     owner = pkgutil.resolve_name(seam.owner if name else module)

@@ -179,7 +179,9 @@ class _Answerer(_Meeting):
 
 
 def _ended(ranks: Sequence[int]) -> str:
-    return f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} ended before: look at the error there."
+    return (
+        f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} ended before: look at the error there."
+    )
 
 
 def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:
