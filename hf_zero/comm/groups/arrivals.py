@@ -179,9 +179,8 @@ class _Answerer(_Meeting):
 
 
 def _ended(ranks: Sequence[int]) -> str:
-    return (
-        f"hf_zero: not all ranks came to make process groups. {in_words(ranks)} ended before: look at the error there."
-    )
+    why = f"{in_words(ranks)} ended without coming: look at what was said there last."
+    return f"hf_zero: not all ranks came to make process groups. {why}"
 
 
 def _did_not_come(ranks: Sequence[int], timeout_s: float) -> str:

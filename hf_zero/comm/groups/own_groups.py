@@ -60,7 +60,7 @@ def _connected(
         group = dist.new_group(ranks, limit, backend, options)
     except RuntimeError as error:
         ended = ended_ranks(ranks)
-        why = f"{in_words(ended)} ended meanwhile: look at the error there" if ended else f"torch says: {error}"
+        why = f"{in_words(ended)} ended: look at what was said there last" if ended else f"torch says: {error}"
         raise CommunicationError(
             f"hf_zero: {in_words(ranks)} could not connect within {limit.total_seconds():.0f} s. {why}", ended
         ) from error
