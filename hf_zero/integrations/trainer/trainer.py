@@ -261,7 +261,9 @@ class ZeroTrainerMixin(_TrainerBase):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         if self.is_world_process_zero():
-            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, private=private))
+            # Older releases of transformers have no `private`.
+            asked = {} if private is None else {"private": private}
+            make_trainer_repo(self, token, partial(super().init_hf_repo, token=token, **asked))
 
     def push_to_hub(
         self,
