@@ -1,5 +1,6 @@
 """Pushes to a Hub of this machine, by its own client: what arrives is what was sent, or an error says what is not."""
 
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -444,7 +445,7 @@ def test_the_card_tells_what_the_run_wrote_and_no_more(trained, server):
         "| learning_rate | 0.001 |",
         "| stage | 3 |",
         "| ranks | 2 |",
-        f"| torch | {torch.__version__} |",
+        f"| torch | {importlib.metadata.version('torch')} |",
         f"| 1 | {logged[0]['loss']:.4f} |",
         "![training loss by step](loss.png)",
     ):
