@@ -38,6 +38,9 @@ class BucketKey(NamedTuple):
         gathered_dtype: that they are cast to when they are gathered at stage 3; None where they are not.
         optimizer: the number of the one that has them, in the order given to the engine; -1 where none has.
         group: its number in that optimizer's `param_groups`; -1 where there is none.
+        is_expert: they are split over more ranks than the rest of the model, so that fewer ranks share their state.
+        is_split: tensor or expert parallelism has split them, where what travels is quantised: a block that had elements of both
+            kinds would round those that all ranks of a copy have in another way on each.
     """
 
     trained: bool
@@ -45,6 +48,8 @@ class BucketKey(NamedTuple):
     gathered_dtype: torch.dtype | None
     optimizer: int
     group: int
+    is_expert: bool = False
+    is_split: bool = False
 
 
 @dataclass(eq=False)
@@ -146,6 +151,7 @@ class Bucket:
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
+        share: what one rank's gradient counts for in the mean of those that take a step together: 1 / their number.
         rows_are_parameters: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
         arrival: of the reduced gradient in the rows, which may be on its way there; see `await_gradient`.
@@ -161,6 +167,7 @@ class Bucket:
         memory: ParameterMemory,
         *,
         shard_rank: int,
+        share: float,
         rows_are_parameters: bool,
         tier: Tier,
     ):
@@ -168,6 +175,7 @@ class Bucket:
         self.key = cast(BucketKey, layout.key)
         self.precision = precision
         self.memory = memory
+        self.share = share
         self.rows_are_parameters = rows_are_parameters
         self.tier = tier
         self.arrival = Arrival()

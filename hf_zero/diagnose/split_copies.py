@@ -29,15 +29,16 @@ class PlainCopies:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self._model = model
         split = SplitModel(model, [optimizer])
-        ranks = split.ranks
+        sets = [split.ranks, split.copy_ranks]
+        experts = [name for name, parameter in model.named_parameters() if parameter in split.experts]
         split.give_back()
-        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, ranks)
-        copies = ModelCopies.of(everyone)
-        self.place = copies.copies.index(ranks)
+        self._experts = {model.get_parameter(name) for name in experts}
+        everyone: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, sets)
+        copies, of_experts = (ModelCopies.of(theirs) for theirs in zip(*everyone))
+        self.place = copies.copies.index(sets[0])
         self._size = len(copies.copies)
-        groups = [dist.new_group(list(alike)) for alike in copies.alike]
-        self._group = groups[ranks.index(dist.get_rank())]
+        self._group, self._expert_group = map(_own_group, (copies, of_experts))
 
     @torch.no_grad()
     def average(self) -> None:
@@ -56,7 +57,8 @@ class PlainCopies:
                 split: Any = parameter
                 parameter.grad = split.grad.redistribute(placements=split.placements)
             gradient = _local(parameter.grad)
-            dist.all_reduce(gradient, group=self._group)
+            # An expert's gradient is the sum over the batches of all that send it their tokens.
+            dist.all_reduce(gradient, group=self._expert_group if parameter in self._experts else self._group)
             gradient.div_(self._size)
 
     @torch.no_grad()
@@ -87,6 +89,12 @@ class LocalValues:
 
     def _held(self) -> list[torch.Tensor]:
         return [*self._model.parameters(), *self._model.buffers()]
+
+
+def _own_group(copies: ModelCopies) -> dist.ProcessGroup | None:
+    """Of the ranks that hold the same part as this one. Collective."""
+    made = [(alike, dist.new_group(list(alike))) for alike in copies.alike]
+    return next(group for alike, group in made if dist.get_rank() in alike)
 
 
 def put_together(tensor: torch.Tensor) -> torch.Tensor:

@@ -189,7 +189,8 @@ class ZeroEngine:
             yield
             if writeback:
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of):
-                    self.transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
+                    transport = parts.meeting.sharers.of_parameter(parameter).transport
+                    transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
                     with parts.holder.at_hand(bucket):
                         bucket.follow_values()
@@ -310,7 +311,9 @@ class ZeroEngine:
         self._step.drop_gradients()
         for handle in self._handles:
             handle.remove()
-        self.sharded.hand_back(wanted=self.groups.rank == 0 or not rank0_only)
+        # Experts may have their first copy on more ranks than the rest of the model.
+        is_first = self._parts.meeting.sharers.experts.groups.rank == 0
+        self.sharded.hand_back(wanted=is_first or not rank0_only)
         self._parts.holder.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from ..optimizer.state.row_writes import RowWrites
 from ..optimizer.state.state_kinds import state_itemsizes
 from ..optimizer.state.state_rows import fill_rows, state_rows, state_scalars
 from .build.assemble import Parts
+from .build.sharers import Sharers
 from .units.split_model import read_part
-from .units.weights import OwnWeights, held_weights, load_weights, own_weights
+from .units.weights import OwnWeights, held_weights, load_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,11 @@ class EngineState:
         self._row_writes = row_writes
         self._share = share
 
-    @property
-    def _has_first_copy(self) -> bool:
-        groups = self._parts.meeting.groups
-        return groups.rank == groups.shard_rank
+    @cached_property
+    def _first_with(self) -> frozenset[str]:
+        """Names of the trained parameters of which this rank is the first that has its part of the state."""
+        sharers = self._parts.meeting.sharers
+        return frozenset(slot.name for p, slot in self._parts.slot_of.items() if sharers.of_parameter(p).is_first)
 
     # ---- masters and optimizer state ----
 
@@ -77,13 +79,15 @@ class EngineState:
         Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
         own. Residuals are every rank's own.
         """
-        if self._has_first_copy or self._parts.meeting.groups.outer is not None:
-            yield from (row for row in self.rows() if self._parts.copies.is_first_with(row.name))
+        copies, each_has_its_own = self._parts.copies, self._parts.meeting.groups.outer is not None
+        if self._first_with or each_has_its_own:
+            rows = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)
+            yield from (row for row in rows if copies.is_first_with(row.name))
         yield from self.residual_rows()
 
     def to_save(self) -> SavedState:
         """Everything that this rank writes to a checkpoint, but for the model's weights."""
-        scalars = self.scalars() if self._has_first_copy else {}
+        scalars = {name: held for name, held in self.scalars().items() if name in self._first_with}
         return SavedState(rows=list(self.rows_to_save()), scalars=scalars, groups=self.groups())
 
     def scalars(self) -> dict[str, dict[str, Any]]:
@@ -123,9 +127,14 @@ class EngineState:
         """Whether tensor or expert parallelism has split the model over ranks."""
         return not self._parts.meeting.split.is_empty
 
-    def writes(self, name: str) -> bool:
-        """Whether this rank is the one that writes what it has whole of a parameter, by name."""
-        return self._parts.meeting.groups.rank == 0 and self._parts.copies.is_first_with(name)
+    def sharers_of(self, tensor: torch.Tensor) -> Sharers:
+        """The ranks of which each has this rank's part of a parameter, or a share of it; of a buffer, those with all of it."""
+        sharers = self._parts.meeting.sharers
+        return sharers.of_parameter(tensor) if isinstance(tensor, nn.Parameter) else sharers.usual
+
+    def writes(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether this rank is the one that writes what it has whole of a parameter."""
+        return self.sharers_of(parameter).groups.rank == 0 and self._parts.copies.is_first_with(name)
 
     def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
         """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
@@ -152,7 +161,8 @@ class EngineState:
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
         name_of = {slot.parameter: slot.name for bucket in self._parts.all_buckets for slot in bucket.slots}
-        for own in own_weights(self._parts.all_buckets, self._parts.meeting.groups, self._parts.holder):
+        mine = [bucket for bucket in self._parts.all_buckets if self._parts.meeting.sharers.of(bucket).is_first]
+        for own in held_weights(mine, self._parts.holder):
             if self._parts.copies.is_first_with(name_of[own.parameter]):
                 yield own
 

@@ -73,9 +73,7 @@ class TrainingStep:
         parts, meeting = self._parts, self._parts.meeting
         most = self._config.grad_buffers if parts.holder.steps_early else None
         landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
-        return choose_store(
-            parts.buckets, self._config, meeting.step_transport, parts.wire.reduction, landing, meeting.peers
-        )
+        return choose_store(parts.buckets, self._config, parts.wire.reduction, landing, meeting.peers)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
         parts = self._parts

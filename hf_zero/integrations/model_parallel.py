@@ -23,22 +23,24 @@ def _config_class() -> type:
 
         @property
         def dp_size(self) -> int:
-            # transformers asks for this one to decide on FSDP, and for `dp_replicate_size` to lay out its mesh.
-            return 1
+            # transformers asks whether this one is above 1 to decide on FSDP, and for the other sizes to lay out its mesh. Where
+            # this one, tp_size and pp_size are 1 it lays out none, which experts need all the same.
+            return 0 if self.tp_size == 1 and self.ep_size > 1 else 1
 
     if not hasattr(DistributedConfig, "dp_size"):
         raise ConfigError("hf_zero: models that are split over ranks need transformers 5.23 or newer.")
     return ZeroDistributedConfig
 
 
-def parallel_config(*, tp_size: int, ep_size: int = 1, **kwargs) -> Any:
-    """What to load a model with that is split over `tp_size` ranks, with hf_zero over all others.
+def parallel_config(*, tp_size: int = 1, ep_size: int = 1, **kwargs) -> Any:
+    """What to load a model with that is split over ranks, with hf_zero over all others.
 
         model = AutoModelForCausalLM.from_pretrained(path, distributed_config=hf_zero.parallel_config(tp_size=2))
 
     Args:
-        tp_size: ranks that hold one copy of the model together.
-        ep_size: ranks over which experts are split: 1, where they are split as other layers, or `tp_size`.
+        tp_size: ranks over which each layer is split, and which compute each batch together.
+        ep_size: ranks over which a mixture's experts are split: 1, where they are split as other layers, or a multiple of
+            `tp_size`. Each `tp_size` of these ranks compute a batch of their own, and send its tokens to the experts.
         kwargs: of transformers' `DistributedConfig`, such as `tp_plan`.
 
     Raises:
@@ -51,14 +53,17 @@ def parallel_config(*, tp_size: int, ep_size: int = 1, **kwargs) -> Any:
                 f"hf_zero: {name}={kwargs[name]} ({what}) cannot be combined with hf_zero. Leave it out: hf_zero shards over all "
                 "ranks that tp_size leaves." + (_OF_PIPELINES if name == "pp_size" else "")
             )
-    ranks = dist.get_world_size() if dist.is_initialized() else tp_size
+    ranks = dist.get_world_size() if dist.is_initialized() else max(tp_size, ep_size)
     if ranks % tp_size:
         raise ConfigError(f"hf_zero: tp_size is {tp_size}, which does not divide the {ranks} ranks of this run.")
-    if ep_size not in (1, tp_size):
+    allowed = [size for size in range(1, ranks + 1) if size == 1 or (size % tp_size == 0 and ranks % size == 0)]
+    if ep_size not in allowed:
         raise ConfigError(
-            f"hf_zero: ep_size is {ep_size} and tp_size {tp_size}; allowed for ep_size: 1, {tp_size}. Experts split over more "
-            "ranks than other layers would be shared by other ranks than those."
+            f"hf_zero: ep_size is {ep_size}; allowed with tp_size {tp_size} on {ranks} ranks: {', '.join(map(str, allowed))}."
         )
+    if ep_size > tp_size:
+        # What transformers lays out for FSDP, which is not there.
+        return _config_class()(tp_size=tp_size, ep_size=ep_size, fsdp_size=ranks // tp_size, **kwargs)
     return _config_class()(tp_size=tp_size, ep_size=ep_size, dp_replicate_size=ranks // tp_size, **kwargs)
 
 

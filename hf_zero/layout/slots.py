@@ -40,13 +40,14 @@ class ParameterSpec:
     """What the layout needs to know of one parameter.
 
     `key` holds everything that may not be mixed in one bucket: dtype, optimizer and group. `intact` parameters are not cut:
-    each lies in one rank's shard.
+    each lies in one rank's shard. `shards` is of those that fewer ranks share than the others: the same for all of a key.
     """
 
     name: str
     numel: int
     key: Hashable
     intact: bool = False
+    shards: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def plan_buckets(
     Args:
         parameters: in registration order, tied ones once.
         bucket_numel: elements a bucket should not pass.
-        shards: ranks in the shard group.
+        shards: ranks in the shard group, where a parameter does not say otherwise.
         first_index: number of the first bucket.
         align: of slots and shards.
     """
@@ -149,7 +150,7 @@ def plan_buckets(
     buckets = [
         bucket
         for (intact, _), specs in arriving.items()
-        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, shards, align)
+        for bucket in (_dealt if intact else _in_a_row)(specs, bucket_numel, specs[0][1].shards or shards, align)
     ]
     buckets.sort(key=lambda bucket: bucket.index)
     return tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets, start=first_index))

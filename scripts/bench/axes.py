@@ -1,9 +1,10 @@
-"""ZeRO over the copies of a tensor-parallel model, beside transformers' own FSDP2 over them.
+"""ZeRO over the copies of a tensor-parallel model, or of one split by experts, beside transformers' own FSDP2 over them.
 
     python scripts/bench/axes.py            # a Llama of 15 M parameters, eight steps, three rounds: two minutes
+    python scripts/bench/axes.py --tp 1 --ep 2    # a mixture of experts, which are split over two ranks, and nothing else
     python scripts/bench/axes.py --quick    # a tiny one, once: does the harness run?
 
-Four gloo ranks on this machine: two copies of a model, each split over two ranks. For each way, in fresh
+Four gloo ranks on this machine: by default two copies of a model, each split over two ranks. For each way, in fresh
 ranks: CPU time a step (mean of the ranks), bytes that a rank sends a step, as sockets counted them, and the peak of memory
 above what the process had before the model. Traffic of the split itself is in all of them.
 """
@@ -26,29 +27,30 @@ from rich.console import Console
 from rich.table import Table
 from wire import tcp_bytes
 
-_RANKS, _TP = 4, 2
+_RANKS = 4
 _WARM_STEPS = 2
 _FSDP = "FSDP2"
 _LLAMA = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 5}
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
-def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int) -> dict[str, float]:
+def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int, tp: int, ep: int) -> dict[str, float]:
     """One way in one rank: seconds of CPU and bytes sent a step, and bytes at the peak."""
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     from hf_zero import ZeroEngine, parallel_config
 
     before = status_bytes("VmRSS")
     if way == _FSDP:
-        config: Any = DistributedConfig(tp_size=_TP, fsdp_size=world_size // _TP)
+        config: Any = DistributedConfig(tp_size=tp, ep_size=ep, fsdp_size=world_size // tp)
     else:
-        config = parallel_config(tp_size=_TP)
-    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config).train()
+        config = parallel_config(tp_size=tp, ep_size=ep)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = None if way == _FSDP else ZeroEngine(model, [optimizer], {"stage": int(way.split()[-1])})
-    ids = torch.randint(8000, (2, 64), generator=torch.Generator().manual_seed(rank // _TP))
+    ids = torch.randint(8000, (2, 64), generator=torch.Generator().manual_seed(rank // tp))
 
     def train(count: int) -> None:
         for _ in range(count):
@@ -67,12 +69,16 @@ def measure(rank: int, world_size: int, *, folder: str, way: str, steps: int) ->
     return {"cpu_s": cpu_s / steps, "sent": sent / steps, "peak": peak}
 
 
-def save_model(folder: str, size: dict[str, int]) -> int:
+def save_model(folder: str, size: dict[str, int], *, mixture: bool) -> int:
     """Writes the model that all ways train, and returns its number of parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8000, num_attention_heads=8, **size))
+    size = {"vocab_size": 8000, "num_attention_heads": 8, **size}
+    if mixture:
+        model: Any = MixtralForCausalLM(MixtralConfig(num_key_value_heads=8, **size, **_EXPERTS))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**size))
     model.save_pretrained(folder)
     return model.num_parameters()
 
@@ -82,14 +88,15 @@ def measure_all(options: argparse.Namespace) -> tuple[int, dict[str, list[dict[s
     ways = [_FSDP, *(f"stage {stage}" for stage in options.stages)]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     with tempfile.TemporaryDirectory() as folder:
-        numel = save_model(folder, _TINY if options.quick else _LLAMA)
+        numel = save_model(folder, _TINY if options.quick else _LLAMA, mixture=options.ep > 1)
         for _ in range(options.rounds):
             for way in ways:
+                arguments = {"way": way, "steps": options.steps, "tp": options.tp, "ep": options.ep}
                 of_ranks = run_ranks(
                     measure,
                     world_size=_RANKS,
                     time_limit_s=600,
-                    keyword_arguments={"folder": str(Path(folder)), "way": way, "steps": options.steps},
+                    keyword_arguments={"folder": str(Path(folder)), **arguments},
                 )
                 found[way].append({key: sum(each[key] for each in of_ranks) / _RANKS for key in of_ranks[0]})
     return numel, found
@@ -116,6 +123,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=2, help="ranks that compute a batch together")
+    parser.add_argument("--ep", type=int, default=1, help="ranks over which the experts of a mixture are split")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path, help="where the figures go (default: results/axes-<commit>.json)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, once")
@@ -125,7 +134,9 @@ def main() -> int:
     numel, found = measure_all(options)
     run, rows = describe_run(options), summarise(found)
     table = Table("way", "CPU s a step", "of FSDP2's", "MB sent a step", "peak MiB")
-    table.title = f"{numel / 1e6:.1f} M parameters, {_RANKS // _TP} copies of {_TP} ranks, commit {run['commit']}"
+    table.title = (
+        f"{numel / 1e6:.1f} M parameters, {_RANKS} ranks, tp {options.tp}, ep {options.ep}, commit {run['commit']}"
+    )
     for row in rows:
         figures = (f"{row['cpu_s']:.3f}", f"{row['to_fsdp2']:.2f}", f"{row['sent_bytes'] / 1e6:.1f}")
         table.add_row(row["name"], *figures, f"{row['peak_bytes'] / 2**20:.0f}")

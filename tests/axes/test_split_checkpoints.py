@@ -74,31 +74,48 @@ def save(rank: int, world_size: int, job: SplitJob, checkpoint: Path, resumed: P
     return kept | whole_of(model)
 
 
-LAYOUTS = {"tp2 x dp2": (4, 2), "dp4": (4, 1), "tp4": (4, 4), "one": (1, 1)}
+LAYOUTS = {
+    "tp2 x dp2": (4, 2, 1),
+    "dp4": (4, 1, 1),
+    "tp4": (4, 4, 1),
+    "one": (1, 1, 1),
+    "tp2 ep2": (4, 2, 2),
+    "tp4 ep4": (4, 4, 4),
+    # Experts over more ranks than compute a batch together.
+    "ep2": (4, 1, 2),
+    "ep4": (4, 1, 4),
+    "tp2 ep4": (4, 2, 4),
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "ep", "stage", "layouts"),
-    [("llama", 1, 2, ["one", "tp4"]), slow("llama", 1, 2, list(LAYOUTS)[1:]), slow("mixtral", 2, 3, list(LAYOUTS)[1:])],
-    ids=["llama-some", "llama-every", "mixtral-every"],
+    ("kind", "stage", "start", "layouts"),
+    [
+        ("mixtral", 3, "ep2", ["one", "tp2 ep4"]),
+        slow("llama", 2, "tp2 x dp2", ["one", "dp4", "tp4"]),
+        slow("mixtral", 3, "tp2 ep2", ["dp4", "tp4 ep4", "one", "ep2"]),
+        slow("mixtral", 0, "ep2", ["ep4", "one", "tp2 ep4"]),
+        slow("mixtral", 2, "tp2 ep4", ["ep2", "dp4", "tp2 x dp2"]),
+        slow("mixtral", 3, "ep4", ["tp2 ep4", "one"]),
+    ],
 )
-def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, ep, stage, layouts):
+def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, stage, start, layouts):
     def run(layout: str, checkpoint: Path, resumed: Path | None) -> list[dict]:
-        world_size, tp = LAYOUTS[layout]
-        job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=tp if ep > 1 else 1, settings={"stage": stage}, steps=2)
+        world_size, tp, ep = LAYOUTS[layout]
+        job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=ep, settings={"stage": stage}, steps=2)
         arguments = {"job": job, "checkpoint": checkpoint, "resumed": resumed}
         if world_size == 4:
             return four_ranks.run(save, **arguments)
         return run_ranks(save, world_size=world_size, time_limit_s=120, keyword_arguments=arguments)
 
-    first = tmp_path / "tp2 x dp2"
-    [saved, *_] = run("tp2 x dp2", first, None)
+    first = tmp_path / start
+    [saved, *_] = run(start, first, None)
     for layout in layouts:
         away = tmp_path / layout
         for kept in run(layout, away, first):
             assert kept.keys() == saved.keys()
             assert all(np.array_equal(kept[name], saved[name]) for name in saved)
-    for kept in run("tp2 x dp2", tmp_path / "back", tmp_path / layouts[0]):
+    for kept in run(start, tmp_path / "back", tmp_path / layouts[0]):
         assert all(np.array_equal(kept[name], saved[name]) for name in saved)
     (first / "config.json").write_text((folder / kind / "config.json").read_text())
     consolidate(first, tmp_path / "whole")

@@ -88,7 +88,8 @@ def save_models(folder: Path) -> None:
 
 def load(job: SplitJob) -> nn.Module:
     make, _ = KINDS[job.kind]
-    split = {"distributed_config": parallel_config(tp_size=job.tp, ep_size=job.ep)} if job.tp > 1 else {}
+    is_split = job.tp > 1 or job.ep > 1
+    split = {"distributed_config": parallel_config(tp_size=job.tp, ep_size=job.ep)} if is_split else {}
     model = make.from_pretrained(f"{job.folder}/{job.kind}", dtype=job.dtype, **split)
     return model.train()
 
@@ -139,7 +140,7 @@ def _train_without(
     parts = [nn.Parameter(local(parameter).detach()) for parameter in model.parameters()]
     optimizer = make_optimizer(parts)
     data_size, place = world_size // job.tp, rank // job.tp
-    groups = [dist.new_group(list(range(start, world_size, job.tp))) for start in range(job.tp)]
+    [group, expert_group] = [_alike(rank, world_size, size) for size in (job.tp, max(job.tp, job.ep))]
     losses, norms = [], []
     for micros in batches(job, place, data_size):
         total = 0.0
@@ -154,13 +155,23 @@ def _train_without(
                     # An embedding's comes back whole.
                     parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
                 gradient = local(parameter.grad)
-                dist.all_reduce(gradient, group=groups[rank % job.tp])
+                dist.all_reduce(gradient, group=expert_group if is_expert(parameter) else group)
                 part.grad = gradient.div_(data_size)
         if job.max_norm is not None:
             norms.append(_clip(model, job.max_norm))
         optimizer.step()
         model.zero_grad()
     return SplitOutcome(losses, norms, whole_of(model), local_of(model))
+
+
+def _alike(rank: int, world_size: int, size: int) -> dist.ProcessGroup:
+    """The ranks that hold the same part as this one, where each `size` hold a copy together."""
+    groups = [dist.new_group(list(range(start, world_size, size))) for start in range(size)]
+    return groups[rank % size]
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names == ("ep",)
 
 
 def _clip(model: nn.Module, max_norm: float) -> float:

@@ -11,6 +11,7 @@ from ...buckets.memory import UnshardedMemory
 from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups
+from ...comm.ledger import Ledger
 from ...comm.local import LocalTransport
 from ...comm.model_copies import Agreement, ModelCopies, OverCopies
 from ...comm.transport import Transport
@@ -28,6 +29,7 @@ from ...optimizer.state.replicas import ReplicaCheck
 from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, NormOfCopies, choose_norm
 from ..travel.buffers import ModelBuffers, start_buffers
+from ..travel.expert_wire import wire_with_experts
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
 from ..travel.repeatable import RepeatableTransport
@@ -43,6 +45,7 @@ from .beside_split import refuse_beside_split
 from .bucket_builder import BucketBuilder
 from .bucketing import Division, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
+from .sharers import Sharers, SharersOfKinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +60,12 @@ class Meeting:
         step_transport: between those.
         device: that the model is trained on, with its index.
         split: the model's parameters of which a rank has a part, by tensor or expert parallelism.
+        sharers: which ranks share the state of which parameters: those of `groups`, but for experts that are split over more
+            ranks than compute a batch together.
         run: all ranks of the run; `groups`, unless the model is split.
         everyone: between those.
-        copy: between the ranks that hold one copy of the model together; this rank alone, unless it is split.
+        together: between the ranks that compute a batch together; this rank alone, unless the model is split.
+        copy: between the ranks that hold one copy of the model together; `together`, but for such experts.
     """
 
     config: ZeroConfig
@@ -70,8 +76,10 @@ class Meeting:
     step_transport: Transport
     device: torch.device
     split: SplitModel
+    sharers: SharersOfKinds
     run: Groups
     everyone: Transport
+    together: Transport
     copy: Transport
 
     @property
@@ -84,9 +92,15 @@ class Meeting:
         """Which traffic of training is the model's own and in no report, in words; "" where there is none."""
         if self.split.is_empty:
             return ""
+        copies = self.run.world_size // len(self.split.copy_ranks)
+        between = (
+            f"between the {copies} copies of the model"
+            if copies == self.groups.world_size
+            else "of state and gradients"
+        )
         return (
-            f"These are hf_zero's, between the {self.groups.world_size} copies of the model. What ranks {list(self.split.ranks)} "
-            "send each other in forward and backward as one copy (tensor or expert parallel) is the model's own and not counted."
+            f"These are hf_zero's, {between}. What ranks {list(self.split.copy_ranks)} send each other in forward and backward "
+            "as one copy (tensor or expert parallel) is the model's own and not counted."
         )
 
     @property
@@ -94,6 +108,9 @@ class Meeting:
         """Between the ranks of which each has its share of a step's gradients; and whether each has all."""
         if self.split.is_empty:
             return self.step_transport, self.is_replicated
+        if self.split.experts:
+            # Ranks that share the experts are not those that share the rest.
+            return self.everyone, False
         return OverCopies(self.step_transport, self.copy, replicated=self.is_replicated), False
 
 
@@ -180,19 +197,33 @@ def _assemble(
     meeting = _meet(model, optimizers, config, device, split)
     config, groups, transport, device = meeting.config, meeting.groups, meeting.transport, meeting.device
     tier, parameter_tier = _choose_tiers(config.offload, device, meeting.everyone)
-    needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, groups)
+    needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, meeting.sharers)
     refuse_unless_it_fits(config, needed, meeting.everyone)
     among, is_same = meeting.agreement
     nonfinite = NonFiniteCheck(config, among, replicated=is_same)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
-    wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
-    division = Division(model, owner, optimizers, config, groups, device=device, align=wire.align)
+    sharers = meeting.sharers
+    usual_wire = expert_wire = wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
+    if split.experts:
+        expert_wire = choose_wire(config, sharers.experts.groups, sharers.experts.transport, transport, device)
+        wire = wire_with_experts(usual_wire, expert_wire)
+    division = Division(
+        model,
+        owner,
+        optimizers,
+        config,
+        groups,
+        device=device,
+        align=wire.align,
+        split=split,
+        expert_shards=sharers.experts.groups.shard_size,
+    )
     trained_numel = sum(parameter.numel() for parameter in owner)
     builder = BucketBuilder(
         config=config,
-        groups=groups,
-        wire=wire,
-        transport=transport,
+        sharers=sharers,
+        wire=usual_wire,
+        expert_wire=expert_wire,
         device=device,
         placement=Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel),
         parameter_tier=parameter_tier,
@@ -204,7 +235,7 @@ def _assemble(
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
     unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
     is_shared = config.broadcast_buffers and meeting.peers.world_size > 1
-    copies = CopyChecks(split, meeting.everyone, meeting.copy, all_buckets)
+    copies = CopyChecks(split, meeting.everyone, meeting.together, all_buckets)
     return Parts(
         meeting=meeting,
         tier=tier,
@@ -222,7 +253,9 @@ def _assemble(
         model_buffers=ModelBuffers(model, meeting.step_transport, device, wanted=is_shared),
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
-        full_tensors=FullTensors(row_of, meeting.step_transport, holder, config.comm, replicated=meeting.is_replicated),
+        full_tensors=FullTensors(
+            row_of, sharers.step_transport_of, holder, config.comm, replicated=meeting.is_replicated
+        ),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
         replicas=ReplicaCheck(
@@ -230,7 +263,8 @@ def _assemble(
             all_buckets,
             _frozen_whole(model, all_buckets),
             meeting.step_transport,
-            meeting.peers.shard,
+            groups.world.ranks[groups.world.place],
+            sharers.place_of,
         ),
         copies=copies,
         norm=_choose_norm(meeting, buckets, copies),
@@ -240,7 +274,11 @@ def _assemble(
 def _choose_norm(meeting: Meeting, buckets: Sequence[Bucket], copies: CopyChecks) -> GradientNorm:
     among, is_same = meeting.agreement
     norm = choose_norm(meeting.config, buckets, among, replicated=is_same, device=meeting.device)
-    return norm if meeting.split.is_empty else NormOfCopies(norm, copies.counted)
+    if meeting.split.is_empty:
+        return norm
+    if not meeting.split.experts:
+        return NormOfCopies(norm, copies.counted)
+    return NormOfCopies(norm, lambda row: meeting.sharers.of(row.slot.bucket).is_first and copies.counted(row))
 
 
 def _adopting(
@@ -289,6 +327,7 @@ def _sharded_model(
         model,
         of_units,
         transport,
+        meeting.sharers.transport_of,
         wire,
         holder,
         config,
@@ -306,22 +345,27 @@ def _meet(
 ) -> Meeting:
     placed = with_index(device or next(model.parameters()).device)
     timeout_s = config.comm.timeout_s
-    together = CommConfig(timeout_s=timeout_s, late_s=config.comm.late_s, node_size=config.comm.node_size)
-    of_all, everyone, copy, apart = None, None, None, None
+    plain = CommConfig(timeout_s=timeout_s, late_s=config.comm.late_s, node_size=config.comm.node_size)
+    of_all, everyone, together, copy, alike, alike_experts = None, None, None, None, None, None
     if not split.is_empty:
         # All ranks, and those of a copy, have no state of their own to share: they only agree.
-        of_all = Groups.create(stage=1, device_type=placed.type, comm=together)
+        of_all = Groups.create(stage=1, device_type=placed.type, comm=plain)
         everyone = choose_transport(of_all, placed, timeout_s)
-        copies = ModelCopies.of(everyone.exchange(split.ranks, "ranks of a copy of the model"))
-        apart = copies.alike
-        everyone.ledger.watch.log.part = copies.part_in_words(of_all.rank)
-        of_copy = Groups.create(
-            stage=1, device_type=placed.type, comm=together, apart=tuple(map(sorted, copies.copies))
-        )
-        copy = choose_transport(of_copy, placed, timeout_s, everyone.ledger)
-    groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm, apart=apart)
+        batches = ModelCopies.of(everyone.exchange(split.ranks, "ranks of a copy of the model"))
+        everyone.ledger.watch.log.part = batches.part_in_words(of_all.rank)
+        alike, together = batches.alike, _between(batches.copies, placed, plain, everyone.ledger)
+        copy = together
+        if split.experts:
+            copies = ModelCopies.of(everyone.exchange(split.copy_ranks, "ranks of a copy of the experts"))
+            alike_experts, copy = copies.alike, _between(copies.copies, placed, plain, everyone.ledger)
+    groups = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm, apart=alike)
     transport = choose_transport(groups, placed, timeout_s, everyone.ledger if everyone else None)
     step_transport = choose_step_transport(transport, groups, placed, timeout_s)
+    experts = None
+    if alike_experts is not None:
+        theirs = Groups.create(stage=config.stage, device_type=placed.type, comm=config.comm, apart=alike_experts)
+        between = choose_transport(theirs, placed, timeout_s, transport.ledger)
+        experts = Sharers(groups=theirs, transport=between, step_transport=between)
     facts = describe(model, optimizers, config)
     if everyone is not None:
         refuse_disagreement({"config": facts["config"]}, everyone)
@@ -330,6 +374,7 @@ def _meet(
     if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
         transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
+    usual = Sharers(groups=groups, transport=transport, step_transport=step_transport)
     return Meeting(
         config=config,
         trials=trials,
@@ -339,7 +384,15 @@ def _meet(
         step_transport=step_transport,
         device=placed,
         split=split,
+        sharers=SharersOfKinds(split=split, usual=usual, experts=experts or usual),
         run=of_all or groups,
         everyone=everyone or transport,
+        together=together or LocalTransport(transport.ledger),
         copy=copy or LocalTransport(transport.ledger),
     )
+
+
+def _between(sets: Sequence[Sequence[int]], device: torch.device, comm: CommConfig, ledger: Ledger) -> Transport:
+    """A transport between the ranks of each set, who only agree."""
+    groups = Groups.create(stage=1, device_type=device.type, comm=comm, apart=tuple(map(sorted, sets)))
+    return choose_transport(groups, device, comm.timeout_s, ledger)

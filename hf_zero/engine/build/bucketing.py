@@ -1,6 +1,6 @@
 """Which parameters of a model share a bucket: by unit, dtype and optimizer group."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
 from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...optimizer.state.elementwise import keeps_intact
+from ..units.split_model import SplitModel
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines
 
@@ -103,13 +104,22 @@ class Part:
         return bool(self.modules)
 
 
-def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups, device: torch.device) -> list[Part]:
+def parts_of(
+    model: nn.Module,
+    config: ZeroConfig,
+    groups: Groups,
+    device: torch.device,
+    unshared: Collection[nn.Parameter] = (),
+) -> list[Part]:
     """What goes into buckets, in the order in which gradients arrive.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
     for each unit, frozen parameters too, the last layers first and the root last; then what `persist_below_numel` keeps whole.
     On an accelerator what the root has behind its layers (a head) comes first, so that its gradient, which may be the largest
     of all, does not wait for the embeddings'.
+
+    Args:
+        unshared: what no other rank has, and is not sharded: it is in a part behind that of its unit.
     """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
@@ -123,11 +133,13 @@ def parts_of(model: nn.Module, config: ZeroConfig, groups: Groups, device: torch
     taken = {name for name, _ in behind}
     before = [(name, parameter) for name, parameter in own[""] if name not in taken]
     of_layers = [(names, [held for name in names for held in own[name]]) for names in layers]
-    parts = [
-        Part(modules=tuple(names), parameters=[(n, p) for n, p in held if p.numel() >= least], sharded=True)
-        for names, held in [([], behind), *of_layers, ([], before)]
-    ]
-    kept = [(name, p) for name, p in trained if p.numel() < least]
+    parts = []
+    for names, held in [([], behind), *of_layers, ([], before)]:
+        shared = [(n, p) for n, p in held if p.numel() >= least and p not in unshared]
+        alone = [(n, p) for n, p in held if p in unshared and p.requires_grad]
+        parts.append(Part(modules=tuple(names), parameters=shared, sharded=True))
+        parts.append(Part(modules=(), parameters=alone, sharded=False))
+    kept = [(name, p) for name, p in trained if p.numel() < least and p not in unshared]
     parts.append(Part(modules=(), parameters=kept, sharded=False))
     return [part for part in parts if part.parameters]
 
@@ -148,6 +160,8 @@ class Division:
         owner: (optimizer, group) of each trained parameter.
         device: that the model is trained on.
         align: on which elements shards may begin.
+        split: the parameters of which a rank has a part.
+        expert_shards: how many ranks share those of its experts.
 
     Attributes:
         parts: in the order in which gradients arrive.
@@ -163,8 +177,14 @@ class Division:
         *,
         device: torch.device,
         align: Alignment,
+        split: SplitModel | None = None,
+        expert_shards: int = 1,
     ):
-        self.parts = parts_of(model, config, groups, device)
+        self._split = split
+        self._splits_apart = config.comm.quantises
+        self._expert_shards = expert_shards
+        is_alone = split is not None and expert_shards == 1 and not config.offload.moves_params
+        self.parts = parts_of(model, config, groups, device, split.experts if split and is_alone else ())
         self._owner = owner
         # Of each optimizer, whether its parameters must not be cut.
         self._intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
@@ -187,9 +207,14 @@ class Division:
         """Parameters of one key may share a bucket."""
         optimizer, group = self._owner.get(parameter, (-1, -1))
         gathered = self._gathered.of(parameter, sharded=sharded)
-        key = BucketKey(parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group)
+        is_expert = self._split is not None and parameter in self._split.experts
+        is_split = self._splits_apart and self._split is not None and parameter in self._split.parts
+        key = BucketKey(
+            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split
+        )
         intact = optimizer >= 0 and self._intact[optimizer]
-        return ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=intact)
+        shards = self._expert_shards if is_expert else None
+        return ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=intact, shards=shards)
 
 
 def precision_of(

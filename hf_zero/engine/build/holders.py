@@ -1,5 +1,6 @@
 """The tier's side of building an engine: whether it has room, and who holds state in it."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from ...optimizer.state.step_choice import OwnSteps
 from ...optimizer.state.step_timing import InTime, StepTiming
 from ..gradients.nonfinite import NonFiniteCheck
 from ..travel.outer import anchor_numel
+from .sharers import SharersOfKinds
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
@@ -104,34 +106,43 @@ def bytes_elsewhere(
     parameter_tier: ParameterTier,
     owner: Mapping[nn.Parameter, tuple[int, int]],
     optimizers: Sequence[torch.optim.Optimizer],
-    groups: Groups,
+    sharers: SharersOfKinds,
 ) -> Elsewhere:
     """What `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
     offload, host, disk = config.offload, 0, 0
+
+    def shards_of(parameter: nn.Parameter) -> int:
+        return sharers.of_parameter(parameter).groups.shard_size
+
+    def share(parameters: Iterable[nn.Parameter]) -> int:
+        sizes = Counter[int]()
+        for p in parameters:
+            sizes[shards_of(p)] += p.numel() * _itemsize(config, p)
+        return sum(size // shards for shards, size in sizes.items())
+
     if offload.moves_state:
         on_disk = offload.optimizer == "nvme"
         moved = tier_bytes_needed(
             owner,
             optimizers,
             lambda p: resolve_precision(config, wanted_dtype(p), apart=parameter_tier.masters_apart(tier)),
-            groups.shard_size,
+            shards_of,
             with_gradients=not on_disk,
             in_blocks=config.quantises_moments,
         )
         # At least: whole buckets move. Anchors of outer steps lie beside masters.
-        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, groups)))
+        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, sharers.usual.groups)))
         copies = _copy_bytes(offload, moved)
         host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
     if offload.moves_params:
         # What lies in host memory already leaves its place there.
         there = 0 if offload.params == "nvme" else sum(p.nbytes for p in model.parameters() if _is_in_memory(p))
-        sizes = [p.numel() * _itemsize(config, p) for p in model.parameters()]
-        moved = max(0, sum(sizes) // groups.shard_size - there)
+        moved = max(0, share(model.parameters()) - there)
         host, disk = (host, disk + moved) if offload.params == "nvme" else (host + moved, disk)
         if offload.params == "nvme" and offload.moves_state:
             # An fp32 parameter is its own master, in its file, which both counts above have.
             equal = [p for p in owner if not resolve_precision(config, wanted_dtype(p)).rounds]
-            once = sum(p.numel() * _itemsize(config, p) for p in equal) // groups.shard_size
+            once = share(equal)
             second = _copy_bytes(offload, once)
             host, disk = (host, disk - once) if offload.optimizer == "nvme" else (host - once - second, disk + second)
     return Elsewhere(host=host, disk=disk)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from ...buckets.bucket import Bucket
 from ...comm.groups.groups import Groups
-from ...comm.transport import Transport
 from ...config import ZeroConfig
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool
@@ -16,7 +15,6 @@ from .store import GradientStore, Landing
 def choose_store(
     buckets: Sequence[Bucket],
     config: ZeroConfig,
-    transport: Transport,
     reduction: Reduction,
     landing: Landing,
     groups: Groups,
@@ -26,11 +24,11 @@ def choose_store(
     Args:
         groups: of the ranks that take each step together.
     """
-    world_size, replicated = groups.world_size, groups.shard_size == 1
+    replicated = groups.shard_size == 1
     if all(bucket.rows_are_parameters for bucket in buckets):
-        return ReplicatedGradients(transport, world_size, landing)
+        return ReplicatedGradients(reduction, landing)
     apart = any(bucket.tier.is_apart for bucket in buckets)
     if config.stage < 2 or (replicated and not apart):
-        return UnshardedGradients(reduction, world_size, landing)
+        return UnshardedGradients(reduction, landing)
     pool = BufferPool(buckets, config.grad_buffers, buckets[0].device)
-    return PooledGradients(reduction, world_size, landing, pool)
+    return PooledGradients(reduction, landing, pool)

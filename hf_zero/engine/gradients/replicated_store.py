@@ -5,9 +5,10 @@ from collections.abc import Collection
 import torch
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
-from ...comm.transport import Handle, Transport
+from ...comm.transport import Handle
 from ...device import Arrival, allocate
 from ...offload.downlink import Downlink
+from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
 from .store import GradientStore, Landing, add_or_set, new_buffer
 
@@ -19,9 +20,9 @@ class ReplicatedGradients(GradientStore):
     again: sum of (average / W) is the average.
     """
 
-    def __init__(self, transport: Transport, world_size: int, landing: Landing):
-        super().__init__(world_size, landing)
-        self._transport = transport
+    def __init__(self, reduction: Reduction, landing: Landing):
+        super().__init__(landing)
+        self._reduction = reduction
         self._lasting: dict[Bucket, OpenBuffer] = {}
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
@@ -80,7 +81,7 @@ class ReplicatedGradients(GradientStore):
 
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         self._under_way[bucket] = flat
-        return self._transport.start_all_reduce(flat, bucket.label("all-reduce gradients"))
+        return self._reduction.start(bucket, flat, flat)
 
     def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
         flat, precision = self._under_way.pop(bucket), bucket.precision

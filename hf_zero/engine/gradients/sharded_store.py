@@ -26,8 +26,8 @@ _KEPT_BELOW_BYTES = 2 << 20
 class ShardedStore(GradientStore):
     """What stages 1 and 2 share: the reduced gradient is in rows, and `p.grad` is a `ShardedGradient`."""
 
-    def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
-        super().__init__(world_size, landing)
+    def __init__(self, reduction: Reduction, landing: Landing):
+        super().__init__(landing)
         self._reduction = reduction
         self._shards: dict[Bucket, torch.Tensor] = {}
         self._shard_bytes: dict[Bucket, int] = {}
@@ -131,8 +131,8 @@ class UnshardedGradients(ShardedStore):
     what is freed, and its pages on the host.
     """
 
-    def __init__(self, reduction: Reduction, world_size: int, landing: Landing):
-        super().__init__(reduction, world_size, landing)
+    def __init__(self, reduction: Reduction, landing: Landing):
+        super().__init__(reduction, landing)
         self._lasting: dict[Bucket, OpenBuffer] = {}
         self._reservations: dict[Bucket, Reservation] = {}
         self._lasting_bytes: dict[Bucket, int] = {}
@@ -209,8 +209,8 @@ class UnshardedGradients(ShardedStore):
 class PooledGradients(ShardedStore):
     """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
 
-    def __init__(self, reduction: Reduction, world_size: int, landing: Landing, pool: BufferPool):
-        super().__init__(reduction, world_size, landing)
+    def __init__(self, reduction: Reduction, landing: Landing, pool: BufferPool):
+        super().__init__(reduction, landing)
         self._pool = pool
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()

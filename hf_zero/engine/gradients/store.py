@@ -48,12 +48,10 @@ class Landing:
 class GradientStore(ABC):
     """Takes each parameter's local gradient, and reduces them by bucket into shards.
 
-    Args:
-        world_size: gradients are divided by it as they are put, in DDP's order: divided, then summed.
+    A rank's share of the mean is taken of each as it is put, in DDP's order: divided, then summed.
     """
 
-    def __init__(self, world_size: int, landing: Landing):
-        self._share = 1.0 / world_size
+    def __init__(self, landing: Landing):
         self._landing = landing
         self._open: dict[Bucket, OpenBuffer] = {}
         self._started: dict[Bucket, Handle] = {}
@@ -95,7 +93,7 @@ class GradientStore(ABC):
         """
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """The slot's share of a gradient: divided by the world size and cast, added if the slot has one already.
+        """The slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already.
 
         Small ones wait until the bucket starts: most parameters of a model are small, and are put by two calls together.
         """
@@ -103,18 +101,19 @@ class GradientStore(ABC):
         if slot.is_small and not slot.arrived:
             self.put_small(slot, gradient)
             return
+        share = bucket.share
         view = self._buffer(bucket).views[slot.number]
         is_there = gradient.data_ptr() == view.data_ptr()
         if slot.arrived:
             self._put_small(bucket)
-            view.add_(gradient, alpha=self._share)
-        elif self._share == 1.0:
+            view.add_(gradient, alpha=share)
+        elif share == 1.0:
             if not is_there:
                 view.copy_(gradient)
         elif is_there:
-            view.mul_(self._share)
+            view.mul_(share)
         else:
-            torch.mul(gradient, self._share, out=view)
+            torch.mul(gradient, share, out=view)
         slot.arrived = True
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
@@ -202,21 +201,21 @@ class GradientStore(ABC):
         slots, gradients = self._small.pop(bucket, None), self._small_gradients.pop(bucket, [])
         if not slots:
             return
-        buffer = self._buffer(bucket)
+        buffer, share = self._buffer(bucket), bucket.share
         is_as_it_is = set(map(_DTYPE, gradients)) == {buffer.flat.dtype}
         is_all = is_as_it_is and len(slots) == len(bucket.slots)
-        if is_all and self._share != 1.0 and buffer.flat.numel() <= _AT_ONCE_NUMEL:
+        if is_all and share != 1.0 and buffer.flat.numel() <= _AT_ONCE_NUMEL:
             ordered = [gradient for _, gradient in sorted(zip(map(_NUMBER, slots), gradients), key=_FIRST)]
-            bucket.fill_slots(buffer.flat, ordered, self._share)
+            bucket.fill_slots(buffer.flat, ordered, share)
             return
         views = [buffer.views[slot.number] for slot in slots]
         if not is_as_it_is:
             # Divided in their own dtype, as `put` does.
-            torch._foreach_copy_(views, torch._foreach_mul(gradients, self._share))
+            torch._foreach_copy_(views, torch._foreach_mul(gradients, share))
             return
         torch._foreach_copy_(views, gradients)
-        if self._share != 1.0:
-            torch._foreach_mul_(views, self._share)
+        if share != 1.0:
+            torch._foreach_mul_(views, share)
 
     def _buffer(self, bucket: Bucket) -> OpenBuffer:
         found = self._open.get(bucket)

@@ -1,6 +1,6 @@
 """A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -34,6 +34,8 @@ class ShardedModel:
 
     Args:
         buckets_of: names of a unit's modules → its buckets; the root has no names.
+        transport: between all ranks that have the model.
+        transport_of: between those that share what is in a bucket.
         wire: how their parameters are gathered.
         holder: has their masters.
         device: that parameters are gathered on.
@@ -49,6 +51,7 @@ class ShardedModel:
         model: nn.Module,
         buckets_of: Mapping[tuple[str, ...], Sequence[Bucket]],
         transport: Transport,
+        transport_of: Callable[[Bucket], Transport],
         wire: Wire,
         holder: StateHolder,
         config: ZeroConfig,
@@ -71,7 +74,7 @@ class ShardedModel:
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
         self.gathered = GatheredParameters(
-            self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
+            self.unit_of, self.schedule, transport, transport_of, holder, device, config.comm.meeting_timeout_s
         )
         guards = self._guard_modules()
         self._methods = ModuleMethods(model, guards, self.gathered)

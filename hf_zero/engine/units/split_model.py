@@ -11,6 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,12 +71,18 @@ class SplitModel:
     Args:
         model: its DTensors are replaced by plain parameters, as are those in the groups of `optimizers`.
 
+    Where experts are split over more ranks than the rest (`ep_size` above `tp_size`), those that hold one copy of the model
+    together are several sets of ranks, each of which computes a batch of its own.
+
     Attributes:
         parts: of each plain parameter that stands for a DTensor.
         names: theirs in the model.
+        copy_ranks: that hold one copy of the model together, in the order of their parts.
+        ranks: those of them that compute a batch together with this one: all, unless experts are split over more.
 
     Raises:
-        ConfigError: the model has DTensors and none is split, or one in a way that is not known.
+        ConfigError: the model has DTensors and none is split, or one in a way that is not known, or over other ranks than
+            these.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
@@ -84,6 +91,9 @@ class SplitModel:
         self.parts: dict[nn.Parameter, SplitParameter] = {}
         self.names: dict[nn.Parameter, str] = {}
         self._undo: list[Callable[[], None]] = []
+        self.ranks: tuple[int, ...]
+        self.copy_ranks: tuple[int, ...]
+        self.ranks = self.copy_ranks = (dist.get_rank(),) if dist.is_initialized() else (0,)
         found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
         parts = {name: _part_of(name, dtensor) for name, dtensor in found.items()}
         if not found:
@@ -94,6 +104,8 @@ class SplitModel:
                 f"hf_zero: the parameter {name!r} is a DTensor that is the same on all ranks of its mesh, as all of the model's "
                 "are. Load the model without a plan, or with one that splits it over ranks (tp_size, ep_size)."
             )
+        self.copy_ranks = max((part.ranks for part in parts.values()), key=len)
+        self.ranks = _together(model, parts, self.copy_ranks)
         self._swap({id(dtensor): self._replace(name, dtensor, parts[name]) for name, dtensor in found.items()})
         for module in model.modules():
             self._prepare(module)
@@ -102,24 +114,13 @@ class SplitModel:
     def is_empty(self) -> bool:
         return not self.parts
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that hold one copy of the model together, in the order of their parts.
+    @cached_property
+    def experts(self) -> frozenset[nn.Parameter]:
+        """The parameters that are split over more ranks than compute a batch together."""
+        return frozenset(parameter for parameter, part in self.parts.items() if self._is_expert(part))
 
-        Raises:
-            ConfigError: parameters are split over sets of ranks of which none has the others in it.
-        """
-        if self.is_empty:
-            return (dist.get_rank(),) if dist.is_initialized() else (0,)
-        most = max((part.ranks for part in self.parts.values()), key=len)
-        for parameter, part in self.parts.items():
-            if len(part.ranks) > 1 and set(part.ranks) != set(most):
-                raise ConfigError(
-                    f"hf_zero: {self.names[parameter]!r} is split over ranks {list(part.ranks)}, and other parameters over ranks "
-                    f"{list(most)}. All parameters that are split have to be so over the same ranks: with experts, give ep_size "
-                    "the value of tp_size."
-                )
-        return most
+    def _is_expert(self, part: SplitParameter) -> bool:
+        return self.ranks != self.copy_ranks and len(part.ranks) == len(self.copy_ranks)
 
     def box_of(self, parameter: torch.Tensor) -> Box:
         """Which part of the whole parameter this rank has."""
@@ -151,6 +152,14 @@ class SplitModel:
         self.parts[plain], self.names[plain] = part, name
         return plain
 
+    def _to_dtensor(self, part: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not self._is_expert(part):
+            return part.as_dtensor
+        # Tokens come from several batches, whose losses are means of their own: the gradient is made the mean over them, so that
+        # it has what the gradient of any other parameter has.
+        mean = len(self.ranks) / len(self.copy_ranks)
+        return lambda value: part.as_dtensor(_ScaleGradient.apply(value, mean))
+
     def _swap(self, others: Mapping[int, nn.Parameter]) -> None:
         """Puts other parameters, by the `id` of what they stand for, into the model and the optimizers."""
         for module in self._model.modules():
@@ -172,7 +181,7 @@ class SplitModel:
             return
         had_own = "forward" in module.__dict__
         convert: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            name: part.as_dtensor for name, part in own.items()
+            name: self._to_dtensor(part) for name, part in own.items()
         }
         run = stock
         if is_summing:
@@ -238,6 +247,19 @@ class _SumGradients(torch.autograd.Function):
         return summed, None
 
 
+class _ScaleGradient(torch.autograd.Function):
+    """Returns its input; backward multiplies the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
 def _sum_of_gradients_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: _SumGradients.apply(value, group)
 
@@ -301,6 +323,23 @@ def is_dtensor(value: object) -> bool:
 
 def _splits(placement: Any) -> bool:
     return not placement.is_replicate()
+
+
+def _together(model: nn.Module, parts: Mapping[str, SplitParameter], copy: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a copy that compute a batch together with this one."""
+    # Of transformers. Where nothing is said, all of them do.
+    said = getattr(getattr(model, "config", None), "distributed_config", None)
+    size = min(getattr(said, "tp_size", len(copy)), len(copy))
+    first = copy.index(dist.get_rank()) // size * size
+    together = copy[first : first + size]
+    for name, part in parts.items():
+        if len(part.ranks) > 1 and set(part.ranks) not in (set(copy), set(together)):
+            raise ConfigError(
+                f"hf_zero: {name!r} is split over ranks {list(part.ranks)}, and other parameters over ranks {list(copy)}. All "
+                "parameters that are split have to be so over the same ranks, experts apart, which may be over more: load the "
+                "model with hf_zero.parallel_config(tp_size=..., ep_size=...)."
+            )
+    return together
 
 
 def _part_of(name: str, dtensor: Any) -> SplitParameter:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket
-from ...comm.groups.groups import Groups
 from ...layout.intervals import Interval
 from ...optimizer.state.holder import StateHolder
 
@@ -22,18 +21,11 @@ class OwnWeights:
     values: torch.Tensor
 
 
-def own_weights(buckets: Iterable[Bucket], groups: Groups, holder: StateHolder) -> Iterator[OwnWeights]:
+def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[OwnWeights]:
     """This rank's part of every parameter that lies in a bucket, in the dtype that it is kept in.
 
-    Where parameters have been through blocks, it is their master's. Ranks of a replicate group hold the same
-    part; the first of them hands it out.
+    Where parameters have been through blocks, it is their master's. Ranks of a replicate group have copies of one part.
     """
-    if groups.rank == groups.shard_rank:
-        yield from held_weights(buckets, holder)
-
-
-def held_weights(buckets: Iterable[Bucket], holder: StateHolder) -> Iterator[OwnWeights]:
-    """The same on every rank: those of a replicate group have copies of one part."""
     for bucket in buckets:
         if bucket.precision.weights is not None:
             for row in bucket.rows:

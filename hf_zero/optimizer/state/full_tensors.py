@@ -1,12 +1,12 @@
 """Gathers the full gradient or optimizer state of one parameter from the ranks' shards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...buckets.bucket import ParameterSlot, Row
+from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...comm.transport import Label, Transport
 from ...config import CommConfig
 from ...device import allocate
@@ -21,6 +21,7 @@ class FullTensors:
 
     Args:
         row_of: this rank's rows.
+        transport_of: between the ranks that share what is in a bucket.
         holder: who has their state.
         comm: how long ranks that come wait for those that do not.
         replicated: each rank's rows are whole parameters, and nothing is gathered.
@@ -29,7 +30,7 @@ class FullTensors:
     def __init__(
         self,
         row_of: Mapping[nn.Parameter, Row],
-        transport: Transport,
+        transport_of: Callable[[Bucket], Transport],
         holder: StateHolder,
         comm: CommConfig,
         *,
@@ -37,14 +38,14 @@ class FullTensors:
     ):
         self._row_of = row_of
         self._holder = holder
-        self._transport = transport
+        self._transport_of = transport_of
         self._timeout_s = comm.meeting_timeout_s
         self._replicated = replicated
 
     @torch.no_grad()
     def gradient(self, slot: ParameterSlot) -> torch.Tensor | None:
         """The reduced gradient in the parameter's shape; None where no rank has any."""
-        self._transport.meet("full_grad", self._timeout_s)
+        self._transport_of(slot.bucket).meet("full_grad", self._timeout_s)
         row = self._row_of.get(slot.parameter)
         if row is None or not row.has_gradient:
             return self._gather(slot, None)
@@ -55,7 +56,8 @@ class FullTensors:
     @torch.no_grad()
     def state(self, slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer]) -> dict[str, torch.Tensor | object]:
         """The optimizer's state by name, whole where it has one value an element."""
-        self._transport.meet("full_state", self._timeout_s)
+        transport = self._transport_of(slot.bucket)
+        transport.meet("full_state", self._timeout_s)
         row = self._row_of.get(slot.parameter)
         mine: dict[str, Any] = {}
         # By name: whether it has one value an element, as the ranks with a row of the parameter see it.
@@ -63,7 +65,7 @@ class FullTensors:
         if row is not None:
             mine = state_of(optimizers, row)
             elementwise = {name: name in elementwise_state(mine, row) for name in mine}
-        everyone = self._transport.exchange(elementwise)
+        everyone = transport.exchange(elementwise)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         state: dict[str, torch.Tensor | object] = {}
         for name in names:
@@ -71,14 +73,14 @@ class FullTensors:
                 values = None if row is None or name not in mine else self._holder.values(row, name, mine[name])
                 state[name] = self._gather(slot, values)
             else:
-                state[name] = next(v for v in self._transport.exchange(mine.get(name)) if v is not None)
+                state[name] = next(v for v in transport.exchange(mine.get(name)) if v is not None)
         return state
 
     def _gather(self, slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
-        have = torch.tensor([mine is not None], dtype=torch.uint8)
-        if not self._transport.agree_max(have, Label(kind="agreement on a look", subject=slot.name)).item():
+        bucket, have = slot.bucket, torch.tensor([mine is not None], dtype=torch.uint8)
+        transport = self._transport_of(bucket)
+        if not transport.agree_max(have, Label(kind="agreement on a look", subject=slot.name)).item():
             return None
-        bucket = slot.bucket
         dtype = bucket.precision.master if mine is None else mine.dtype
         if self._replicated:
             parameter = slot.parameter
@@ -88,7 +90,7 @@ class FullTensors:
         if mine is not None:
             row = self._row_of[slot.parameter]
             own[row.layout.in_shard.start : row.layout.in_shard.stop].copy_(mine.reshape(-1))
-        self._transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
+        transport.start_all_gather(flat, own, Label(kind="all-gather a look", subject=slot.name)).finish()
         return slot.view_of(flat).clone()
 
 

@@ -4,18 +4,19 @@ Copies are whole parameters below stage 3, frozen ones among them, and at stage 
 Copies go apart by a bit that flips in memory, by an edit on one rank alone, or by sums that are not made alike.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket
 from ...buckets.memory import UnshardedMemory
-from ...comm.groups.groups import RankGroup
 from ...comm.transport import Transport
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LISTED = 8
+
+_Group = tuple[int, int]
 
 
 class ReplicasDivergedError(RuntimeError):
@@ -28,7 +29,8 @@ class ReplicaCheck:
     Args:
         every: steps between two comparisons; 0 for none.
         frozen: parameters of no bucket, by name.
-        shard: this rank's shard group: ranks with the same place in theirs hold the same shards.
+        rank: this one.
+        place_of: two numbers for a parameter: which part of it this rank's model has, and which shard of that this rank has.
     """
 
     def __init__(
@@ -37,14 +39,15 @@ class ReplicaCheck:
         buckets: Sequence[Bucket],
         frozen: Iterable[tuple[str, nn.Parameter]],
         transport: Transport,
-        shard: RankGroup,
+        rank: int,
+        place_of: Callable[[nn.Parameter], tuple[int, int]],
     ):
         self._every = every
         self._buckets = buckets
         self._frozen = list(frozen)
         self._transport = transport
-        self._place = shard.place
-        self._rank = shard.ranks[shard.place]
+        self._rank = rank
+        self._place_of = place_of
 
     def is_due(self, step: int) -> bool:
         """Whether copies are compared behind this step."""
@@ -56,9 +59,9 @@ class ReplicaCheck:
         mine = [self._digest(bucket) for bucket in self._buckets]
         mine += [checksum(parameter.data) for _, parameter in self._frozen]
         found = torch.stack(mine).tolist() if mine else []
-        everyone = self._transport.exchange((self._rank, self._place, found), "comparison of replicas")
+        everyone = self._transport.exchange((self._rank, self._groups(), found), "comparison of replicas")
         for index, (name, _) in enumerate(self._names()):
-            values = {rank: (self._group(index, place), theirs[index]) for rank, place, theirs in everyone}
+            values = {rank: (groups[index], theirs[index]) for rank, groups, theirs in everyone}
             if _differ(values):
                 self._refuse(index, name, values, step)
 
@@ -69,17 +72,21 @@ class ReplicaCheck:
     def _digest(self, bucket: Bucket) -> torch.Tensor:
         return checksum(bucket.flat if isinstance(bucket.memory, UnshardedMemory) else bucket.memory.read_own())
 
-    def _group(self, index: int, place: int) -> int:
-        """Ranks with the same one hold copies of this bucket."""
-        is_sharded = index < len(self._buckets) and not isinstance(self._buckets[index].memory, UnshardedMemory)
-        return place if is_sharded else 0
+    def _groups(self) -> list[_Group]:
+        """Of each bucket and frozen parameter: ranks with the same one hold copies of it."""
+        of_buckets = [
+            (part, 0 if isinstance(bucket.memory, UnshardedMemory) else shard)
+            for bucket in self._buckets
+            for part, shard in [self._place_of(bucket.slots[0].parameter)]
+        ]
+        return [*of_buckets, *((self._place_of(parameter)[0], 0) for _, parameter in self._frozen)]
 
-    def _refuse(self, index: int, name: str, values: dict[int, tuple[int, int]], step: int) -> None:
+    def _refuse(self, index: int, name: str, values: dict[int, tuple[_Group, int]], step: int) -> None:
         where = name if index < len(self._buckets) else repr(name)
         if index < len(self._buckets) and isinstance(self._buckets[index].memory, UnshardedMemory):
-            first = self._first_parameter(self._buckets[index])
+            first = self._first_parameter(self._buckets[index], [group for group, _ in values.values()])
             where = where if first is None else f"{first!r} in {self._buckets[index].name}"
-        alike: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[_Group, int], list[int]] = {}
         for rank, value in values.items():
             alike.setdefault(value, []).append(rank)
         apart = [ranks for value, ranks in alike.items() if len({v for g, v in values.values() if g == value[0]}) > 1]
@@ -90,11 +97,11 @@ class ReplicaCheck:
             "edited on some ranks only, or broken memory of the rank that stands alone."
         )
 
-    def _first_parameter(self, bucket: Bucket) -> str | None:
+    def _first_parameter(self, bucket: Bucket, groups: Sequence[_Group]) -> str | None:
         mine = torch.stack([checksum(slot.view_of(bucket.flat)) for slot in bucket.slots]).tolist()
         everyone = self._transport.exchange(mine, "comparison of replicas")
-        differing = (slot.name for slot, values in zip(bucket.slots, zip(*everyone)) if len(set(values)) > 1)
-        return next(differing, None)
+        by_slot = zip(bucket.slots, zip(*everyone))
+        return next((slot.name for slot, sums in by_slot if _differ(dict(enumerate(zip(groups, sums))))), None)
 
 
 def checksum(values: torch.Tensor) -> torch.Tensor:
@@ -104,7 +111,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
     return bits.sum(dtype=torch.int64) * 31 + bits[::2].sum(dtype=torch.int64)
 
 
-def _differ(values: dict[int, tuple[int, int]]) -> bool:
+def _differ(values: dict[int, tuple[_Group, int]]) -> bool:
     return len(set(values.values())) > len({group for group, _ in values.values()})
 
 

@@ -160,23 +160,25 @@ def tier_bytes_needed(
     owner: Mapping[nn.Parameter, tuple[int, int]],
     optimizers: Sequence[torch.optim.Optimizer],
     precision_of: Callable[[nn.Parameter], Precision],
-    shards: int,
+    shards_of: Callable[[nn.Parameter], int],
     *,
     with_gradients: bool,
     in_blocks: bool,
 ) -> int:
-    """Bytes of masters and optimizer state that one of `shards` ranks keeps of its part; `with_gradients`, of those too.
+    """Bytes of masters and optimizer state that a rank keeps of its part; `with_gradients`, of those too.
 
     State that cannot be known beforehand counts nothing.
 
     Args:
         owner: (optimizer, group) of each trained parameter.
+        shards_of: ranks that share a parameter's state.
         in_blocks: large parameters have their state in 8-bit blocks.
     """
     kinds: dict[tuple, list[int]] = {}
-    total = 0
+    # By the number of ranks that share it.
+    total: dict[int, int] = {}
     for parameter, (index, group) in owner.items():
-        precision = precision_of(parameter)
+        precision, shards = precision_of(parameter), shards_of(parameter)
         key = (index, group, precision.master)
         if key not in kinds:
             optimizer = optimizers[index] if index >= 0 else None
@@ -187,5 +189,5 @@ def tier_bytes_needed(
         numel = parameter.numel()
         packed = in_blocks and is_in_blocks(numel)
         state = len(kinds[key]) * block_bytes(numel) if packed else numel * sum(kinds[key])
-        total += state + numel * (master + gradient)
-    return total // shards
+        total[shards] = total.get(shards, 0) + state + numel * (master + gradient)
+    return sum(nbytes // shards for shards, nbytes in total.items())
