@@ -78,6 +78,8 @@ first_step() {
 axes() {
     # shellcheck disable=SC2046
     python $bench/axes.py $(sized "--quick" "") --json "$results/axes.json"
+    # shellcheck disable=SC2046
+    python $bench/axes.py --tp 1 --ep 2 $(sized "--quick" "") --json "$results/axes-experts.json"
 }
 
 links() {

@@ -162,10 +162,12 @@ def test_first_step_compares_every_stage_with_ddp(tmp_path):
 
 
 @pytest.mark.slow
-def test_axes_compares_stages_with_fsdp2_over_the_copies_of_a_split_model(tmp_path):
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)])
+def test_axes_compares_stages_with_fsdp2_over_the_copies_of_a_split_model(tmp_path, sizes):
     pytest.importorskip("transformers.distributed")
     figures_path = tmp_path / "axes.json"
-    assert run_here(axes, "--quick", "--json", figures_path) == 0
+    tp, ep = sizes
+    assert run_here(axes, "--quick", "--tp", tp, "--ep", ep, "--json", figures_path) == 0
     table = tables.tables_of(tables.read_record(figures_path))["axes"]
     engines = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     assert engines == ["FSDP2", *(f"hf_zero stage {stage}" for stage in (1, 2, 3))]

@@ -51,7 +51,7 @@ class SharersOfKinds:
         return self.experts if parameter in self.split.experts else self.usual
 
     def place_of(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """The first rank that has the same part of a parameter, and this rank's shard: where both are the same, there are copies."""
+        """The first rank with the same part of a parameter, and this rank's shard: where both are the same, there are copies."""
         sharers = self.of_parameter(parameter)
         return sharers.groups.world.ranks[0], sharers.groups.shard_rank
 
