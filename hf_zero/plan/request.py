@@ -18,7 +18,8 @@ class PlanRequest:
     Args:
         gpus: accelerators of a node, one rank each.
         nodes: hosts.
-        tp_size: ranks that hold one copy of the model together, as transformers splits it.
+        tp_size: ranks over which each layer is split, as transformers does it.
+        ep_size: ranks over which experts are split; 1, where they are split as other layers.
         gpu_memory: of an accelerator, in bytes or as `24GB`; on the CPU, what a rank may take.
         host_memory: of a node, for what is offloaded; None plans without it.
         disk: of a node, likewise.
@@ -38,6 +39,7 @@ class PlanRequest:
     gpus: int = 1
     nodes: int = 1
     tp_size: int = 1
+    ep_size: int = 1
     gpu_memory: int | str = "24GB"
     host_memory: int | str | None = None
     disk: int | str | None = None
@@ -54,10 +56,13 @@ class PlanRequest:
     utilisation: float = 0.45
 
     def __post_init__(self):
-        for name in ("gpus", "nodes", "batch", "accumulation", "tp_size"):
+        for name in ("gpus", "nodes", "batch", "accumulation", "tp_size", "ep_size"):
             whole_number(name, getattr(self, name), 1)
         if self.gpus % self.tp_size:
             raise refuse("tp_size", self.tp_size, f"a number that divides the {self.gpus} ranks of a node")
+        if self.ep_size > 1 and (self.ep_size % self.tp_size or self.world_size % self.ep_size):
+            fitting = f"a multiple of tp_size ({self.tp_size}) that divides the {self.world_size} ranks"
+            raise refuse("ep_size", self.ep_size, f"1, {fitting}")
         for name in ("seq", "lora"):
             if getattr(self, name) is not None:
                 whole_number(name, getattr(self, name), 1)
@@ -80,8 +85,13 @@ class PlanRequest:
 
     @property
     def data_ranks(self) -> int:
-        """Copies of the model, over which hf_zero shards."""
+        """Ranks with batches of their own, each `tp_size` counted once: over them hf_zero shards."""
         return self.world_size // self.tp_size
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a rank has a part of the model only."""
+        return self.tp_size > 1 or self.ep_size > 1
 
     @property
     def machine(self) -> Machine:

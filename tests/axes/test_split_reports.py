@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cells import slow
 from ranks import run_ranks
+from shared_ranks import four_ranks
 from split_runs import SplitJob, batches, load, local_of, save_models
 from typer.testing import CliRunner
 
@@ -22,9 +24,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def reports(rank: int, world_size: int, folder: Path) -> dict:
+def reports(rank: int, world_size: int, folder: Path, tp: int, ep: int) -> dict:
     """One step, what the engine reports of it, and where the rank says that it is."""
-    job = SplitJob(folder=str(folder), kind="mixtral", steps=1)
+    job = SplitJob(folder=str(folder), kind="mixtral", tp=tp, ep=ep, steps=1)
     model = load(job)
     # As Trainer groups them, and so the plan.
     groups = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
@@ -45,10 +47,8 @@ def reports(rank: int, world_size: int, folder: Path) -> dict:
 
 
 def test_plan_and_reports_tell_the_local_part_over_the_copies(folder):
-    everyone = run_ranks(reports, world_size=4, time_limit_s=60, keyword_arguments={"folder": folder})
-    options = ("--gpus", 4, "--cpu", "--gpu-memory", "4GB", "--tp-size", 2, "--json")
-    done = CliRunner().invoke(app, [*map(str, ("plan", folder / "mixtral", *options))])
-    plan = json.loads(done.stdout)
+    everyone = four_ranks.run(reports, folder=folder, tp=2, ep=1)
+    plan = plan_of(folder, "--tp-size", 2)
     assert plan["held"] == everyone[0]["local"] and plan["activations"] is None
     assert "what the ranks of a copy send each other are left out" in plan["warnings"][0]
     planned = next(each["device"] for each in plan["set_ups"] if each["name"] == "stage 2")
@@ -66,6 +66,24 @@ def test_plan_and_reports_tell_the_local_part_over_the_copies(folder):
         assert f"What ranks [{first}, {first + 1}] send each other in forward and backward" in found["table"]
 
 
+def plan_of(folder: Path, *options: object) -> dict:
+    words = ("plan", folder / "mixtral", "--gpus", 4, "--cpu", "--gpu-memory", "4GB", *options, "--json")
+    done = CliRunner().invoke(app, [*map(str, words)])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), slow((1, 4)), slow((2, 4))])
+def test_a_plan_tells_the_state_of_experts_over_the_ranks_that_have_the_same(folder, sizes):
+    tp, ep = sizes
+    everyone = four_ranks.run(reports, folder=folder, tp=tp, ep=ep)
+    plan = plan_of(folder, "--tp-size", tp, "--ep-size", ep)
+    assert plan["held"] == everyone[0]["local"]
+    planned = next(each["device"] for each in plan["set_ups"] if each["name"] == "stage 2")
+    most = max(found["state"] for found in everyone)
+    assert most <= planned["optimizer state"] <= 1.03 * most
+
+
 def test_a_split_that_cannot_be_planned_is_refused_by_name(folder):
     def said(*words: object) -> str:
         done = CliRunner().invoke(app, ["plan", *map(str, words)])
@@ -75,6 +93,14 @@ def test_a_split_that_cannot_be_planned_is_refused_by_name(folder):
     assert "`tp_size` is 3; allowed: a number that divides the 4 ranks" in said(
         folder / "llama", "--gpus", 4, "--tp-size", 3
     )
+    assert "`ep_size` is 3; allowed: 1, a multiple of tp_size (1) that divides the 4 ranks" in said(
+        folder / "mixtral", "--gpus", 4, "--ep-size", 3
+    )
+    assert (
+        "ep_size is 8; allowed: a number that divides the 4 experts of 'model.layers.0.mlp.experts.gate_up_proj'"
+        in (said(folder / "mixtral", "--gpus", 8, "--ep-size", 8))
+    )
+    assert "transformers has no ep_plan for LlamaForCausalLM" in said(folder / "llama", "--gpus", 4, "--ep-size", 2)
     config = json.loads((folder / "llama" / "config.json").read_text())
     (folder / "bert").mkdir()
     (folder / "bert" / "config.json").write_text(

@@ -215,7 +215,8 @@ def _assemble(
         groups,
         device=device,
         align=wire.align,
-        split=split,
+        split=split.parts,
+        experts=split.experts,
         expert_shards=sharers.experts.groups.shard_size,
     )
     trained_numel = sum(parameter.numel() for parameter in owner)

@@ -18,7 +18,6 @@ from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
 from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...optimizer.state.elementwise import keeps_intact
-from ..units.split_model import SplitModel
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines
 
@@ -160,8 +159,8 @@ class Division:
         owner: (optimizer, group) of each trained parameter.
         device: that the model is trained on.
         align: on which elements shards may begin.
-        split: the parameters of which a rank has a part.
-        expert_shards: how many ranks share those of its experts.
+        split: parameters of which a rank has a part.
+        experts: those of them that fewer ranks share than the rest; `expert_shards` is how many.
 
     Attributes:
         parts: in the order in which gradients arrive.
@@ -177,14 +176,15 @@ class Division:
         *,
         device: torch.device,
         align: Alignment,
-        split: SplitModel | None = None,
+        split: Collection[nn.Parameter] = (),
+        experts: Collection[nn.Parameter] = (),
         expert_shards: int = 1,
     ):
-        self._split = split
-        self._splits_apart = config.comm.quantises
+        self._split = split if config.comm.quantises else ()
+        self._experts = experts
         self._expert_shards = expert_shards
-        is_alone = split is not None and expert_shards == 1 and not config.offload.moves_params
-        self.parts = parts_of(model, config, groups, device, split.experts if split and is_alone else ())
+        is_alone = expert_shards == 1 and not config.offload.moves_params
+        self.parts = parts_of(model, config, groups, device, experts if is_alone else ())
         self._owner = owner
         # Of each optimizer, whether its parameters must not be cut.
         self._intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
@@ -207,8 +207,7 @@ class Division:
         """Parameters of one key may share a bucket."""
         optimizer, group = self._owner.get(parameter, (-1, -1))
         gathered = self._gathered.of(parameter, sharded=sharded)
-        is_expert = self._split is not None and parameter in self._split.experts
-        is_split = self._splits_apart and self._split is not None and parameter in self._split.parts
+        is_expert, is_split = parameter in self._experts, parameter in self._split
         key = BucketKey(
             parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split
         )

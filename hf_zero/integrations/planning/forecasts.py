@@ -1,6 +1,6 @@
 """Forecasts for every set-up of a model: the engine's layout of its state, and a trace of its activations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class Job:
         world_size: ranks; `ranks_a_node` of them on one host.
         activations: of a micro-batch; None where they are not known.
         runtime_bytes: that libraries take when training begins; None is what they usually do.
+        experts: parameters that only `expert_ranks` of the ranks share.
     """
 
     model: nn.Module
@@ -40,6 +41,8 @@ class Job:
     ranks_a_node: int
     activations: Activations | None
     runtime_bytes: int | None = None
+    experts: Collection[nn.Parameter] = ()
+    expert_ranks: int = 1
 
     @property
     def on_host(self) -> bool:
@@ -52,7 +55,7 @@ class Job:
     def layout(self, config: ZeroConfig) -> Layout:
         """The engine's buckets under a config."""
         groups = ranks_without_a_group(self.world_size, self.ranks_a_node, config, self.backend)
-        return lay_out(self.model, self.optimizers, config, groups, self.device)
+        return lay_out(self.model, self.optimizers, config, groups, self.device, self.experts, self.expert_ranks)
 
     def forecast(self, name: str, settings: Mapping[str, Any], config: ZeroConfig) -> Forecast:
         """Bytes that a rank needs under a config.
@@ -112,13 +115,15 @@ def _received_bytes(layout: Layout) -> int:
     At stage 1 all buckets are on their way until backward ends, and what a rank adds up lies among what it sends. At stages 2
     and 3 the first part lands where the sum stays.
     """
-    size, stage = layout.groups.shard_size, layout.config.stage
-    if size == 1:
-        return 0
-    parts = sorted((cost.layout.shard_numel * cost.reduce_bytes for cost in layout.costs if cost.trained), reverse=True)
-    if stage == 1:
-        return (size - 1) * sum(parts)
-    return (size - 2) * sum(parts[: layout.config.grad_buffers])
+    # At stages 2 and 3, the first of the other ranks' parts is what the sum is taken in.
+    spared = 1 if layout.config.stage == 1 else 2
+    received = (
+        max(0, cost.layout.shards - spared) * cost.layout.shard_numel * cost.reduce_bytes
+        for cost in layout.costs
+        if cost.trained
+    )
+    parts = sorted(received, reverse=True)
+    return sum(parts if layout.config.stage == 1 else parts[: layout.config.grad_buffers])
 
 
 def _window_bytes(layout: Layout) -> int:

@@ -1,6 +1,6 @@
 """The engine's own layout of a model's state, with any number of ranks, moving nothing: a model without memory will do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -93,17 +93,30 @@ def lay_out(
     config: ZeroConfig,
     groups: Groups,
     device: torch.device,
+    experts: Collection[nn.Parameter] = (),
+    expert_ranks: int = 1,
 ) -> Layout:
     """The buckets that the engine would make of a model.
 
     Args:
         device: that it is trained on; the model may be elsewhere.
+        experts: parameters that only `expert_ranks` ranks share.
 
     Raises:
         ConfigError, ValueError: as the engine would.
     """
     owner = owners(model, optimizers)
-    division = Division(model, owner, optimizers, config, groups, device=device, align=USUAL_ALIGNMENT)
+    division = Division(
+        model,
+        owner,
+        optimizers,
+        config,
+        groups,
+        device=device,
+        align=USUAL_ALIGNMENT,
+        experts=experts,
+        expert_shards=1 if config.stage == 0 else expert_ranks,
+    )
     places = _Places(config, device, sum(p.numel() for p in owner))
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
     buckets: list[PlannedBucket] = []

@@ -31,8 +31,8 @@ FILES_FOLDER = "/path/to/a/local/disk"
 """`offload.nvme_path` of a plan: which folder it is, the machine knows."""
 
 _LEFT_OUT = (
-    "the model is split over tp_size ranks: state is that of a rank's part over the copies; activations, step times and what "
-    "the ranks of a copy send each other are left out"
+    "the model is split over ranks (tp_size, ep_size): state is that of a rank's part over those with the same; activations, "
+    "step times and what the ranks of a copy send each other are left out"
 )
 
 _AUTOCAST = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,8 +138,9 @@ def make_plan(
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
     numels = _numels(made)
-    if request.tp_size > 1:
-        _split(made, model, request)
+    experts: frozenset[nn.Parameter] = frozenset()
+    if request.is_split:
+        experts = _split(made, model, request)
         activations, warnings = None, [_LEFT_OUT]
     else:
         activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request)
@@ -150,6 +151,8 @@ def make_plan(
         world_size=request.data_ranks,
         ranks_a_node=request.gpus // request.tp_size,
         activations=activations,
+        experts=experts,
+        expert_ranks=request.world_size // request.ep_size,
     )
     room = _room_of(request, job.device)
     wanted = set_ups(
@@ -179,11 +182,14 @@ def make_plan(
     )
 
 
-def _split(made: nn.Module, model: str | Path | nn.Module, request: PlanRequest) -> None:
-    """Leaves one rank's part of a model that was made of the name or folder `model`."""
+def _split(made: nn.Module, model: str | Path | nn.Module, request: PlanRequest) -> frozenset[nn.Parameter]:
+    """Leaves one rank's part of a model that was made of the name or folder `model`; returns experts that fewer ranks share."""
     if isinstance(model, nn.Module):
-        raise PlanError("hf_zero: tp_size goes with a model's name, a folder or a config.json, not with a model.")
-    split_without_memory(made, request.tp_size)
+        raise PlanError(
+            "hf_zero: tp_size and ep_size go with a model's name, a folder or a config.json, not with a model."
+        )
+    experts = split_without_memory(made, request.tp_size, request.ep_size)
+    return experts if request.ep_size > request.tp_size else frozenset()
 
 
 def _room_of(request: PlanRequest, device: torch.device) -> Room:

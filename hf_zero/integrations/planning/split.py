@@ -20,37 +20,65 @@ _AS_THEY_ARE = (
 )
 """Styles that leave parameters whole on each rank."""
 
+_BY_EXPERT = "grouped_gemm"
+"""The style of parameters that are split by expert."""
+
 _PACKED = 2
 """Projections side by side in one tensor, of which each is cut."""
 
 
-def split_without_memory(model: nn.Module, tp_size: int) -> None:
+def split_without_memory(model: nn.Module, tp_size: int, ep_size: int) -> frozenset[nn.Parameter]:
     """Gives each parameter of a model on the meta device the shape of the first rank's part, which no other's exceeds.
 
+    Returns:
+        Those that `ep_size` has split.
+
     Raises:
-        PlanError: transformers has no plan for the model, or one with a style that is not known here.
+        PlanError: transformers has no plan for the model, or one with a style that is not known here; or `ep_size` does not
+            divide its experts.
     """
-    plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
-    if not plan:
-        raise PlanError(
-            f"hf_zero: transformers has no tp_plan for {type(model).__name__}, so tp_size {tp_size} cannot be planned. Plan it "
-            "with tp_size 1."
-        )
+    plan, expert_plan = _plan_of(model, "tp", tp_size), _plan_of(model, "ep", ep_size)
     # Of tied parameters one part is made.
     made: dict[nn.Parameter, nn.Parameter] = {}
+    experts = set()
     for module_name, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
-                style = _style_of(f"{module_name}.{name}", plan)
-                made[parameter] = _part(parameter, name, style, tp_size)
+            path = f"{module_name}.{name}"
+            if parameter not in made and _style_of(path, expert_plan) == _BY_EXPERT:
+                made[parameter] = _some_experts(parameter, path, ep_size)
+                experts.add(made[parameter])
+            elif parameter not in made:
+                made[parameter] = _part(parameter, name, _style_of(path, plan), tp_size)
             module.register_parameter(name, made[parameter])
+    return frozenset(experts)
 
 
-def _part(parameter: nn.Parameter, name: str, style: str | None, tp_size: int) -> nn.Parameter:
+def _plan_of(model: nn.Module, kind: str, size: int) -> dict[str, str]:
+    if size == 1:
+        return {}
+    plan: dict[str, str] = dict(getattr(model, f"{kind}_plan", None) or {})
+    if not plan:
+        raise PlanError(
+            f"hf_zero: transformers has no {kind}_plan for {type(model).__name__}, so {kind}_size {size} cannot be planned. Plan "
+            f"it with {kind}_size 1."
+        )
+    return plan
+
+
+def _some_experts(parameter: nn.Parameter, path: str, ep_size: int) -> nn.Parameter:
+    count = parameter.shape[0]
+    if count % ep_size:
+        raise PlanError(
+            f"hf_zero: ep_size is {ep_size}; allowed: a number that divides the {count} experts of {path!r}."
+        )
+    return _part(parameter, path, _BY_EXPERT, ep_size)
+
+
+def _part(parameter: nn.Parameter, name: str, style: str | None, size: int) -> nn.Parameter:
     dim, repeats = _cut(parameter.dim(), name, style)
     if dim is None:
         return parameter
-    shape = Box.whole(parameter.shape).split(dim, tp_size, 0, repeats=repeats).local_shape
+    shape = Box.whole(parameter.shape).split(dim, size, 0, repeats=repeats).local_shape
     return nn.Parameter(torch.empty(shape, dtype=parameter.dtype, device="meta"), requires_grad=parameter.requires_grad)
 
 

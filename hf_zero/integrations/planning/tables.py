@@ -26,11 +26,13 @@ def header(plan: Plan) -> Iterator[str]:
     kind = "ranks on the CPU" if request.on_cpu else "accelerators"
     trained = "" if plan.trained == plan.parameters else f", {plan.trained:,} of them trained"
     yield f"{plan.model}: {plan.parameters:,} parameters{trained}; {where} {kind} with {size(plan.room.device)} each"
-    if request.tp_size > 1:
-        yield (
-            f"{request.data_ranks} copies of the model, each split over {request.tp_size} ranks (tp_size): {plan.held:,} "
-            "parameters a rank, sharded over the copies"
-        )
+    if request.is_split:
+        sizes = {
+            f"layers over {request.tp_size} (tp_size)": request.tp_size,
+            f"experts over {request.ep_size} (ep_size)": request.ep_size,
+        }
+        split = " and ".join(words for words, size in sizes.items() if size > 1)
+        yield f"split over ranks, {split}: {plan.held:,} parameters a rank, sharded over the ranks that have the same"
     if plan.activations is not None:
         traced = plan.activations
         yield (
