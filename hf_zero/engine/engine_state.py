@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -77,13 +78,13 @@ class EngineState:
         """Rows that no other rank writes.
 
         Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
-        own. Residuals are every rank's own.
+        own. Residuals are of each rank's batches: their own, but for ranks that compute a batch together.
         """
         copies, each_has_its_own = self._parts.copies, self._parts.meeting.groups.outer is not None
+        own: Iterator[StateRow] = iter(())
         if self._first_with or each_has_its_own:
-            rows = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)
-            yield from (row for row in rows if copies.is_first_with(row.name))
-        yield from self.residual_rows()
+            own = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)
+        yield from (row for row in chain(own, self.residual_rows()) if copies.is_first_with(row.name))
 
     def to_save(self) -> SavedState:
         """Everything that this rank writes to a checkpoint, but for the model's weights."""
@@ -126,6 +127,12 @@ class EngineState:
     def is_split(self) -> bool:
         """Whether tensor or expert parallelism has split the model over ranks."""
         return not self._parts.meeting.split.is_empty
+
+    @property
+    def split_sizes(self) -> tuple[int, int]:
+        """How many ranks compute a batch together, and how many hold a copy of the model together."""
+        split = self._parts.meeting.split
+        return len(split.ranks), len(split.copy_ranks)
 
     def sharers_of(self, tensor: torch.Tensor) -> Sharers:
         """The ranks of which each has this rank's part of a parameter, or a share of it; of a buffer, those with all of it."""

@@ -89,20 +89,22 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "stage", "start", "layouts"),
+    ("kind", "settings", "start", "layouts"),
     [
-        ("mixtral", 3, "tp2 ep4", ["one", "ep2"]),
-        slow("llama", 2, "tp2 x dp2", ["one", "dp4", "tp4"]),
-        slow("mixtral", 3, "tp2 ep2", ["dp4", "tp4 ep4", "one", "ep2"]),
-        slow("mixtral", 0, "ep2", ["ep4", "one", "tp2 ep4"]),
-        slow("mixtral", 2, "tp2 ep4", ["ep2", "dp4", "tp2 x dp2"]),
-        slow("mixtral", 3, "ep4", ["tp2 ep4", "one"]),
+        ("mixtral", {"stage": 3}, "tp2 ep4", ["one", "ep2"]),
+        slow("llama", {"stage": 2}, "tp2 x dp2", ["one", "dp4", "tp4"]),
+        slow("mixtral", {"stage": 3}, "tp2 ep2", ["dp4", "tp4 ep4", "one", "ep2"]),
+        slow("mixtral", {"stage": 0}, "ep2", ["ep4", "one", "tp2 ep4"]),
+        slow("mixtral", {"stage": 2}, "tp2 ep4", ["ep2", "dp4", "tp2 x dp2"]),
+        slow("mixtral", {"stage": 3}, "ep4", ["tp2 ep4", "one"]),
+        slow("mixtral", {"stage": 2, "comm": {"gradients": "int8"}}, "tp2 ep4", ["ep2", "one"]),
+        slow("llama", {"stage": 3, "comm": {"gradients": "int8", "weights": "int8"}}, "tp2 x dp2", ["tp4", "dp4"]),
     ],
 )
-def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, stage, start, layouts):
+def test_saved_split_and_resumed_elsewhere_and_back_bit_for_bit(folder, tmp_path, kind, settings, start, layouts):
     def run(layout: str, checkpoint: Path, resumed: Path | None) -> list[dict]:
         world_size, tp, ep = LAYOUTS[layout]
-        job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=ep, settings={"stage": stage}, steps=2)
+        job = SplitJob(folder=str(folder), kind=kind, tp=tp, ep=ep, settings=settings, steps=2)
         arguments = {"job": job, "checkpoint": checkpoint, "resumed": resumed}
         if world_size == 4:
             return four_ranks.run(save, **arguments)

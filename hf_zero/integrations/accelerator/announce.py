@@ -32,9 +32,14 @@ def ddp_state(engine: ZeroEngine) -> DdpState:
 def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     if not engine.state.is_split:
         return []
-    copies = engine.groups.world_size
+    together, in_all = engine.state.split_sizes
+    copies = engine.run.world_size // in_all
+    of_copies = f"{copies} {'copy' if copies == 1 else 'copies'}"
+    if together == in_all:
+        return [("model", f"split over {in_all} ranks; {of_copies}")]
+    layers = "" if together == 1 else f"split over {together} ranks, "
     return [
-        ("model", f"split over {engine.run.world_size // copies} ranks; {copies} {'copy' if copies == 1 else 'copies'}")
+        ("model", f"{layers}experts over {in_all} ranks; {of_copies} of the experts, over which their state is sharded")
     ]
 
 
