@@ -1,9 +1,13 @@
 """Training runs of small models that transformers' tensor and expert parallelism split, with the engine and without it."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -86,12 +90,34 @@ def save_models(folder: Path) -> None:
         make(config).save_pretrained(folder / kind)
 
 
+_MESHES: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], Any]]" = WeakKeyDictionary()
+
+
 def load(job: SplitJob) -> nn.Module:
     make, _ = KINDS[job.kind]
-    is_split = job.tp > 1 or job.ep > 1
-    split = {"distributed_config": parallel_config(tp_size=job.tp, ep_size=job.ep)} if is_split else {}
-    model = make.from_pretrained(f"{job.folder}/{job.kind}", dtype=job.dtype, **split)
-    return model.train()
+    folder = f"{job.folder}/{job.kind}"
+    if job.tp == 1 and job.ep == 1:
+        return make.from_pretrained(folder, dtype=job.dtype).train()
+    with _mesh_made_once(job.tp, job.ep):
+        split = parallel_config(tp_size=job.tp, ep_size=job.ep)
+        return make.from_pretrained(folder, dtype=job.dtype, distributed_config=split).train()
+
+
+@contextmanager
+def _mesh_made_once(tp: int, ep: int) -> Iterator[None]:
+    """torch keeps the groups of each mesh that transformers makes, with their threads, as long as ranks live."""
+    # Here, not above: older releases of transformers have none.
+    from transformers.distributed import mixin
+
+    make, made = mixin.initialize_distributed_mesh, _MESHES.setdefault(dist.group.WORLD, {})
+
+    def mesh_of(config: Any) -> Any:
+        if (tp, ep) not in made:
+            made[tp, ep] = make(config)
+        return made[tp, ep]
+
+    with patch.object(mixin, "initialize_distributed_mesh", mesh_of):
+        yield
 
 
 def batches(job: SplitJob, place: int, world_size: int) -> Iterator[list[dict[str, torch.Tensor]]]:
