@@ -234,8 +234,18 @@ def _of_tensors(
         else:
             start = before[name]
             moved = a.double() - (start.double() if start is not None else 0.0)
-            relative = float(apart.norm() / moved.norm().clamp(min=1e-30))
+            relative = float(_beyond_rounding(apart, a).norm() / moved.norm().clamp(min=1e-30))
         yield Difference(step=step, kind=kind, where=name, largest=largest, relative=_finite(relative))
+
+
+def _beyond_rounding(apart: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Differences of a parameter's elements, less what its 32 bits round, which may be much of a small step.
+
+    With 16 bits, rounding may be all of a step, and nothing would be left to judge.
+    """
+    if value.element_size() < 4:
+        return apart
+    return (apart.abs() - torch.finfo(value.dtype).eps * value.double().abs()).clamp(min=0)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

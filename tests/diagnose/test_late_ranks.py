@@ -2,9 +2,11 @@
 
 import gc
 import os
+import queue
 import sys
 import threading
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,7 +21,7 @@ from training import gpt2, gpt2_batch
 
 from hf_zero import ZeroEngine
 from hf_zero.comm.control.collective_log import CollectiveLog
-from hf_zero.comm.control.late import DeviceQueue, is_to_end, others_are_behind
+from hf_zero.comm.control.late import DeviceQueue, LateWatch, is_to_end, others_are_behind
 from hf_zero.comm.control.verdict import Absence, Verdict
 from hf_zero.comm.control.watch import ScriptCollective, Wait
 from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
@@ -173,6 +175,28 @@ def test_a_wait_is_ended_for_a_late_rank_and_not_for_a_slow_link(what, others, e
 
 def test_a_wait_is_ended_where_the_store_is_silent():
     assert is_to_end(verdict(GATHER, {}, silence="the store has not answered"))
+
+
+def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monkeypatch):
+    """The late rank ends as soon as it hears of it, and the wait then fails for want of its connection."""
+    monkeypatch.setattr("hf_zero.comm.control.late.break_all_groups", lambda: None)
+    errors = queue.Queue()
+
+    class Lookout:
+        script_wait, ended, log, begun = None, None, CollectiveLog(), Counter()
+        longest = Wait(GATHER)
+
+        def judge_late(self, wait: Wait) -> Verdict:
+            return verdict(GATHER, {1: where()})
+
+        def sentence(self, told: Verdict) -> None:
+            errors.put((self.longest.end, self.ended))
+
+    lookout = Lookout()
+    watch = LateWatch(lookout, limit_s=0.1)
+    error, ended = errors.get(timeout=30)
+    watch.close()
+    assert "failed for want of rank 1" in str(error) and ended == str(error)
 
 
 def test_one_line_says_which_ranks_wait_where():

@@ -102,6 +102,31 @@ def test_faults_are_found_with_their_parameter_and_step():
         assert "NOT equal over 3 optimizer steps on 2 ranks" in str(skipped) and "step 1, parameter of" in str(skipped)
 
 
+@pytest.mark.parametrize(("units", "passes"), [(1, True), (8, False)])
+def test_a_small_step_of_a_weight_of_one_is_judged_beyond_the_rounding_of_its_value(units, passes):
+    """A step of 1e-5 is some hundred units in the last place: one of them is more than a thousandth of it."""
+    made = []
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        made.append(torch.optim.AdamW(model.parameters(), lr=1e-5))
+        if len(made) == 2:
+            # The engine's: it rounds the norm's weight to another value.
+            apart = units * torch.finfo(torch.float32).eps / 2
+            made[1].register_step_post_hook(lambda *_: model.get_parameter("1.weight").detach().sub_(apart))
+        return made[-1]
+
+    report = hf_zero.parity(
+        nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8)),
+        [torch.randn(4, 6) for _ in range(2)],
+        1,
+        loss=lambda model, batch: (model(batch) * torch.arange(8.0)).square().mean(),
+        optimizer=optimizer,
+        tolerance=1e-3,
+    )
+    assert report.passed == passes and report.parameters["1.weight"] > 0, str(report)
+    assert passes or report.first.where == "1.weight", str(report)
+
+
 def test_a_loss_of_ones_own_plain_tensors_and_an_optimizer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))

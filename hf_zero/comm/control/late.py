@@ -105,9 +105,10 @@ class LateWatch:
         verdict = lookout.judge_late(wait)
         if not is_to_end(verdict) or (wait is queued and not others_are_behind(verdict, lookout.begun)):
             return
-        lookout.sentence(verdict)
+        # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
         wait.end = CommunicationError(str(verdict), verdict.culprits)
         lookout.ended = str(verdict)
+        lookout.sentence(verdict)
         self._broken = wait, time.monotonic()
         if wait.is_of_script:
             # Its error is torch's, of addresses.
