@@ -11,13 +11,13 @@ _SMALL_PART = 4
 class BufferKind(Enum):
     """How a bucket's gradient buffer is kept.
 
-    SHARED: one of a few buffers of the largest ordinary bucket's size, made once and passed on.
-    SMALL: its own, made once. A handful of biases would hold a shared one through the whole backward.
+    SHARED: one of a few buffers, passed on to buckets that are no larger than the one that it was made for.
+    SMALL: one beside those, passed on among small ones. A handful of biases would hold a shared one through the whole backward.
     OVERSIZE: its own, and dropped when reduced: a parameter larger than a bucket should be (an embedding), which would
-        otherwise set the size of all shared ones.
+        otherwise be kept for smaller ones.
 
     Shared and oversize buffers are large: there are only so many of them at a time, free ones counted. Small ones are not
-    counted, and each is less than a quarter of a shared one.
+    counted, and each is less than a quarter of the largest shared one.
     """
 
     SHARED = "shared"
@@ -26,12 +26,12 @@ class BufferKind(Enum):
 
 
 def shared_numel(buckets: Sequence[BucketLayout]) -> int:
-    """Elements of a shared buffer: the largest bucket's that is not oversize; 0 where there is none."""
+    """Elements of the largest shared buffer: of the largest bucket that is not oversize; 0 where there is none."""
     return max((bucket.numel for bucket in buckets if not bucket.oversize), default=0)
 
 
 def kind_of_buffer(bucket: BucketLayout, shared: int) -> BufferKind:
-    """The kind for `bucket` where shared buffers have `shared` elements."""
+    """The kind for `bucket` where the largest shared buffer has `shared` elements."""
     if bucket.oversize:
         return BufferKind.OVERSIZE
     return BufferKind.SMALL if bucket.numel * _SMALL_PART < shared else BufferKind.SHARED
@@ -41,20 +41,23 @@ def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
     """The most elements that all buffers have at a time, where gradients come in the order of the buckets.
 
     Large buffers in use at the same time are then those of `limit` buckets that follow one another: embeddings at both ends of
-    a model do not meet. Buckets of different keys fill side by side, and nobody knows in which order: where large ones have
-    several keys, the largest count, `limit` of them or one for each key.
+    a model do not meet. Beside those of oversize ones, there are at most the largest shared buffers, one or the other of them
+    free. Buckets of different keys fill side by side, and nobody knows in which order: where large ones have several keys, the
+    largest count, `limit` of them or one for each key.
 
     Args:
         buckets: in the order in which they are reduced.
         limit: large buffers at a time.
     """
     shared = shared_numel(buckets)
-    kinds = [(kind_of_buffer(bucket, shared), bucket) for bucket in buckets]
-    small = sum(bucket.numel for kind, bucket in kinds if kind is BufferKind.SMALL)
-    large = [(kind, bucket) for kind, bucket in kinds if kind is not BufferKind.SMALL]
-    sizes = [shared if kind is BufferKind.SHARED else bucket.numel for kind, bucket in large]
-    keys = len({bucket.key for _, bucket in large})
+    small = sum(bucket.numel for bucket in buckets if kind_of_buffer(bucket, shared) is BufferKind.SMALL)
+    large = [bucket for bucket in buckets if kind_of_buffer(bucket, shared) is not BufferKind.SMALL]
+    keys = len({bucket.key for bucket in large})
     if keys > 1:
-        return sum(sorted(sizes, reverse=True)[: max(limit, keys)]) + small
-    neighbours = (sizes[first : first + limit] for first in range(len(sizes)))
-    return max(map(sum, neighbours), default=0) + small
+        return sum(sorted((bucket.numel for bucket in large), reverse=True)[: max(limit, keys)]) + small
+    passed_on = sorted((bucket.numel for bucket in large if not bucket.oversize), reverse=True)
+    most = 0
+    for first in range(len(large)):
+        oversize = [bucket.numel for bucket in large[first : first + limit] if bucket.oversize]
+        most = max(most, sum(oversize) + sum(passed_on[: limit - len(oversize)]))
+    return most + small

@@ -105,6 +105,12 @@ def test_embeddings_at_both_ends_of_a_model_are_not_planned_at_the_same_time():
     assert pool_numel(plan_buckets(specs, bucket_numel=512, shards=2), 3) == 8192 + 512 + 512
 
 
+def test_one_large_bucket_does_not_set_the_size_of_all_buffers():
+    specs = [ParameterSpec(name=str(i), numel=numel, key="k") for i, numel in enumerate([*([768] * 8), 1024])]
+    layouts = plan_buckets(specs, bucket_numel=1024, shards=2)
+    assert [each.numel for each in layouts] == [1024, *([768] * 8)] and pool_numel(layouts, 3) == 1024 + 768 + 768
+
+
 @given(numel=st.integers(1, 40_000), narrow=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_values_are_widened_in_the_memory_that_they_have_come_to(numel, narrow):
     wide = torch.float64 if narrow == torch.float32 else torch.float32

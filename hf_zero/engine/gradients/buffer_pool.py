@@ -37,8 +37,8 @@ class BufferPool:
         self._tier = DeviceTier(device)
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
-        # By kind and size: a small buffer that is free does not count against the limit.
-        self._free: dict[tuple[BufferKind, int, torch.dtype], list[torch.Tensor]] = {}
+        # By kind and dtype: a small buffer that is free does not count against the limit.
+        self._free: dict[tuple[BufferKind, torch.dtype], list[torch.Tensor]] = {}
         self._large_out = 0
         self._bytes = 0
         self.most_bytes = 0
@@ -54,14 +54,14 @@ class BufferPool:
     def take(self, bucket: Bucket) -> torch.Tensor:
         """A buffer of at least the bucket's elements, of the reduce dtype and undefined contents."""
         kind, dtype = self._kind(bucket), bucket.precision.reduce
-        size = self._shared_numel if kind is BufferKind.SHARED else bucket.layout.numel
         self._large_out += kind is not BufferKind.SMALL
-        free = self._free.get((kind, size, dtype))
-        if free:
-            return free.pop()
+        free = self._free.get((kind, dtype), [])
+        large_enough = [place for place, buffer in enumerate(free) if buffer.numel() >= bucket.layout.numel]
+        if large_enough:
+            return free.pop(min(large_enough, key=lambda place: free[place].numel()))
         if kind is not BufferKind.SMALL:
             self._make_room()
-        buffer = self._tier.scratch(size, dtype)
+        buffer = self._tier.scratch(bucket.layout.numel, dtype)
         self._bytes += buffer.nbytes
         self.most_bytes = max(self.most_bytes, self._bytes)
         return buffer
@@ -72,7 +72,7 @@ class BufferPool:
         if kind is BufferKind.OVERSIZE:
             self._bytes -= buffer.nbytes
         else:
-            self._free.setdefault((kind, buffer.numel(), buffer.dtype), []).append(buffer)
+            self._free.setdefault((kind, buffer.dtype), []).append(buffer)
 
     def rest(self) -> None:
         """Drops the buffers not in use, until the next backward."""
@@ -81,7 +81,7 @@ class BufferPool:
 
     def _make_room(self) -> None:
         """Drops free large buffers that would be too many beside those in use."""
-        free = [buffers for (kind, *_), buffers in self._free.items() if kind is BufferKind.SHARED]
+        free = [buffers for (kind, _), buffers in self._free.items() if kind is BufferKind.SHARED]
         while self._large_out + sum(map(len, free)) > self._limit and any(free):
             self._bytes -= max(free, key=len).pop().nbytes
 
