@@ -41,7 +41,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_zero.config import ZeroConfig
+from hf_zero.config import AUTO, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.planning.forecasts import Job
 from hf_zero.integrations.planning.inputs import batch_of
@@ -126,12 +126,16 @@ def settings_of(set_up: str, folder: str) -> dict[str, Any] | None:
     return settings
 
 
-def job_of(model: str, rows: int, length: int, ranks: int) -> Job:
+def job_of(model: str, rows: int, length: int, ranks: int, param_dtype: str = AUTO) -> Job:
     """What the planner is given: a model without memory."""
     with torch.device("meta"):
         shaped = MODELS[model]()
     activations = trace(
-        shaped, lambda: batch_of(shaped, rows, length), shape=f"{rows} x {length}", tokens=rows * length
+        shaped,
+        lambda: batch_of(shaped, rows, length),
+        shape=f"{rows} x {length}",
+        tokens=rows * length,
+        param_dtype=param_dtype,
     )
     return Job(
         model=shaped,
@@ -144,9 +148,11 @@ def job_of(model: str, rows: int, length: int, ranks: int) -> Job:
 
 
 def planned(model: str, set_up: str, rows: int, length: int, ranks: int) -> Any:
-    job = job_of(model, rows, length, ranks)
     settings = settings_of(set_up, "/tmp")
-    return job.forecast_ddp() if settings is None else job.forecast(set_up, settings, ZeroConfig.from_dict(settings))
+    if settings is None:
+        return job_of(model, rows, length, ranks).forecast_ddp()
+    config = ZeroConfig.from_dict(settings)
+    return job_of(model, rows, length, ranks, config.param_dtype).forecast(set_up, settings, config)
 
 
 def peak_of_rank(

@@ -192,6 +192,15 @@ def test_any_request_is_planned_or_refused_by_name(options, kept, batch):
 _SHAPED = without_memory("gpt2")
 
 
+def test_activations_are_of_the_dtype_that_the_engine_casts_parameters_to():
+    whole, half = (
+        make_plan(_SHAPED, batch=4, gpus=2, kept={"stage": 2, "param_dtype": dtype}) for dtype in ("auto", "bfloat16")
+    )
+    saved = half.activations.saved_bytes / whole.activations.saved_bytes
+    assert 0.4 < saved < 0.7
+    assert half.candidates[0].forecast.device["activations"] < 0.7 * whole.candidates[0].forecast.device["activations"]
+
+
 def test_what_cannot_be_traced_is_said_and_not_counted():
     class Choosy(torch.nn.Module):
         def __init__(self):

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 from ...buckets.precision import resolve_casts
-from ...config import ConfigError
+from ...config import AUTO, ConfigError
 from ...plan.choose import Candidate, Choice, choose
 from ...plan.errors import PlanError
 from ...plan.forecast import Activations
@@ -138,12 +138,20 @@ def make_plan(
     if optimizer is not None and isinstance(model, str | Path):
         raise PlanError("hf_zero: an optimizer goes with a model, not with a model's name.")
     numels = _numels(made)
+    wanted = set_ups(
+        kept or {},
+        world_size=request.data_ranks,
+        on_host=request.on_cpu,
+        nvme_path=FILES_FOLDER if request.disk else None,
+    )
     experts: frozenset[nn.Parameter] = frozenset()
     if request.is_split:
         experts = _split(made, model, request)
         activations, warnings = None, [_LEFT_OUT]
     else:
-        activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request)
+        # What is kept is the same in each.
+        param_dtype = wanted[0].config.param_dtype if wanted else AUTO
+        activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request, param_dtype)
     job = Job(
         model=made,
         optimizers=[optimizer or optimizer_like_trainers(made)],
@@ -155,12 +163,6 @@ def make_plan(
         expert_ranks=request.world_size // request.ep_size,
     )
     room = _room_of(request, job.device)
-    wanted = set_ups(
-        kept or {},
-        world_size=request.data_ranks,
-        on_host=request.on_cpu,
-        nvme_path=FILES_FOLDER if request.disk else None,
-    )
     found, faults = candidates_of(job, wanted, request.machine, request.accumulation, request.mixed_precision)
     if not kept:
         found = [_ddp(job, request), *found]
@@ -251,7 +253,9 @@ def _model_of(name: str | Path, request: PlanRequest) -> nn.Module:
     )
 
 
-def _traced(model: nn.Module, batch: Batch | None, request: PlanRequest) -> tuple[Activations | None, list[str]]:
+def _traced(
+    model: nn.Module, batch: Batch | None, request: PlanRequest, param_dtype: str
+) -> tuple[Activations | None, list[str]]:
     most = longest(model)
     length = request.seq or min(_LONGEST, most or _LONGEST)
     if most is not None and length > most:
@@ -264,6 +268,7 @@ def _traced(model: nn.Module, batch: Batch | None, request: PlanRequest) -> tupl
             shape="as given" if batch is not None else f"{rows} x {length}",
             tokens=rows * length,
             autocast=_AUTOCAST[request.mixed_precision],
+            param_dtype=param_dtype,
         )
     except PlanError as error:
         return None, [str(error).removeprefix("hf_zero: ")]
