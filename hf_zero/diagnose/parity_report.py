@@ -182,19 +182,18 @@ def _differences(stock: Recording, engine: Recording, allowed: float) -> Iterato
     """All differences, in the order in which they came about. Gradients are in the order of backward."""
     order = list(stock.facts.order) if stock.facts is not None else []
     before = stock.start()
-    floor = min(max(_FLOOR, allowed), 1.0)
-    yield from _of_tensors(0, "start", before, engine.start(), order, floor)
+    yield from _of_tensors(0, "start", before, engine.start(), order, allowed)
     for step in range(stock.steps):
         for rank, (mine, theirs) in enumerate(zip(stock.losses, engine.losses)):
             for micro, (a, b) in enumerate(zip(mine[step], theirs[step])):
                 where = f"rank {rank}" + (f", micro-batch {micro}" if len(mine[step]) > 1 else "")
                 yield from _of_numbers(step, "loss", where, a, b)
         gradients = stock.gradients(step)
-        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], floor)
+        yield from _of_tensors(step, "gradient", gradients, engine.gradients(step), order[::-1], allowed)
         yield from _of_numbers(step, "norm", "all gradients", stock.norms[step], engine.norms[step])
         after = stock.parameters(step)
         unjudged = _unjudged(gradients, allowed)
-        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, floor, before):
+        for difference in _of_tensors(step, "parameter", after, engine.parameters(step), order, allowed, before):
             yield dataclasses.replace(difference, relative=0.0) if difference.where in unjudged else difference
         before = after
 
@@ -210,14 +209,20 @@ def _of_numbers(step: int, kind: str, where: str, a: float | None, b: float | No
 
 
 def _of_tensors(
-    step: int, kind: str, mine: Tensors, theirs: Tensors, order: list[str], floor: float, before: Tensors | None = None
+    step: int,
+    kind: str,
+    mine: Tensors,
+    theirs: Tensors,
+    order: list[str],
+    allowed: float,
+    before: Tensors | None = None,
 ) -> Iterator[Difference]:
     """
     Args:
-        floor: part of the largest element of all, below which none is judged by its own.
+        allowed: the tolerance; 0 asks for equal bits.
         before: the parameters before the step, to judge by how far the step went; None judges by the largest element.
     """
-    least = floor * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
+    least = min(max(_FLOOR, allowed), 1.0) * max((_largest(t) for t in mine.values() if t is not None), default=0.0)
     for name in order:
         a, b = mine[name], theirs[name]
         if a is None or b is None:
@@ -234,7 +239,8 @@ def _of_tensors(
         else:
             start = before[name]
             moved = a.double() - (start.double() if start is not None else 0.0)
-            relative = float(_beyond_rounding(apart, a).norm() / moved.norm().clamp(min=1e-30))
+            judged = _beyond_rounding(apart, a) if allowed else apart
+            relative = float(judged.norm() / moved.norm().clamp(min=1e-30))
         yield Difference(step=step, kind=kind, where=name, largest=largest, relative=_finite(relative))
 
 

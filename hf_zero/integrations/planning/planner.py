@@ -149,7 +149,7 @@ def make_plan(
         experts = _split(made, model, request)
         activations, warnings = None, [_LEFT_OUT]
     else:
-        # What is kept is the same in each.
+        # One that is kept is the same in each set-up.
         param_dtype = wanted[0].config.param_dtype if wanted else AUTO
         activations, warnings = _traced(made, batch if isinstance(batch, Mapping) else None, request, param_dtype)
     job = Job(
