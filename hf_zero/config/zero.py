@@ -136,7 +136,7 @@ class ZeroConfig:
         if self.grad_accumulation == "sharded" and self.stage < 2:
             raise ConfigError(
                 f"hf_zero config: `grad_accumulation: sharded` needs stage 2 (stage is {self.stage}): below it a rank "
-                "keeps whole gradients. Use `local` or `auto`, or set `stage: 2`."
+                "keeps whole gradients between micro-batches. Use `local` or `auto`, or set `stage: 2`."
             )
         for name in ("param_dtype", "reduce_dtype"):
             one_of(name, getattr(self, name), (AUTO, *DTYPES))

@@ -23,7 +23,7 @@ from ..engine.travel.in_flight import is_compiled
 from ..engine_reference import engine_attached_to
 from ..optimizer.state.optimizer import engine_stepped_by
 from .accelerator.announce import announce
-from .accelerator.batch import rows_of_a_step
+from .accelerator.batch import micro_batches_of, rows_of_a_step
 from .accelerator.no_sync import add_no_sync
 from .accelerator.recorded_run import RecordedAccelerator, begin_in_loop
 from .accelerator.run_record import RunRecord
@@ -167,7 +167,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine.config.nonfinite != "stop":
             tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
-        announce(engine, casts, rows_of_a_step(self), at_start)
+        accumulates = micro_batches_of(self) > 1
+        announce(engine, casts, rows_of_a_step(self), at_start, accumulates=accumulates)
         begin_in_loop(self, engine)
 
     def _forget(self, prepared: nn.Module | None, optimizers: list[torch.optim.Optimizer]) -> None:

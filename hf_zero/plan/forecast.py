@@ -152,6 +152,7 @@ def forecast(
     activations: Activations | None,
     *,
     on_host: bool,
+    accumulates: bool = False,
 ) -> Forecast:
     """What a rank holds with a config.
 
@@ -161,6 +162,7 @@ def forecast(
         plan, costs: of its state (`plan_states`).
         activations: None where they are not known.
         on_host: the training device is the host.
+        accumulates: a step has several micro-batches, so that gradients are there when the last one's forward begins.
     """
     offload = config.offload
     moved = _moved(plan, costs, config)
@@ -182,7 +184,7 @@ def forecast(
     saved_in_checkpoint = sum(device[kind] + in_host.get(kind, 0) for kind in kept)
     saved = activations.saved_bytes if activations and offload.activations == "cpu" and not on_host else 0
     # Gradients that come during backward; at stage 0 their buffers last.
-    coming = device["gradients"] if config.stage >= 1 else 0
+    coming = device["gradients"] if config.stage >= 1 and not accumulates else 0
     beside = coming + passing.received
     in_backward = activations.peak_beside(beside) if activations else beside
     in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)
@@ -207,10 +209,12 @@ def forecast(
     )
 
 
-def forecast_ddp(state: DdpState, passing: Passing, activations: Activations | None) -> Forecast:
+def forecast_ddp(
+    state: DdpState, passing: Passing, activations: Activations | None, *, accumulates: bool = False
+) -> Forecast:
     """What a rank holds under DistributedDataParallel."""
-    traced = activations.peak_beside(state.gradients) if activations else 0
-    in_passes = max(traced, state.gradients + passing.step)
+    traced = activations.peak_beside(0 if accumulates else state.gradients) if activations else 0
+    in_passes = max(traced + state.gradients * accumulates, state.gradients + passing.step)
     device = {
         "parameters": state.parameters,
         "frozen": state.frozen,

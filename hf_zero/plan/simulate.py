@@ -2,11 +2,12 @@
 
 [Note: the simulated step]
 Backward brings buckets in the order of their numbers; a bucket's reduce-scatter may begin when all its gradients are there, and
-goes behind the one before it on the link. With stages 2 and 3 there are `grad_buffers` of them at a time, for the next one
-backward waits. When all have ended and the optimizer has stepped, stages 1 and 2 gather the parameters behind the step, in
-the order in which the next forward reads them, and the forward waits for each. Stage 3 gathers a unit for its forward and again
-for its backward, `prefetch_units` ahead, over the same link as the reductions. The work of forward and backward is dealt over
-buckets by their elements. What is simulated is a step in the middle of a run, from optimizer step to optimizer step.
+goes behind the one before it on the link. Above stage 0 there are `grad_buffers` of them at a time, and backward waits for the
+oldest one; not at stage 1 where micro-batches have accumulated, each bucket in a buffer of its own. When all have ended and the
+optimizer has stepped, stages 1 and 2 gather the parameters behind the step, in the order in which the next forward reads them,
+and the forward waits for each. Stage 3 gathers a unit for its forward and again for its backward, `prefetch_units` ahead, over
+the same link as the reductions. The work of forward and backward is dealt over buckets by their elements. What is simulated is a
+step in the middle of a run, from optimizer step to optimizer step.
 """
 
 from collections import deque
@@ -147,7 +148,8 @@ class _Simulation:
             return self._through_units(self._pieces, now, self._work.backward_flops, reduces=reduces, gathers=again)
         # Stage 0 all-reduces: a reduce-scatter and an all-gather.
         times = 2 if self._config.stage == 0 else 1
-        room = self._config.grad_buffers if self._config.stage >= 2 else len(self._pieces)
+        has_whole = self._config.stage == 0 or (self._config.stage == 1 and self._work.micro_batches > 1)
+        room = len(self._pieces) if has_whole else self._config.grad_buffers
         under_way: deque[float] = deque()
         for piece in self._pieces:
             if reduces and len(under_way) >= room:

@@ -129,17 +129,24 @@ def plan_ddp(costs: Sequence[BucketCost], world_size: int, frozen: int = 0) -> D
 
 
 def plan_states(
-    costs: Sequence[BucketCost], config: ZeroConfig, replicas: int = 1, beside: int = 0, kept_whole: int = 0
+    costs: Sequence[BucketCost],
+    config: ZeroConfig,
+    replicas: int = 1,
+    beside: int = 0,
+    kept_whole: int = 0,
+    *,
+    accumulates: bool = False,
 ) -> StatePlan:
     """The bytes of state for these buckets under this stage.
 
-    Stage 1 keeps whole gradients and reduces them in place; stages 2 and 3 keep the shard and pass whole buckets through a
-    pool (layout/pool.py).
+    Above stage 0 a rank keeps the shard of gradients, and whole buckets pass through a pool (layout/pool.py). Where whole
+    gradients wait for the last micro-batch of a step, stage 1 reduces them where they are; stages 2 and 3 have them beside.
 
     Args:
         replicas: shard groups.
         beside: bytes for steps out of their time.
         kept_whole: bytes of frozen parameters and buffers that are in no bucket.
+        accumulates: a step has several micro-batches.
     """
     in_files = sum(cost.layout.shard_numel * cost.in_files for cost in costs)
     frozen = kept_whole + sum(cost.parameter_bytes for cost in costs if not cost.trained)
@@ -147,8 +154,12 @@ def plan_states(
     whole = {True: 0, False: 0}
     for cost in costs:
         whole[cost.layout.shards == 1] += cost.layout.numel
-    pooled = config.stage >= 2 and (whole[False] > 0 or any(cost.apart for cost in costs))
+    waits = accumulates and config.accumulates_locally
+    passes = config.stage >= 1 and (whole[False] > 0 or any(cost.apart for cost in costs))
+    pooled = passes and not (waits and config.stage == 1)
     gradients = sum(_gradient_bytes(cost, pooled) for cost in costs)
+    if pooled and waits:
+        gradients += sum(cost.own_numel * cost.param_bytes for cost in costs)
     return StatePlan(
         parameters=sum(cost.parameter_bytes for cost in costs),
         frozen=frozen,

@@ -24,7 +24,10 @@ def bert_base(shards: int) -> tuple[BucketLayout, ...]:
 
 
 def bytes_of_stage(stage: int) -> dict[str, int]:
-    """Bytes of fp32 parameters, gradients and AdamW state that last on each rank between backward and step."""
+    """Bytes of fp32 parameters, gradients and AdamW state that last on each rank between backward and step.
+
+    Stage 1 is drawn as where micro-batches accumulate.
+    """
     layouts = bert_base(RANKS)
     whole = 4 * sum(slot.interval.numel for layout in layouts for slot in layout.slots)
     shard = 4 * sum(layout.shard_numel for layout in layouts)
@@ -37,7 +40,7 @@ def bytes_of_stage(stage: int) -> dict[str, int]:
 
 def draw() -> str:
     """Bars of the four stages, one below the other."""
-    picture = Picture(860, 250, f"State of BERT-base on each of {RANKS} ranks, by stage")
+    picture = Picture(860, 268, f"State of BERT-base on each of {RANKS} ranks, by stage")
     picture.words(20, 26, f"BERT-base, fp32, AdamW, {RANKS} ranks: bytes on each rank", size=15, bold=True)
     colours = {"parameters": BLUE, "gradients": ORANGE, "optimizer state": GREEN}
     left, longest = 90, 640
@@ -51,5 +54,10 @@ def draw() -> str:
             x += nbytes * scale
         picture.words(x + 8, y + 19, f"{sum(held.values()) / 1e9:.2f} GB")
     picture.legend(left, 218, [(colour, kind) for kind, colour in colours.items()])
-    picture.words(left, 239, "Gradient buckets on their way, gathered layers and activations come on top.", colour=GREY)
+    notes = (
+        "Stage 1 has whole gradients where micro-batches accumulate, and is otherwise as stage 2.",
+        "Gradient buckets on their way, gathered layers and activations come on top.",
+    )
+    for line, words in enumerate(notes):
+        picture.words(left, 239 + 18 * line, words, colour=GREY)
     return picture.text()

@@ -6,6 +6,7 @@ from ...buckets.bucket import Bucket
 from ...comm.groups.groups import Groups
 from ...config import ZeroConfig
 from ..travel.reductions import Reduction
+from .accumulated_store import AccumulatedGradients
 from .buffer_pool import BufferPool
 from .replicated_store import ReplicatedGradients
 from .sharded_store import PooledGradients, UnshardedGradients
@@ -27,8 +28,8 @@ def choose_store(
     replicated = groups.shard_size == 1
     if all(bucket.rows_are_parameters for bucket in buckets):
         return ReplicatedGradients(reduction, landing)
-    apart = any(bucket.tier.is_apart for bucket in buckets)
-    if config.stage < 2 or (replicated and not apart):
+    if replicated and not any(bucket.tier.is_apart for bucket in buckets):
+        # The shard is all of the bucket: there is no smaller place to reduce it into.
         return UnshardedGradients(reduction, landing)
-    pool = BufferPool(buckets, config.grad_buffers, buckets[0].device)
-    return PooledGradients(reduction, landing, pool)
+    passing = PooledGradients(reduction, landing, BufferPool(buckets, config.grad_buffers, buckets[0].device))
+    return AccumulatedGradients(UnshardedGradients(reduction, landing), passing) if config.stage == 1 else passing

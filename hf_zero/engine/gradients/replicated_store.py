@@ -10,10 +10,10 @@ from ...device import Arrival, allocate
 from ...offload.downlink import Downlink
 from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
-from .store import GradientStore, Landing, add_or_set, new_buffer
+from .store import FlatGradients, Landing, add_or_set, new_buffer
 
 
-class ReplicatedGradients(GradientStore):
+class ReplicatedGradients(FlatGradients):
     """Every rank keeps and reduces whole gradients by all-reduce; `p.grad` is a view of the bucket, as under DDP.
 
     A view that is still there in the next backward has been accumulated into by autograd, so it is divided and reduced

@@ -1,8 +1,8 @@
-"""Gradients that are reduced into shards, from a buffer for each bucket (stage 1) or from a small pool (stages 2, 3)."""
+"""Gradients that are reduced into shards, from a buffer for each bucket or from a small pool."""
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import cast
 
 import torch
@@ -17,14 +17,14 @@ from ...offload.tier import DeviceTier
 from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
-from .store import GradientStore, Landing, add_or_set
+from .store import FlatGradients, Landing, add_or_set
 
 _KEPT_BELOW_BYTES = 2 << 20
 """Buffers of less keep their memory between steps on the host: it comes back there in small pages, each by a fault."""
 
 
-class ShardedStore(GradientStore):
-    """What stages 1 and 2 share: the reduced gradient is in rows, and `p.grad` is a `ShardedGradient`."""
+class ShardedStore(FlatGradients):
+    """The reduced gradient is in rows, and `p.grad` is a `ShardedGradient`."""
 
     def __init__(self, reduction: Reduction, landing: Landing):
         super().__init__(landing)
@@ -124,7 +124,7 @@ class ShardedStore(GradientStore):
 
 
 class UnshardedGradients(ShardedStore):
-    """Stage 1: a gradient buffer for each bucket, in which micro-batches accumulate without communication.
+    """A gradient buffer for each bucket, in which micro-batches accumulate without communication.
 
     The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it. The memory goes with the step, so
     that the next forward's activations do not come on top of it: the buffer on an accelerator, whose allocator hands out again
@@ -141,8 +141,12 @@ class UnshardedGradients(ShardedStore):
         gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
         return {"gradients": gradients + self._landing.downlink.sum_bytes, "gradient buffers": 0}
 
+    def accumulates(self, slot: ParameterSlot, gradient: torch.Tensor) -> bool:
+        """Whether `hold` keeps this gradient; else autograd itself keeps adding to `p.grad` until the reducing pass."""
+        return not isinstance(gradient, ShardedGradient) and gradient.dtype == slot.bucket.precision.reduce
+
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        if isinstance(gradient, ShardedGradient) or gradient.dtype != slot.bucket.precision.reduce:
+        if not self.accumulates(slot, gradient):
             return
         lasting = self._lasting_buffer(slot.bucket)
         view = lasting.views[slot.number]
@@ -207,7 +211,7 @@ class UnshardedGradients(ShardedStore):
 
 
 class PooledGradients(ShardedStore):
-    """Stage 2: a bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
+    """A bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
 
     def __init__(self, reduction: Reduction, landing: Landing, pool: BufferPool):
         super().__init__(reduction, landing)
@@ -215,6 +219,7 @@ class PooledGradients(ShardedStore):
         self._lent: dict[Bucket, torch.Tensor] = {}
         self._in_flight: deque[Bucket] = deque()
         self._scratches: dict[Bucket, int] = {}
+        self._start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
         self._beside_bytes = self._most_beside_bytes = 0
 
     def held_bytes(self) -> dict[str, int]:
@@ -222,6 +227,9 @@ class PooledGradients(ShardedStore):
             "gradients": sum(self._shard_bytes.values()) + self._landing.downlink.sum_bytes,
             "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
         }
+
+    def start_passed_over_by(self, start: Callable[[Bucket], bool | None]) -> None:
+        self._start_passed_over = start
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         """Autograd itself keeps adding to `p.grad` until the reducing pass."""
@@ -242,8 +250,8 @@ class PooledGradients(ShardedStore):
     def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
         if self._pool.is_last_for(bucket) and not self._in_flight:
             # It would take the last buffer, and one that is passed over wants a buffer, too.
-            self.start_passed_over(bucket)
-        while self._pool.exhausted_for(bucket) and (self._in_flight or self.start_passed_over(bucket)):
+            self._start_passed_over(bucket)
+        while self._pool.exhausted_for(bucket) and (self._in_flight or self._start_passed_over(bucket)):
             self.finish(self._in_flight[0])
         self._lent[bucket] = self._pool.take(bucket)
         return OpenBuffer(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))

@@ -18,9 +18,10 @@ from ...plan.room import FORECAST_ERROR
 from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
 
 
-def state_plan(engine: ZeroEngine) -> StatePlan:
-    """The bytes of state that each rank of this engine will hold."""
-    return _plan_of(engine, _all_buckets(engine), kept_whole=_frozen_bytes(engine, engine.sharded.unit_of))
+def state_plan(engine: ZeroEngine, *, accumulates: bool = False) -> StatePlan:
+    """The bytes of state that each rank of this engine will hold. `accumulates`: a step has several micro-batches."""
+    kept_whole = _frozen_bytes(engine, engine.sharded.unit_of)
+    return _plan_of(engine, _all_buckets(engine), kept_whole, accumulates=accumulates)
 
 
 def ddp_state(engine: ZeroEngine) -> DdpState:
@@ -44,7 +45,12 @@ def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 
 
 def announce(
-    engine: ZeroEngine, cast_owner: str, rows_of_a_step: str | None = None, at_start: AtStart | None = None
+    engine: ZeroEngine,
+    cast_owner: str,
+    rows_of_a_step: str | None = None,
+    at_start: AtStart | None = None,
+    *,
+    accumulates: bool = False,
 ) -> None:
     """Prints stage, dtypes, buckets and expected bytes a rank to stderr, on rank 0 only.
 
@@ -52,10 +58,11 @@ def announce(
         cast_owner: who casts to a lower precision, in words.
         rows_of_a_step: on all ranks together, in words, where it is known.
         at_start: activations and the peak; None leaves them out.
+        accumulates: a step has several micro-batches.
     """
     if engine.run.rank != 0:
         return
-    plan, config = state_plan(engine), engine.config
+    plan, config = state_plan(engine, accumulates=accumulates), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)
     accumulation = "local" if config.accumulates_locally else "sharded"
     rows = [
@@ -83,9 +90,12 @@ def announce(
     print("".join(tables), file=sys.stderr, flush=True)
 
 
-def _plan_of(engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0) -> StatePlan:
+def _plan_of(
+    engine: ZeroEngine, buckets: Sequence[Bucket], kept_whole: int = 0, *, accumulates: bool = False
+) -> StatePlan:
     costs, beside = _costs(engine, buckets), engine.memory_report().most_beside_bytes
-    return plan_states(costs, engine.config, engine.groups.replicate.size, beside, kept_whole)
+    replicas = engine.groups.replicate.size
+    return plan_states(costs, engine.config, replicas, beside, kept_whole, accumulates=accumulates)
 
 
 def _all_buckets(engine: ZeroEngine) -> list[Bucket]:

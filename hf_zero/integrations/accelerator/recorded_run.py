@@ -11,6 +11,7 @@ from ...engine.engine import ZeroEngine
 from ...report.recorder import RunRecorder, in_one_line
 from ..frames import find_in_callers
 from .announce import ddp_state, state_plan
+from .batch import micro_batches_of
 
 if TYPE_CHECKING:
     # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.
@@ -49,7 +50,8 @@ class RecordedAccelerator(_AcceleratorBase):
                 "`project_dir=...` (or a ProjectConfiguration with `logging_dir`), or name a folder: `report: runs/first`."
             )
         if engine.groups.rank == 0:
-            self.zero_recorder = recorder = RunRecorder(engine, folder, step=step, plan=_planned(engine))
+            accumulates = micro_batches_of(self) > 1
+            self.zero_recorder = recorder = RunRecorder(engine, folder, step=step, plan=_planned(engine, accumulates))
             # A script need not call end_training.
             weakref.finalize(self, _end_at_exit, recorder)
 
@@ -96,9 +98,9 @@ def _trainer() -> Any:
     return find_in_callers(lambda candidate: isinstance(candidate, Trainer))
 
 
-def _planned(engine: ZeroEngine) -> dict[str, dict[str, int]]:
+def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]:
     """Bytes a rank by kind, as the plan says."""
-    plan, ddp = state_plan(engine), ddp_state(engine)
+    plan, ddp = state_plan(engine, accumulates=accumulates), ddp_state(engine)
     ours = {
         "parameters": plan.parameters,
         "frozen": plan.frozen,

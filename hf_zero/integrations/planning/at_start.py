@@ -21,6 +21,7 @@ from ...config import ConfigError, ZeroConfig
 from ...offload.budget import ranks_on_this_host
 from ...plan.errors import PlanError
 from ...plan.forecast import AtStart
+from ..accelerator.batch import micro_batches_of
 from .forecasts import Job
 from .trace import trace
 
@@ -58,6 +59,7 @@ def forecast_at_start(
             world_size=accelerator.num_processes,
             ranks_a_node=ranks_on_this_host(),
             activations=traced,
+            accumulates=micro_batches_of(accelerator) > 1,
         )
         return AtStart(batch=shape, ours=job.forecast("", {}, config), ddp=job.forecast_ddp())
     except (ConfigError, ValueError) as error:

@@ -184,6 +184,7 @@ def _answer(
             world_size=len(free),
             ranks_a_node=ranks_on_this_host(),
             activations=activations,
+            accumulates=batch.micro_batches > 1,
             # What libraries take is taken already.
             runtime_bytes=None if device.type == "cpu" else 0,
         )

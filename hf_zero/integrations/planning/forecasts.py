@@ -30,6 +30,7 @@ class Job:
         device: that it will be trained on.
         world_size: ranks; `ranks_a_node` of them on one host.
         activations: of a micro-batch; None where they are not known.
+        accumulates: a step has several micro-batches.
         runtime_bytes: that libraries take when training begins; None is what they usually do.
         experts: parameters that only `expert_ranks` of the ranks share.
     """
@@ -40,6 +41,7 @@ class Job:
     world_size: int
     ranks_a_node: int
     activations: Activations | None
+    accumulates: bool = False
     runtime_bytes: int | None = None
     experts: Collection[nn.Parameter] = ()
     expert_ranks: int = 1
@@ -67,22 +69,33 @@ class Job:
 
     def forecast_of(self, name: str, settings: Mapping[str, Any], layout: Layout) -> Forecast:
         """The same for a layout."""
-        config, plan = layout.config, layout.plan()
+        config, plan = layout.config, layout.plan(accumulates=self.accumulates)
         passing = self._passing(
             gathered=layout.gathered_bytes(),
-            received=_received_bytes(layout) if self.on_host else 0,
+            received=_received_bytes(layout, reduces_in_place=not plan.gradient_buffers) if self.on_host else 0,
             step=self._step_bytes(
                 [bucket.cost.layout.shard_numel * bucket.cost.master_bytes for bucket in layout.buckets]
             ),
             window=_window_bytes(layout),
         )
-        return forecast(name, settings, config, plan, layout.costs, passing, self.activations, on_host=self.on_host)
+        return forecast(
+            name,
+            settings,
+            config,
+            plan,
+            layout.costs,
+            passing,
+            self.activations,
+            on_host=self.on_host,
+            accumulates=self.accumulates,
+        )
 
     def forecast_ddp(self) -> Forecast:
         """The same under DistributedDataParallel."""
         state = ddp_state(self.model, self.optimizers, self.world_size)
         largest = [p.nbytes for p in self.model.parameters() if p.requires_grad]
-        return forecast_ddp(state, self._passing(step=self._step_bytes(largest, kernels=False)), self.activations)
+        passing = self._passing(step=self._step_bytes(largest, kernels=False))
+        return forecast_ddp(state, passing, self.activations, accumulates=self.accumulates)
 
     def _passing(self, **held: int) -> Passing:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -109,21 +122,22 @@ class Job:
         return found
 
 
-def _received_bytes(layout: Layout) -> int:
+def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
     """Parts of gradients that peers have sent, where ranks send to each other point to point.
 
-    At stage 1 all buckets are on their way until backward ends, and what a rank adds up lies among what it sends. At stages 2
-    and 3 the first part lands where the sum stays.
+    Args:
+        reduces_in_place: all buckets may be on their way until backward ends, and what a rank adds up lies among what it sends.
+            Otherwise a few are, and the first part lands where the sum stays.
     """
-    # At stages 2 and 3, the first of the other ranks' parts is what the sum is taken in.
-    spared = 1 if layout.config.stage == 1 else 2
+    # Through a pool, the first of the other ranks' parts is what the sum is taken in.
+    spared = 1 if reduces_in_place else 2
     received = (
         max(0, cost.layout.shards - spared) * cost.layout.shard_numel * cost.reduce_bytes
         for cost in layout.costs
         if cost.trained
     )
     parts = sorted(received, reverse=True)
-    return sum(parts if layout.config.stage == 1 else parts[: layout.config.grad_buffers])
+    return sum(parts if reduces_in_place else parts[: layout.config.grad_buffers])
 
 
 def _window_bytes(layout: Layout) -> int:

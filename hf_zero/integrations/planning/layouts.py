@@ -52,8 +52,15 @@ class Layout:
     def costs(self) -> list[BucketCost]:
         return [bucket.cost for bucket in self.buckets]
 
-    def plan(self) -> StatePlan:
-        return plan_states(self.costs, self.config, self.groups.replicate.size, kept_whole=self.kept_whole)
+    def plan(self, *, accumulates: bool = False) -> StatePlan:
+        """Bytes of state. `accumulates`: a step has several micro-batches."""
+        return plan_states(
+            self.costs,
+            self.config,
+            self.groups.replicate.size,
+            kept_whole=self.kept_whole,
+            accumulates=accumulates,
+        )
 
     def gathered_bytes(self) -> int:
         """Parameters of stage 3 that are whole at a time, beyond the shards: the root, the unit in use and those ahead."""

@@ -159,6 +159,7 @@ def make_plan(
         world_size=request.data_ranks,
         ranks_a_node=request.gpus // request.tp_size,
         activations=activations,
+        accumulates=request.accumulation > 1,
         experts=experts,
         expert_ranks=request.world_size // request.ep_size,
     )

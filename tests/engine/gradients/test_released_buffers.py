@@ -1,4 +1,4 @@
-"""Stage 1 gives the memory of its gradient buffers back after the step, and computes what DDP does."""
+"""Stage 1 gives the memory in which micro-batches accumulate back after the step, and computes what DDP does."""
 
 from contextlib import nullcontext
 
@@ -44,7 +44,7 @@ def train(rank: int, world_size: int, *, dtype: torch.dtype) -> dict:
     held = []
 
     def note() -> None:
-        buffers = [buffer.flat for buffer in engine._step.store._lasting.values()]
+        buffers = [buffer.flat for buffer in engine._step.store._whole._lasting.values()]
         held.append((resident_bytes(buffers), sum(flat.nbytes for flat in buffers if flat.nbytes < LARGE_BYTES // 4)))
 
     losses = losses_of(model, optimizer, rank, dtype, engine.no_sync, note, note)

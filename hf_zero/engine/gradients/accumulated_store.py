@@ -1,0 +1,76 @@
+"""Stage 1: whole gradients are kept while micro-batches accumulate, and at no other time."""
+
+from collections.abc import Callable
+
+import torch
+
+from ...buckets.bucket import Bucket, ParameterSlot
+from .sharded_store import PooledGradients, UnshardedGradients
+from .store import GradientStore
+
+
+class AccumulatedGradients(GradientStore):
+    """Chooses for each bucket, from step to step.
+
+    A bucket in which micro-batches have accumulated is reduced where their gradients are. The others pass through the pool, as
+    they do at stage 2: without accumulation a rank never has all gradients at a time.
+
+    Args:
+        whole: keeps a buffer for each bucket.
+        passing: takes buffers from a pool.
+    """
+
+    def __init__(self, whole: UnshardedGradients, passing: PooledGradients):
+        self._whole = whole
+        self._passing = passing
+        self._accumulated: set[Bucket] = set()
+
+    def held_bytes(self) -> dict[str, int]:
+        whole, passing = self._whole.held_bytes(), self._passing.held_bytes()
+        return {kind: nbytes + passing[kind] for kind, nbytes in whole.items()}
+
+    def start_passed_over_by(self, start: Callable[[Bucket], bool | None]) -> None:
+        self._passing.start_passed_over_by(start)
+
+    def release(self, bucket: Bucket) -> None:
+        self._accumulated.discard(bucket)
+        self._whole.release(bucket)
+        self._passing.release(bucket)
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        if self._whole.accumulates(slot, gradient):
+            self._accumulated.add(slot.bucket)
+            self._whole.hold(slot, gradient)
+
+    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self._store_of(slot.bucket).put(slot, gradient)
+
+    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self._store_of(slot.bucket).put_small(slot, gradient)
+
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        self._store_of(slot.bucket).put_late(slot, gradient)
+
+    def finish_slot(self, slot: ParameterSlot) -> None:
+        self._store_of(slot.bucket).finish_slot(slot)
+
+    def start(self, bucket: Bucket) -> None:
+        self._store_of(bucket).start(bucket)
+
+    def start_again(self, bucket: Bucket) -> None:
+        self._store_of(bucket).start_again(bucket)
+
+    def finish_all(self) -> None:
+        self._whole.finish_all()
+        self._passing.finish_all()
+
+    def end_pass(self) -> None:
+        # Both reduce by the same means, whose pass ends once.
+        self._passing.end_pass()
+
+    def discard_open(self) -> None:
+        self._whole.discard_open()
+        self._passing.discard_open()
+
+    def _store_of(self, bucket: Bucket) -> UnshardedGradients | PooledGradients:
+        return self._whole if bucket in self._accumulated else self._passing
