@@ -1,10 +1,17 @@
-"""One comparison: engines that train the same model on the same data, each in processes of its own, visited in turn."""
+"""One comparison: engines that train the same model on the same data, each in processes of its own, visited in turn.
+
+[Note: starts]
+What a process pays for its memory differs from one start to the next by more than engines differ: in which holes of the heap
+tensors come to lie decides how much of it the C library gives back and takes again in every step. So engines may be started
+several times, and a ratio is the median over the rounds of all starts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import psutil
@@ -31,7 +38,8 @@ class Comparison:
     """Who trains what, and how often.
 
     Attributes:
-        rounds: 0 where no times are to be measured: bytes are then those of the peak's run.
+        starts: of each engine's processes, see [Note: starts].
+        rounds: in each start; 0 where no times are to be measured: bytes are then those of the peak's run.
         sizes: of buckets, where they are not the engines' own.
         time_limit_s: of each set of ranks.
     """
@@ -40,6 +48,7 @@ class Comparison:
     workload: Workload
     world_size: int = 2
     accumulation: int = 1
+    starts: int = 1
     rounds: int = 5
     steps: int = 3
     warmup_steps: int = 2
@@ -56,7 +65,7 @@ def compare(comparison: Comparison) -> dict[str, Any]:
     by_engine: dict[str, list[dict]] = {}
     references: dict[str, list[dict]] = {}
     for batch in _batches(names, comparison) if comparison.rounds else ():
-        found, failed = _visit(batch, comparison)
+        found, failed = _visit_each_start(batch, comparison)
         left_out |= failed
         for name, by_rank in found.items():
             references.setdefault(name, found[BASELINE])
@@ -76,6 +85,7 @@ def compare(comparison: Comparison) -> dict[str, Any]:
         "parameters": parameters_of(comparison.workload),
         "world_size": comparison.world_size,
         "accumulation": comparison.accumulation,
+        "starts": comparison.starts,
         "rounds": comparison.rounds,
         "steps": comparison.steps,
         "engines": [asdict(row) for row in rows] if comparison.rounds else _bytes_only(measured, peaks),
@@ -98,6 +108,24 @@ def _batches(names: list[str], comparison: Comparison) -> Iterable[list[str]]:
         yield [BASELINE]
     for first in range(0, len(others), together - 1):
         yield [BASELINE, *others[first : first + together - 1]]
+
+
+def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[str, list[dict]], dict[str, str]]:
+    """What the ranks of each engine noted in all starts, and why engines failed."""
+    noted: dict[str, list[list[dict]]] = {name: [] for name in names}
+    failed: dict[str, str] = {}
+    for _ in range(comparison.starts):
+        found, failures = _visit([name for name in names if name not in failed], comparison)
+        failed |= failures
+        for name, by_rank in found.items():
+            noted[name].append(by_rank)
+    whole = {name: starts for name, starts in noted.items() if name not in failed}
+    return {name: [_joined(starts) for starts in zip(*by_start)] for name, by_start in whole.items()}, failed
+
+
+def _joined(starts: Sequence[dict[str, list]]) -> dict[str, list]:
+    """What one rank noted, of one start behind the other."""
+    return {what: list(chain.from_iterable(start[what] for start in starts)) for what in starts[0]}
 
 
 def _visit(names: list[str], comparison: Comparison) -> tuple[dict[str, list[dict]], dict[str, str]]:

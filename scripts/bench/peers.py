@@ -270,6 +270,7 @@ ALL_PEERS = [
     *("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3", "torchao_8bit", "torchao_4bit", "fsdp2_torchao_8bit"),
     *("hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3", "hf_zero3_kept", "hf_zero2_accelerate", "hf_zero3_accelerate"),
     *("hf_zero2_offload", "hf_zero3_offload", "hf_zero2_8bit", "hf_zero2_int8", "hf_zero3_int8"),
+    *("hf_zero2_shared", "hf_zero3_shared"),
 ]
 """What `all.sh` compares."""
 

@@ -115,7 +115,7 @@ class StationAlone(Station):
         self.train(warmup_steps - 1)
 
     def figures(self) -> dict[str, Any]:
-        return super().figures() | {"first": asdict(self.first)}
+        return super().figures() | {"first_steps": [asdict(self.first)]}
 
 
 def measure_rounds(

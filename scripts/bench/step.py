@@ -36,6 +36,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=WORKLOADS, default="30m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--starts", type=int, default=1, help="of each engine's processes, with so many rounds each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="steps of each engine in each round")
     parser.add_argument("--warmup-steps", type=int, default=2)
@@ -60,6 +61,7 @@ def comparison_of(options: argparse.Namespace) -> Comparison:
         workload=WORKLOADS[options.model],
         world_size=options.ranks,
         accumulation=options.accumulation,
+        starts=options.starts,
         rounds=options.rounds,
         steps=options.steps,
         warmup_steps=options.warmup_steps,

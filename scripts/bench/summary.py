@@ -26,7 +26,8 @@ class EngineSummary:
     Attributes:
         last_loss: rank 0's.
         loss_difference: largest distance from the baseline over steps and ranks; 0.0 means bitwise equal.
-        first_step_s: the slower rank's, from having a model to the end of its first step; None where engines shared processes.
+        first_step_s: the slower rank's, from having a model to the end of its first step, the median of the starts; None where
+            engines shared processes.
         first_step_cpu_s: the same in CPU time.
     """
 
@@ -79,7 +80,8 @@ def _summary(
     name: str, by_rank: ByRank, baseline: ByRank, peak: Peak | None, baseline_peak: Peak | None
 ) -> EngineSummary:
     own, reference, peer = _figures_by_round(by_rank), _figures_by_round(baseline), ENGINES[name]
-    first = [rank["first"] for rank in by_rank if "first" in rank]
+    # By start, each with the figures of all ranks.
+    first_steps = list(zip(*(rank.get("first_steps", ()) for rank in by_rank)))
     return EngineSummary(
         name=name,
         title=peer.title,
@@ -95,11 +97,15 @@ def _summary(
         waited_ms=median(own["waited_ms"]) if "waited_ms" in own else None,
         last_loss=by_rank[0]["losses"][-1],
         loss_difference=_loss_difference(by_rank, baseline),
-        first_step_s=max((each["wall_s"] for each in first), default=None),
-        first_step_cpu_s=max((each["cpu_s"] for each in first), default=None),
+        first_step_s=_median_of_slowest(first_steps, "wall_s"),
+        first_step_cpu_s=_median_of_slowest(first_steps, "cpu_s"),
         peak_bytes=peak.peak_bytes if peak else None,
         peak_ratio=peak.peak_bytes / baseline_peak.peak_bytes if peak and baseline_peak else None,
     )
+
+
+def _median_of_slowest(starts: list[tuple[dict[str, float], ...]], figure: str) -> float | None:
+    return median(max(rank[figure] for rank in ranks) for ranks in starts) if starts else None
 
 
 def _figures_by_round(by_rank: ByRank) -> dict[str, list[float]]:

@@ -53,6 +53,7 @@ def test_an_engine_that_cannot_start_is_left_out_with_its_reason_and_others_are_
             engines=("ddp", "fsdp2", "hf_zero2"),
             workload=workload,
             accumulation=2,
+            starts=2,
             rounds=1,
             steps=1,
             memory=False,
@@ -64,6 +65,7 @@ def test_an_engine_that_cannot_start_is_left_out_with_its_reason_and_others_are_
     assert [row["name"] for row in found["engines"]] == ["ddp", "hf_zero2"]
     assert "bucket_bytes" in found["left_out"]["fsdp2"]["why"]
     assert found["engines"][1]["loss_difference"] < 1e-6
+    assert found["starts"] == 2
     assert all(row["first_step_s"] > 0 and row["sent_bytes"] > 0 for row in found["engines"])
 
 
