@@ -43,7 +43,7 @@ from .agreement import describe, refuse_disagreement
 from .auto_settings import resolve_auto
 from .beside_split import refuse_beside_split
 from .bucket_builder import BucketBuilder
-from .bucketing import Division, check_parameters, owners
+from .bucketing import Division, SplitKinds, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
 from .sharers import Sharers, SharersOfKinds
 
@@ -202,29 +202,16 @@ def _assemble(
     among, is_same = meeting.agreement
     nonfinite = NonFiniteCheck(config, among, replicated=is_same)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
-    sharers = meeting.sharers
-    usual_wire = expert_wire = wire = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
-    if split.experts:
-        expert_wire = choose_wire(config, sharers.experts.groups, sharers.experts.transport, transport, device)
-        wire = wire_with_experts(usual_wire, expert_wire)
-    division = Division(
-        model,
-        owner,
-        optimizers,
-        config,
-        groups,
-        device=device,
-        align=wire.align,
-        split=split.parts,
-        experts=split.experts,
-        expert_shards=sharers.experts.groups.shard_size,
-    )
+    wires, sharers = _choose_wires(meeting), meeting.sharers
+    wire = wires.of_all
+    kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=sharers.experts.groups.shard_size)
+    division = Division(model, owner, optimizers, config, groups, device=device, align=wire.align, split=kinds)
     trained_numel = sum(parameter.numel() for parameter in owner)
     builder = BucketBuilder(
         config=config,
         sharers=sharers,
-        wire=usual_wire,
-        expert_wire=expert_wire,
+        wire=wires.usual,
+        expert_wire=wires.experts,
         device=device,
         placement=Placement(tier, device, ratio=config.offload.ratio, trained_numel=trained_numel),
         parameter_tier=parameter_tier,
@@ -259,16 +246,41 @@ def _assemble(
         ),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
-        replicas=ReplicaCheck(
-            config.check_replicas_every,
-            all_buckets,
-            _frozen_whole(model, all_buckets),
-            meeting.step_transport,
-            groups.world.ranks[groups.world.place],
-            sharers.place_of,
-        ),
+        replicas=_replica_check(model, all_buckets, meeting),
         copies=copies,
         norm=_choose_norm(meeting, buckets, copies),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wires:
+    """How buckets travel: the usual ones, those of experts that fewer ranks share, and each bucket by its own."""
+
+    usual: Wire
+    experts: Wire
+    of_all: Wire
+
+
+def _choose_wires(meeting: Meeting) -> _Wires:
+    """Collective."""
+    config, transport, device = meeting.config, meeting.transport, meeting.device
+    usual = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
+    if not meeting.split.experts:
+        return _Wires(usual=usual, experts=usual, of_all=usual)
+    sharers = meeting.sharers.experts
+    experts = choose_wire(config, sharers.groups, sharers.transport, transport, device)
+    return _Wires(usual=usual, experts=experts, of_all=wire_with_experts(usual, experts))
+
+
+def _replica_check(model: nn.Module, all_buckets: Sequence[Bucket], meeting: Meeting) -> ReplicaCheck:
+    world = meeting.groups.world
+    return ReplicaCheck(
+        meeting.config.check_replicas_every,
+        all_buckets,
+        _frozen_whole(model, all_buckets),
+        meeting.step_transport,
+        world.ranks[world.place],
+        meeting.sharers.place_of,
     )
 
 

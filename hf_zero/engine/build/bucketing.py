@@ -150,6 +150,20 @@ def _behind_layers(model: nn.Module, own: dict[str, list[tuple[str, nn.Parameter
     return [(name, parameter) for name, parameter in own[""] if place[name] > last]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitKinds:
+    """Parameters of a model that is split over ranks; none of one that is not.
+
+    Attributes:
+        parts: of which a rank has a part.
+        experts: those that only `expert_shards` ranks share, and not all that take a step together.
+    """
+
+    parts: Collection[nn.Parameter] = ()
+    experts: Collection[nn.Parameter] = ()
+    expert_shards: int = 1
+
+
 class Division:
     """How a model is divided into buckets: none mixes dtypes, optimizers, groups, or frozen and trained parameters.
 
@@ -159,8 +173,6 @@ class Division:
         owner: (optimizer, group) of each trained parameter.
         device: that the model is trained on.
         align: on which elements shards may begin.
-        split: parameters of which a rank has a part.
-        experts: those of them that fewer ranks share than the rest; `expert_shards` is how many.
 
     Attributes:
         parts: in the order in which gradients arrive.
@@ -176,15 +188,12 @@ class Division:
         *,
         device: torch.device,
         align: Alignment,
-        split: Collection[nn.Parameter] = (),
-        experts: Collection[nn.Parameter] = (),
-        expert_shards: int = 1,
+        split: SplitKinds,
     ):
-        self._split = split if config.comm.quantises else ()
-        self._experts = experts
-        self._expert_shards = expert_shards
-        is_alone = expert_shards == 1 and not config.offload.moves_params
-        self.parts = parts_of(model, config, groups, device, experts if is_alone else ())
+        self._split = split
+        self._quantises = config.comm.quantises
+        is_alone = split.expert_shards == 1 and not config.offload.moves_params
+        self.parts = parts_of(model, config, groups, device, split.experts if is_alone else ())
         self._owner = owner
         # Of each optimizer, whether its parameters must not be cut.
         self._intact = [keeps_intact(optimizer, config, shards=groups.shard_size) for optimizer in optimizers]
@@ -207,12 +216,13 @@ class Division:
         """Parameters of one key may share a bucket."""
         optimizer, group = self._owner.get(parameter, (-1, -1))
         gathered = self._gathered.of(parameter, sharded=sharded)
-        is_expert, is_split = parameter in self._experts, parameter in self._split
+        is_expert = parameter in self._split.experts
+        is_split = self._quantises and parameter in self._split.parts
         key = BucketKey(
             parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split
         )
         intact = optimizer >= 0 and self._intact[optimizer]
-        shards = self._expert_shards if is_expert else None
+        shards = self._split.expert_shards if is_expert else None
         return ParameterSpec(name=name, numel=parameter.numel(), key=key, intact=intact, shards=shards)
 
 

@@ -11,7 +11,7 @@ from ...buckets.bucket import BucketKey
 from ...buckets.precision import Precision
 from ...comm.groups.groups import Groups, RankGroup
 from ...config import ZeroConfig
-from ...engine.build.bucketing import Division, Part, owners, precision_of
+from ...engine.build.bucketing import Division, Part, SplitKinds, owners, precision_of
 from ...layout.slots import USUAL_ALIGNMENT, BucketLayout
 from ...optimizer.state.state_kinds import state_itemsizes
 from ...plan.states import BucketCost, DdpState, StatePlan, plan_ddp, plan_states
@@ -121,8 +121,7 @@ def lay_out(
         groups,
         device=device,
         align=USUAL_ALIGNMENT,
-        experts=experts,
-        expert_shards=1 if config.stage == 0 else expert_ranks,
+        split=SplitKinds(experts=experts, expert_shards=1 if config.stage == 0 else expert_ranks),
     )
     places = _Places(config, device, sum(p.numel() for p in owner))
     state_of: dict[tuple[int, int, torch.dtype], tuple[int, ...] | None] = {}
