@@ -37,8 +37,10 @@ from ..travel.wire import Wire, choose_wire
 from ..units.copy_checks import CopyChecks
 from ..units.exact_weights import ExactWeights
 from ..units.parameter_places import ParameterPlaces
+from ..units.schedule import Unsharding
 from ..units.sharded_model import ShardedModel
 from ..units.split_model import SplitModel
+from ..units.unit import Unit
 from .agreement import describe, refuse_disagreement
 from .auto_settings import resolve_auto
 from .beside_split import refuse_beside_split
@@ -334,19 +336,20 @@ def _sharded_model(
     wire: Wire,
     holder: StateHolder,
 ) -> ShardedModel:
-    """The units of stage 3; none below it."""
+    """The units of stage 3; none below it.
+
+    Args:
+        of_units: names of a unit's modules → its buckets; the root has no names.
+    """
     config, transport, device = meeting.config, meeting.transport, meeting.device
-    return ShardedModel(
-        model,
-        of_units,
-        transport,
-        meeting.sharers.transport_of,
-        wire,
-        holder,
-        config,
-        device=device,
+    schedule = Unsharding(
+        Unit((), of_units.get((), ())),
+        [Unit(modules, buckets) for modules, buckets in of_units.items() if modules],
+        wire=wire,
+        prefetch=config.prefetch_units,
         reshard_after_forward=reshards_after_forward(config, model, device, transport),
     )
+    return ShardedModel(model, schedule, transport, meeting.sharers.transport_of, holder, config, device=device)
 
 
 def _meet(

@@ -1,6 +1,6 @@
 """A model whose parameters live in units: the units, their hooks, and what the model's own methods do meanwhile."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,7 +15,6 @@ from ...config import ZeroConfig
 from ...hooks import WeakHook
 from ...optimizer.state.holder import StateHolder
 from ..travel.buffers import place_buffers
-from ..travel.wire import Wire
 from .gathered import GatheredParameters
 from .module_guards import ModuleGuard, ModuleMethods
 from .norm_inputs import cast_norm_inputs
@@ -33,10 +32,9 @@ class ShardedModel:
     """The units of stage 3 and all hooks and methods that they put on the model. Without units it does nothing.
 
     Args:
-        buckets_of: names of a unit's modules → its buckets; the root has no names.
+        schedule: of the units, the root first.
         transport: between all ranks that have the model.
         transport_of: between those that share what is in a bucket.
-        wire: how their parameters are gathered.
         holder: has their masters.
         device: that parameters are gathered on.
 
@@ -49,27 +47,18 @@ class ShardedModel:
     def __init__(
         self,
         model: nn.Module,
-        buckets_of: Mapping[tuple[str, ...], Sequence[Bucket]],
+        schedule: Unsharding,
         transport: Transport,
         transport_of: Callable[[Bucket], Transport],
-        wire: Wire,
         holder: StateHolder,
         config: ZeroConfig,
         *,
         device: torch.device,
-        reshard_after_forward: bool,
     ):
         self._model = model
         self._home = _HOST if config.offload.moves_params else device
-        self.root = Unit((), buckets_of.get((), ()))
-        layers = [Unit(modules, buckets) for modules, buckets in buckets_of.items() if modules]
-        self.schedule = Unsharding(
-            self.root,
-            layers,
-            wire=wire,
-            prefetch=config.prefetch_units,
-            reshard_after_forward=reshard_after_forward,
-        )
+        self.schedule = schedule
+        self.root, *layers = schedule.units
         self.unit_of: dict[nn.Parameter, tuple[Unit, ParameterSlot]] = {
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
