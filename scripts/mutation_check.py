@@ -431,9 +431,9 @@ BREAKS = (
     ),
     Break(
         name="split-and-whole-parameters-in-one-quantised-block",
-        place="Division.__init__",
-        old="split if config.comm.quantises else ()",
-        new="()",
+        place="Division._spec",
+        old="self._quantises and parameter in self._split.parts",
+        new="False",
         tests=("test_split_models.py",),
         only="quantised",
     ),
