@@ -41,7 +41,7 @@ def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
     """The most elements that all buffers have at a time, where gradients come in the order of the buckets.
 
     Large buffers in use at the same time are then those of `limit` buckets that follow one another: embeddings at both ends of
-    a model do not meet. What they leave of `limit` may be the largest shared buffers, in use or free. Buckets of different keys
+    a model do not meet. What they leave of `limit` may be the largest shared buffers so far, in use or free. Buckets of different keys
     fill side by side, and nobody knows in which order: where large ones have several keys, the largest count, `limit` of them
     or one for each key.
 
@@ -55,9 +55,10 @@ def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
     keys = len({bucket.key for bucket in large})
     if keys > 1:
         return sum(sorted((bucket.numel for bucket in large), reverse=True)[: max(limit, keys)]) + small
-    passed_on = sorted((bucket.numel for bucket in large if not bucket.oversize), reverse=True)
     most = 0
     for first in range(len(large)):
-        oversize = [bucket.numel for bucket in large[first : first + limit] if bucket.oversize]
+        so_far = large[: first + limit]
+        oversize = [bucket.numel for bucket in so_far[first:] if bucket.oversize]
+        passed_on = sorted((bucket.numel for bucket in so_far if not bucket.oversize), reverse=True)
         most = max(most, sum(oversize) + sum(passed_on[: limit - len(oversize)]))
     return most + small

@@ -41,7 +41,7 @@ from hf_zero.integrations.accelerator.announce import state_plan
 RANKS_A_NODE = 8
 FILLING_BYTES = 4 * 2**20
 """Beside a bucket of small gradients of at most that size, while it is filled (`FlatViews.fill`)."""
-_STORE_METHODS = ("put", "put_late", "hold", "start", "start_again", "finish", "finish_all", "end_pass")
+_STORE_METHODS = ("put", "put_late", "hold", "start", "start_again", "finish_all", "end_pass")
 
 
 class LiveBytes(TorchDispatchMode):
