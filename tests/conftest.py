@@ -29,6 +29,9 @@ atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Scripts of bash call `python`, which is this one also where its environment has not been activated.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
 import cells  # noqa: E402
 import cpu_times  # noqa: E402
 import rank_server  # noqa: E402

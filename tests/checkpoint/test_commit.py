@@ -774,12 +774,14 @@ def goes_on(rank: int, world_size: int, folder: str, doors: list[str]) -> list[d
 def test_a_plain_trainers_checkpoint_goes_on_at_every_stage_as_ddp_does(world_size, tmp_path):
     whole = on_ranks(train_from, output_dir=str(tmp_path), resume=None, door="ddp", max_steps=6)[0]
     assert (tmp_path / "checkpoint-4" / "optimizer.pt").is_file() and not (tmp_path / "checkpoint-4" / "zero").exists()
-    doors = ["ddp", *(f"flag {stage}" for stage in range(4))]
-    for plain, *ours in on_ranks(goes_on, world_size, folder=str(tmp_path), doors=doors):
-        assert plain["start"] == 4 and len(plain["losses"]) == 6
-        if world_size == 2:
-            assert plain["losses"] == whole["losses"]
-        for stage, outcome in enumerate(ours):
+    # Two ranks go on as the run that was not broken off; one takes other batches than they did, and plain Trainer tells which.
+    # (On two without GPUs not every Trainer can read its own optimizer.pt: transformers 5.17 would have it on `cpu:0`.)
+    doors = [*(["ddp"] if world_size == 1 else []), *(f"flag {stage}" for stage in range(4))]
+    for outcomes in on_ranks(goes_on, world_size, folder=str(tmp_path), doors=doors):
+        plain = outcomes.pop(0) if world_size == 1 else whole
+        assert len(plain["losses"]) == 6
+        for stage, outcome in enumerate(outcomes):
+            assert outcome["start"] == 4
             assert (outcome["losses"], outcome["state"]) == (plain["losses"], plain["state"]), stage
 
 

@@ -125,6 +125,7 @@ class Unsharding:
         self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
         self._builds_graph = False
+        self._backward_follows = False
         self._keeps_all = False
         self._fetching: list[Unit] = []
         self.peak_bytes = 0
@@ -145,13 +146,13 @@ class Unsharding:
         if not self._running:
             self._forward.begin()
             self._turning.clear()
+            self._backward_follows = torch.is_grad_enabled()
         self._running.append(unit)
         self._use(unit, self._forward)
 
     def after_forward(self, unit: Unit, outputs: object) -> None:
         """Drops `unit` unless its backward comes next, and has its outputs announce that backward."""
-        grad_enabled = torch.is_grad_enabled()
-        if grad_enabled:
+        if torch.is_grad_enabled():
             self._watch(unit, outputs)
         if is_in_backward():
             return
@@ -162,13 +163,15 @@ class Unsharding:
             self._forward.end()
         if not self.reshards_after_forward:
             return
+        # Of the whole pass: reentrant checkpointing runs a layer without gradients, and its backward comes nevertheless.
+        backward_follows = self._backward_follows
         if unit is self._root:
-            self._drop([] if grad_enabled else self.units)
+            self._drop([] if backward_follows else self.units)
         elif unit not in self._lasting:
-            if grad_enabled and self._forward.ends_within(unit, self._prefetch):
+            if backward_follows and self._forward.ends_within(unit, self._prefetch):
                 # Backward begins with the last layer's, and with the gathers ahead of it.
                 self._turning.append(unit)
-            elif len(unit.modules) == 1 and (not grad_enabled or self._forward.following(unit, 1)):
+            elif len(unit.modules) == 1 and (not backward_follows or self._forward.following(unit, 1)):
                 # Without a known follower it may be the last: it goes when another comes, as units of several layers do.
                 self._drop([unit])
 

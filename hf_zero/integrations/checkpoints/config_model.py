@@ -27,6 +27,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError
+from ..reasons import reason
 
 CONFIG_NAME = "config.json"
 
@@ -110,7 +111,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         config._attn_implementation = "eager"
     except Exception as error:
         # Which one depends on the class that the file names and on what that makes of the values.
-        raise CheckpointError(f"hf_zero: {path} cannot be read ({_first_line(error)}).") from error
+        raise CheckpointError(f"hf_zero: {path} cannot be read ({reason(error)}).") from error
     return config
 
 
@@ -144,7 +145,7 @@ def meta_model(folder: Path, saved: int) -> PreTrainedModel:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"hf_zero: {folder / CONFIG_NAME}: its model, {kind.__name__}, cannot be made ({_first_line(error)})."
+            f"hf_zero: {folder / CONFIG_NAME}: its model, {kind.__name__}, cannot be made ({reason(error)})."
         ) from error
     return model
 
@@ -202,7 +203,7 @@ def _tell_expected(folder: Path, saved: int, as_in_files: bool, sending: Connect
     except CheckpointError as error:
         answer = str(error)
     except Exception as error:
-        answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be made ({_first_line(error)})."
+        answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be made ({reason(error)})."
     sending.send(answer)
 
 
@@ -214,7 +215,3 @@ def _limit_memory() -> None:
         most = pages * resource.getpagesize() + _MOST_BYTES
         hard = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).partition("\n")[0] or type(error).__name__)[:300].rstrip(".")

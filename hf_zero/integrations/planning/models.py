@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel, PretrainedConfig, PreTrainedModel
 
 from ...plan.errors import PlanError
+from ..reasons import reason
 
 _META = torch.device("meta")
 
@@ -36,7 +37,7 @@ def model_without_memory(
             model = kind(config)
     except Exception as error:
         # Any class of transformers may refuse the values of a config in its own way.
-        raise PlanError(f"hf_zero: the model of {name} cannot be made ({_first_line(error)}).") from error
+        raise PlanError(f"hf_zero: the model of {name} cannot be made ({reason(error)}).") from error
     model = model.to(dtype)
     if lora_rank is not None:
         model = _with_adapters(model, lora_rank)
@@ -67,8 +68,8 @@ def read_config(name: str | Path) -> PretrainedConfig:
             # What a config holds decides which error it is.
             fault = error
     if here:
-        raise PlanError(f"hf_zero: the config of {text} cannot be read ({_first_line(fault)}).") from fault
-    why = "HF_HUB_OFFLINE is set" if offline else _first_line(fault)
+        raise PlanError(f"hf_zero: the config of {text} cannot be read ({reason(fault)}).") from fault
+    why = "HF_HUB_OFFLINE is set" if offline else reason(fault)
     raise PlanError(
         f"hf_zero: the config of {text} is not in the Hub's cache on this machine, and the Hub could not be asked ({why}). "
         "Give a folder or a config.json, or allow the network."
@@ -109,7 +110,7 @@ def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
             return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
     except Exception as error:
         # PEFT refuses models that it finds no layers in, each in its own way.
-        raise PlanError(f"hf_zero: no adapters for {type(model).__name__} ({_first_line(error)}).") from error
+        raise PlanError(f"hf_zero: no adapters for {type(model).__name__} ({reason(error)}).") from error
 
 
 def _checkpoint(model: nn.Module, name: str | Path) -> None:
@@ -119,9 +120,4 @@ def _checkpoint(model: nn.Module, name: str | Path) -> None:
             raise ValueError("it has no gradient_checkpointing_enable")
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except ValueError as error:
-        raise PlanError(f"hf_zero: {name} does not support activation checkpointing ({_first_line(error)}).") from error
-
-
-def _first_line(error: Exception | None) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
+        raise PlanError(f"hf_zero: {name} does not support activation checkpointing ({reason(error)}).") from error

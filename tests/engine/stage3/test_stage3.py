@@ -30,6 +30,7 @@ from stage3_runs import (
     same_as_ddp,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
@@ -37,6 +38,7 @@ from hf_zero.buckets import memory
 from hf_zero.device import Reservation, ResizedReservation
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine_reference import engine_attached_to
+from hf_zero.integrations.seams import mix_in
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -520,6 +522,20 @@ def checkpointed_gpt2(reentrant: bool) -> nn.Module:
     return model
 
 
+class CalledInACheckpoint:
+    """A layer that is called inside of a reentrant checkpoint, hooks and all."""
+
+    def __call__(self, hidden: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return checkpoint(partial(super().__call__, **kwargs), hidden, *args, use_reentrant=True)
+
+
+def gpt2_called_in_checkpoints() -> nn.Module:
+    model = gpt2()
+    for layer in model.transformer.h:
+        mix_in(layer, CalledInACheckpoint)
+    return model
+
+
 def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
     for make, settings in cases:
         run = Run(rank, make, settings)
@@ -550,12 +566,12 @@ def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
 
 
 CHECKPOINTED = [(partial(checkpointed_gpt2, reentrant), SHARDED) for reentrant in (False, True)]
-WEIGHED = [*CHECKPOINTED, *((gpt2, settings) for settings in SETTINGS)]
+WEIGHED = [*CHECKPOINTED, (gpt2_called_in_checkpoints, SHARDED), *((gpt2, settings) for settings in SETTINGS)]
 
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
-    [(2, WEIGHED[1:4] + WEIGHED[6:7]), slow(2, WEIGHED), slow(3, WEIGHED)],
+    [(2, WEIGHED[1:5] + WEIGHED[7:8]), slow(2, WEIGHED), slow(3, WEIGHED)],
     ids=["2-some", "2-every", "3-every"],
 )
 def test_a_step_sends_the_formulas_bytes_and_holds_no_more_than_the_layers_in_use(world_size, cases):
