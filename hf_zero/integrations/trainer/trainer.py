@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...checkpoint.foreign.find import is_foreign
 from ...checkpoint.format.manifest import CheckpointError, Manifest
@@ -332,7 +332,9 @@ class ZeroTrainerMixin(_TrainerBase):
                 load_weights_into(engine, folder)
             return
         is_unprepared = model is None and _only_engine(self) is None
-        has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
+        # Adapters lie beside other files, or have a folder each.
+        names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
         if is_unprepared and has_weights:
             if leave_in_checkpoint(self.model, folder):
                 return
