@@ -38,7 +38,7 @@ from ..frames import find_in_callers
 from ..gathered import gathered
 from ..hub.card_facts import write_run
 from ..model_parallel import as_if_whole, is_split
-from ..seams import mix_in
+from ..seams import mix_in, replaced
 from .checkpoints import CheckpointSaver
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
@@ -112,12 +112,18 @@ class ZeroTrainerMixin(_TrainerBase):
             if goes_on and checkpoint is not None:
                 self._rows_of_a_step.go_on_from(checkpoint)
             try:
-                return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                asked = {
+                    "resume_from_checkpoint": checkpoint,
+                    "trial": trial,
+                    "ignore_keys_for_eval": ignore_keys_for_eval,
+                }
+                # A subclass's own `train` need not know all of them.
+                return self._train({name: value for name, value in asked.items() if value is not None} | kwargs)
             finally:
                 if self._memory is not None:
                     self._memory.close(is_over=False)
 
-    def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
+    def _train(self, asked: dict[str, Any]):
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
@@ -126,12 +132,7 @@ class ZeroTrainerMixin(_TrainerBase):
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
         try:
-            outcome = super().train(
-                resume_from_checkpoint=checkpoint,
-                trial=trial,
-                ignore_keys_for_eval=ignore_keys_for_eval,
-                **kwargs,
-            )
+            outcome = super().train(**asked)
             self.accelerator.end_report()
             return outcome
         except BaseException as error:
@@ -301,14 +302,24 @@ class ZeroTrainerMixin(_TrainerBase):
             push_checkpoint(self, Path(checkpoint_folder))
 
     def _save_checkpoint(self, model, trial) -> None:
-        engine = _only_engine(self)
+        engine, stock = _only_engine(self), super()._save_checkpoint
         if engine is None:
-            super()._save_checkpoint(model, trial)
+            stock(model, trial)
             return
+        # A subclass's own may look at the folder when it has been saved, or add to it.
+        is_awaited = stock.__func__ is not Trainer._save_checkpoint
+
+        def save(_trainer: Trainer, _model: nn.Module, trial: object) -> None:
+            self._save_with(engine, trial, is_awaited=is_awaited)
+
+        with replaced(Trainer, "_save_checkpoint", save):
+            super()._save_checkpoint(model, trial)
+
+    def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
         if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
         position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
-        self._checkpoint_saver.save(trial, position)
+        self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -331,7 +342,8 @@ class ZeroTrainerMixin(_TrainerBase):
             if engine is not None:
                 load_weights_into(engine, folder)
             return
-        is_unprepared = model is None and _only_engine(self) is None
+        is_stock = super()._load_from_checkpoint.__func__ is Trainer._load_from_checkpoint
+        is_unprepared = is_stock and model is None and _only_engine(self) is None
         # Adapters lie beside other files, or have a folder each.
         names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
         has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
@@ -339,18 +351,28 @@ class ZeroTrainerMixin(_TrainerBase):
             if leave_in_checkpoint(self.model, folder):
                 return
             logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
+        # A subclass's own need not take a model, which Trainer gives it for FSDP only.
+        given = () if model is None else (model,)
         with named_when_of_another_model(folder, type(self.model if model is None else model).__name__):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, *given)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
         if engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
         if has_row_weights(Path(checkpoint)) or engine.state.is_split:
             load_weights_into(engine, Path(checkpoint))
         refuse_other_base(engine, Path(checkpoint))
+
+        def load(_trainer: Trainer, checkpoint: str) -> None:
+            self._load_state_of(engine, checkpoint)
+
+        with replaced(Trainer, "_load_optimizer_and_scheduler", load):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_state_of(self, engine: ZeroEngine, checkpoint: str) -> None:
+        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
         if folder.is_dir() and Manifest.read(folder).optimizers:
             origin = load_state(engine, folder, open_own)
         elif plain.is_file():

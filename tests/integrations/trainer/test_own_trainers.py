@@ -1,0 +1,95 @@
+"""Trainers with methods and callbacks of a script's own: what they call Trainer for is the engine's, and what they do is done."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from trainer_job import as_launched, history, make_trainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+
+from hf_zero.checkpoint.verify import checkpoint_faults
+
+pytestmark = pytest.mark.timeout(120)
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+def run_on_ranks(target, **arguments):
+    return run_ranks(target, world_size=2, time_limit_s=100, keyword_arguments=arguments)
+
+
+class AddsToSaves(Trainer):
+    """Writes a file of its own into each checkpoint."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            (folder / "own.json").write_text(json.dumps(sorted(os.listdir(folder))))
+
+
+class ReadsSaves(TrainerCallback):
+    """Reads each checkpoint as soon as it has been saved, and leaves a file in it."""
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        read = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        (folder / "seen.json").write_text(json.dumps([read["global_step"], checkpoint_faults(folder, "zero")]))
+
+
+def saves(rank: int, world_size: int, output_dir: str, *, is_own: bool) -> None:
+    as_launched(rank, world_size)
+    # On one rank: what saves wait for is what any of them does.
+    callbacks = [] if is_own or rank else [ReadsSaves()]
+    kind = AddsToSaves if is_own else Trainer
+    make_trainer("flag 3", "gpt2", output_dir, trainer_class=kind, callbacks=callbacks, **SAVING).train()
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["a Trainer's own save", "a callback"])
+def test_who_comes_behind_a_save_finds_the_checkpoint_and_may_add_to_it(is_own, tmp_path):
+    run_on_ranks(saves, output_dir=str(tmp_path), is_own=is_own)
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        assert checkpoint_faults(folder, "zero") == []
+        if is_own:
+            assert {"model.safetensors", "zero", TRAINER_STATE_NAME} <= set(
+                json.loads((folder / "own.json").read_text())
+            )
+        else:
+            assert json.loads((folder / "seen.json").read_text()) == [step, []]
+
+
+class LoadsByItself(Trainer):
+    """Takes fewer arguments than Trainer's methods do, loads weights alone, and counts."""
+
+    loads = 0
+
+    def train(self, resume_from_checkpoint=None):
+        return super().train(resume_from_checkpoint=resume_from_checkpoint)
+
+    def _load_from_checkpoint(self, checkpoint_path):
+        self.loads += 1
+        super()._load_from_checkpoint(checkpoint_path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        self.loads += 1
+
+
+def resumes(rank: int, world_size: int, doors: list[str], folder: str) -> list[dict]:
+    as_launched(rank, world_size)
+    outcomes = []
+    for door in doors:
+        output_dir = f"{folder}/{door}"
+        make_trainer(door, "gpt2", output_dir, **SAVING).train()
+        trainer = make_trainer(door, "gpt2", f"{output_dir} again", trainer_class=LoadsByItself, max_steps=4)
+        trainer.train(resume_from_checkpoint=f"{output_dir}/checkpoint-2")
+        outcomes.append({"losses": history(trainer)["losses"], "loads": trainer.loads})
+    return outcomes
+
+
+def test_a_trainers_own_ways_to_train_and_to_load_are_taken(tmp_path):
+    for plain, ours in run_on_ranks(resumes, doors=["ddp", "flag 3"], folder=str(tmp_path)):
+        assert ours == plain and ours["loads"] == 2
