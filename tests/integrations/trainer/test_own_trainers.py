@@ -93,3 +93,29 @@ def resumes(rank: int, world_size: int, doors: list[str], folder: str) -> list[d
 def test_a_trainers_own_ways_to_train_and_to_load_are_taken(tmp_path):
     for plain, ours in run_on_ranks(resumes, doors=["ddp", "flag 3"], folder=str(tmp_path)):
         assert ours == plain and ours["loads"] == 2
+
+
+class NeedsSmallBatches(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 3:
+            raise RuntimeError("CUDA out of memory. Tried to allocate more than there is.")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def finds_its_batch(rank: int, world_size: int, doors: list[str], folder: str) -> list[list[float]]:
+    as_launched(rank, world_size)
+    losses = []
+    for door in doors:
+        trainer = make_trainer(
+            door, "gpt2", f"{folder}/{door}", trainer_class=NeedsSmallBatches, auto_find_batch_size=True, **SAVING
+        )
+        trainer.train()
+        losses.append(history(trainer)["losses"])
+    return losses
+
+
+def test_a_batch_that_is_found_has_ddps_losses_and_is_what_a_checkpoint_says(tmp_path):
+    for plain, ours in run_on_ranks(finds_its_batch, doors=["ddp", "flag 2"], folder=str(tmp_path)):
+        assert ours == plain
+    position = json.loads((tmp_path / "flag 2" / "checkpoint-4" / "data_position.json").read_text())
+    assert position == {"global_rows": 6, "epoch": 0, "rows": 24}
