@@ -380,6 +380,13 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
+        names=("_prepare_for_training",),
+        where=("integrations/trainer/trainer",),
+        why="Of a compiled model, Trainer prepares the optimizer alone when it trains or evaluates it again.",
+        test="test_own_trainers.py::test_a_compiled_model_is_evaluated_first_and_trained_twice",
+    ),
+    Seam(
+        owner="transformers:Trainer",
         names=("_init_training_state", "_train_batch_size"),
         where=("integrations/trainer/trainer", "integrations/trainer/rows_of_a_step"),
         why="A run that goes on on other ranks takes other micro-batches, and begins where it stood in its data.",

@@ -174,6 +174,12 @@ class ZeroTrainerMixin(_TrainerBase):
             (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
         )
 
+    def _prepare_for_training(self, *args, **kwargs):
+        if self.model_wrapped is not self.model:
+            # Compiled, by a run or an evaluation before: Trainer takes it for prepared, and prepares its optimizer alone.
+            self.accelerator.prepare_model(self.model)
+        return super()._prepare_for_training(*args, **kwargs)
+
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
             engine.synchronise()

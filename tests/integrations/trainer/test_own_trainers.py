@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from accelerate_job import TextsModel
 from ranks import run_ranks
 from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
@@ -119,3 +120,33 @@ def test_a_batch_that_is_found_has_ddps_losses_and_is_what_a_checkpoint_says(tmp
         assert ours == plain
     position = json.loads((tmp_path / "flag 2" / "checkpoint-4" / "data_position.json").read_text())
     assert position == {"global_rows": 6, "epoch": 0, "rows": 24}
+
+
+class SmallTexts(TextsModel):
+    """Quickly compiled."""
+
+    def forward(self, input_ids, labels):
+        return {"loss": super().forward(input_ids, labels).loss}
+
+
+def trains_compiled(rank: int, world_size: int, doors: list[str], folder: str) -> list[list[float]]:
+    as_launched(rank, world_size)
+    outcomes = []
+    for door in doors:
+        compiled = {"torch_compile": door != "ddp", "torch_compile_backend": None if door == "ddp" else "eager"}
+        settings = {**SAVING, "max_steps": 2, **compiled}
+        trainer = make_trainer(door, "gpt2", f"{folder}/{door}", adapt=lambda _: SmallTexts(1), **settings)
+        if door != "ddp":
+            # Behind an evaluation, Trainer itself trains without DDP: accelerate takes the model for prepared.
+            trainer.evaluate()
+        trainer.train()
+        between = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        outcomes.append([between, trainer.evaluate()["eval_loss"], *history(trainer)["losses"]])
+    return outcomes
+
+
+def test_a_compiled_model_is_evaluated_first_and_trained_twice(tmp_path):
+    for plain, ours in run_on_ranks(trains_compiled, doors=["ddp", "flag 2"], folder=str(tmp_path)):
+        assert ours == pytest.approx(plain, rel=1e-5)
+    assert (tmp_path / "flag 2" / "checkpoint-2" / "zero" / "manifest.json").is_file()
