@@ -430,6 +430,13 @@ SEAMS = (
     ),
     Seam(
         owner="accelerate:Accelerator",
+        names=("_is_accelerate_prepared",),
+        where=("integrations/accelerator_mixin",),
+        why="A mark on what has been prepared, whatever settings the Accelerator had that did so.",
+        test="test_own_trainers.py::test_a_second_trainer_computes_in_the_precision_of_its_own_arguments_and_a_plain_one_has_ddp",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
         names=("_prepare_tp",),
         where=("integrations/accelerator_mixin",),
         why="Looks for the optimizer's parameters among DTensors, which the engine replaces.",

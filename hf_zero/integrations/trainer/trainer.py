@@ -234,7 +234,8 @@ class ZeroTrainerMixin(_TrainerBase):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        engine = _only_engine(self)
+        # Also where another Trainer has trained the model since.
+        engine = _attached_to(self)
         if engine is None or not engine.saves_together:
             for other in self.accelerator.zero_engines:
                 other.finish_parameters()
@@ -349,7 +350,8 @@ class ZeroTrainerMixin(_TrainerBase):
                 load_weights_into(engine, folder)
             return
         is_stock = super()._load_from_checkpoint.__func__ is Trainer._load_from_checkpoint
-        is_unprepared = is_stock and model is None and _only_engine(self) is None
+        # With an engine of another Trainer's, which is still to be closed, weights go where that has them.
+        is_unprepared = is_stock and model is None and _attached_to(self) is None
         # Adapters lie beside other files, or have a folder each.
         names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
         has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
@@ -424,9 +426,13 @@ class ZeroTrainerMixin(_TrainerBase):
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:
     """The engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    engine = engine_attached_to(model)
+    engine = _attached_to(trainer)
     return engine if engine in trainer.accelerator.zero_engines else None
+
+
+def _attached_to(trainer: Trainer) -> ZeroEngine | None:
+    """The engine of the Trainer's model, also one by which a Trainer before has trained it."""
+    return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 
 def _gather_to_sync(callback: Any) -> None:

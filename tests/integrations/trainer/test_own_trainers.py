@@ -5,12 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate_job import TextsModel
 from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
 from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_zero import engine_of
 from hf_zero.checkpoint.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)
@@ -150,3 +153,40 @@ def test_a_compiled_model_is_evaluated_first_and_trained_twice(tmp_path):
     for plain, ours in run_on_ranks(trains_compiled, doors=["ddp", "flag 2"], folder=str(tmp_path)):
         assert ours == pytest.approx(plain, rel=1e-5)
     assert (tmp_path / "flag 2" / "checkpoint-2" / "zero" / "manifest.json").is_file()
+
+
+def trains_again(rank: int, world_size: int, stage: int, folder: str) -> tuple[dict, dict]:
+    as_launched(rank, world_size)
+    first = make_trainer(f"flag {stage}", "gpt2", folder, **SAVING)
+    first.train()
+    # The cell of a notebook once more.
+    second = make_trainer(f"flag {stage}", "gpt2", folder, adapt=lambda _: first.model, **SAVING)
+    second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    first.save_model(f"{folder}/model")
+    return history(first), history(second)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_second_trainer_resumes_on_the_model_of_the_first_which_may_save_it(stage, tmp_path):
+    for first, second in run_on_ranks(trains_again, stage=stage, folder=str(tmp_path)):
+        assert second == first
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def follow_each_other(rank: int, world_size: int, folder: str) -> list[bool]:
+    """Whether layers compute in bf16 by each of three Trainers of one model; the last is plain and has DDP."""
+    as_launched(rank, world_size)
+    kept = make_trainer("flag 2", "gpt2", folder).model
+    seen: list[bool] = []
+    kept.transformer.h[0].register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+    for door, is_bf16 in (("flag 2", False), ("flag 2", True), ("ddp", True)):
+        trainer = make_trainer(door, "gpt2", folder, adapt=lambda _: kept, bf16=is_bf16, max_steps=1)
+        trainer.train()
+        if is_bf16 and door != "ddp":
+            engine_of(trainer).close()
+    assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    return seen
+
+
+def test_a_second_trainer_computes_in_the_precision_of_its_own_arguments_and_a_plain_one_has_ddp(tmp_path):
+    assert run_on_ranks(follow_each_other, folder=str(tmp_path)) == [[False, True, True]] * 2
