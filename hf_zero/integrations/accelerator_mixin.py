@@ -70,6 +70,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         finally:
             self._zero_with_optimizer = False
         self._build_engines()
+        for model in self._models:
+            _mark_prepared(model, False)
         return result
 
     def _choose_stage(self, args: Iterable[Any]) -> None:
@@ -88,8 +90,12 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 # Whole, the model may not fit the device: the engine moves this rank's shard there.
                 device_placement = False
         refuse_other_engines(model)
+        settings = (self.mixed_precision, self.state.dynamo_plugin.backend)
+        _mark_prepared(model, model.__dict__.get(_PREPARED) == settings)
         # evaluation_mode: device, autocast and compilation, without wrapping in DistributedDataParallel.
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        model.__dict__[_PREPARED] = settings
+        _mark_prepared(model, False)
         original = self.unwrap_model(prepared, keep_torch_compile=False)
         if self.zero_run is not None:
             self.zero_run.models += 1
@@ -366,6 +372,18 @@ def _refuse_compiled(accelerator: Accelerator, model: nn.Module) -> None:
             "is inside the layers instead, `for layer in layers: layer.forward = torch.compile(layer.forward)`, and leave "
             "torch_compile / dynamo_backend off; or use stage 2, which trains compiled models."
         )
+
+
+_PREPARED = "_hf_zero_prepared"
+"""Attribute of a model: the precision and the compiler that it has been prepared with."""
+
+
+def _mark_prepared(model: Any, is_prepared: bool) -> None:
+    """Sets accelerate's mark, by which it takes a model as it is: with other settings, too, and then without DDP.
+
+    Under DDP it is the wrapper that has the mark. Here it would be the script's own model.
+    """
+    model._is_accelerate_prepared = is_prepared
 
 
 def _is_frozen(model: nn.Module) -> bool:

@@ -380,6 +380,13 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
+        names=("_prepare_for_training",),
+        where=("integrations/trainer/trainer",),
+        why="Of a compiled model, Trainer prepares the optimizer alone when it trains or evaluates it again.",
+        test="test_own_trainers.py::test_a_compiled_model_is_evaluated_first_and_trained_twice",
+    ),
+    Seam(
+        owner="transformers:Trainer",
         names=("_init_training_state", "_train_batch_size"),
         where=("integrations/trainer/trainer", "integrations/trainer/rows_of_a_step"),
         why="A run that goes on on other ranks takes other micro-batches, and begins where it stood in its data.",
@@ -420,6 +427,13 @@ SEAMS = (
         where=("integrations",),
         why="What has been prepared, for `save_state` and for the rows of a step.",
         test="test_accelerate.py::test_save_state_and_load_state_continue_bit_for_bit",
+    ),
+    Seam(
+        owner="accelerate:Accelerator",
+        names=("_is_accelerate_prepared",),
+        where=("integrations/accelerator_mixin",),
+        why="A mark on what has been prepared, whatever settings the Accelerator had that did so.",
+        test="test_own_trainers.py::test_a_second_trainer_computes_in_the_precision_of_its_own_arguments_and_a_plain_one_has_ddp",
     ),
     Seam(
         owner="accelerate:Accelerator",

@@ -151,9 +151,12 @@ def test_every_rank_writes_its_part_of_the_files_that_transformers_would_write(s
 
 
 class Edits(TrainerCallback):
-    def on_save(self, args, state, control, model, **kwargs):
-        with torch.no_grad():
-            next(iter(model.parameters())).add_(1.0)
+    """Between a save and the next step. A callback behind the save itself would come when all has been written."""
+
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if state.global_step == 2:
+            with torch.no_grad():
+                next(iter(model.parameters())).add_(1.0)
 
 
 def edits_while_saving(rank: int, world_size: int, output_dir: str) -> str:

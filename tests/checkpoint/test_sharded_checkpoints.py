@@ -249,6 +249,27 @@ def test_adapters_are_saved_without_their_base_and_refuse_another(stage, tmp_pat
         assert "were trained on another base model" in outcome["error"]
 
 
+def with_two_adapters(model: PreTrainedModel) -> PeftModel:
+    config = LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = get_peft_model(model, config)
+    adapted.add_adapter("second", config)
+    adapted.set_adapter("second")
+    return adapted
+
+
+@pytest.mark.parametrize("settings", short_of(["stage=2", "stage=3", f"stage=3,{SHARDED}"], ["stage=3"]))
+def test_each_of_several_adapters_is_in_its_own_folder_and_goes_on(settings, tmp_path):
+    run = {"settings": settings, "model": "gpt2", "adapt": with_two_adapters, "save_steps": 2, "max_steps": 4}
+    whole = on_ranks(trains, output_dir=str(tmp_path / "run"), **run)
+    for adapter, folder in (("default", "checkpoint-4"), ("second", "checkpoint-4/second")):
+        saved = in_numpy(load_file(tmp_path / "run" / folder / "adapter_model.safetensors"))
+        held = {name: value for name, value in whole[0]["state"].items() if f".{adapter}." in name}
+        assert_same({name.replace(f".{adapter}", ""): value for name, value in held.items()}, saved)
+    resume = str(tmp_path / "run" / "checkpoint-2")
+    for outcome in on_ranks(trains, output_dir=str(tmp_path / "again"), resume=resume, **run):
+        assert (outcome["error"], outcome["losses"]) == ("", whole[0]["losses"])
+
+
 # ---- disks ----
 
 

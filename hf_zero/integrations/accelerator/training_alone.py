@@ -4,8 +4,10 @@ import weakref
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...engine_reference import engine_attached_to
+from ..frames import find_in_callers
 
 
 def refuse_step_without_engine(optimizer: torch.optim.Optimizer, _args: tuple, _kwargs: dict) -> None:
@@ -25,6 +27,9 @@ class RefuseTrainingAlone:
     def __call__(self, module: nn.Module, _args: tuple) -> None:
         model = self._model()
         if model is None or not (module.training and torch.is_grad_enabled()) or engine_attached_to(model) is not None:
+            return
+        if find_in_callers(lambda candidate: isinstance(candidate, DistributedDataParallel)) is not None:
+            # A plain Trainer or Accelerator has it now.
             return
         if any(p.requires_grad for p in model.parameters()):
             raise RuntimeError(

@@ -65,7 +65,8 @@ class Layout(ABC):
 
         Returns:
             None on every rank where transformers would put the model's tensors together or take them apart (experts that
-            are one tensor in the model and many in its files): nothing useful is in the folder then.
+            are one tensor in the model and many in its files), and where the layout has no place for them: nothing useful is
+            in the folder then.
 
         Raises:
             CheckpointError: on every rank, when one could not make the files.
@@ -82,8 +83,13 @@ class Layout(ABC):
         return None if places is None else self._plan(engine, tensors, places, folder)
 
     @abstractmethod
-    def _make(self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, Any]:
-        """Makes what this layout has of the files; returns where each tensor goes, by its first name in the model."""
+    def _make(
+        self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
+    ) -> dict[str, Any] | None:
+        """Makes what this layout has of the files; returns where each tensor goes, by its first name in the model.
+
+        None where the layout has no place for each.
+        """
 
     @abstractmethod
     def _plan(
@@ -101,7 +107,9 @@ class HfLayout(Layout):
         for file in files:
             shapes = {name: (tensors[first].dtype, tensors[first].shape) for name, first in file.names.items()}
             begins = lay_out(file.path, shapes, file.metadata)
-            places.update({first: (file.path.name, begins[name]) for name, first in file.names.items()})
+            # Adapters beside the default one have folders of their own.
+            below = file.path.relative_to(folder).as_posix()
+            places.update({first: (below, begins[name]) for name, first in file.names.items()})
         return places
 
     def _plan(
@@ -119,7 +127,10 @@ class ShardedLayout(Layout):
 
     def _make(
         self, files: list[_SavedFile], tensors: Mapping[str, torch.Tensor], folder: Path
-    ) -> dict[str, tuple[str, str, list[int]]]:
+    ) -> dict[str, tuple[str, str, list[int]]] | None:
+        if any(file.path.parent != folder for file in files):
+            # Several adapters have the same names in their files.
+            return None
         (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
         return {
             first: (name, DTYPE_NAMES[tensors[first].dtype], list(tensors[first].shape))

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from transformers import Trainer, logging
+from transformers.integrations import WandbCallback
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...checkpoint.folder.background import Background
@@ -38,6 +39,7 @@ from ..checkpoints.split_weights import weight_rows
 from ..elastic.data_position import DataPosition
 from ..hub.card_facts import write_run
 from ..model_parallel import as_if_whole
+from .step_figures import StepFigures
 
 logger = logging.get_logger(__name__)
 
@@ -68,8 +70,6 @@ class CheckpointSaver:
         self._is_placed = can_be_placed(trainer, stock_save)
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
-        # A hub upload begins when Trainer's own save returns, and reads the folder.
-        self._is_async = engine.config.checkpoint.async_save and not trainer.args.push_to_hub
         name = engine.everyone.exchange(uuid.uuid4().hex)[0]
         self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
@@ -91,11 +91,12 @@ class CheckpointSaver:
         if recorder is not None:
             recorder.stall(stall_s, what)
 
-    def save(self, trial: object, position: DataPosition | None) -> None:
+    def save(self, trial: object, position: DataPosition | None, *, is_awaited: bool = False) -> None:
         """What Trainer writes at a save step, under a temporary name until all of it is on the disk. Collective.
 
         Args:
             position: where training stands in its data.
+            is_awaited: the caller looks at the checkpoint next, so that it has to be there when this returns.
 
         Raises:
             CheckpointError: on every rank, when one could not write, or could not finish the save before. Former checkpoints
@@ -110,11 +111,19 @@ class CheckpointSaver:
             trainer.store_flos()
         self._former_best = trainer.state.best_model_checkpoint
         with self.engine.transport.watch.log.at("save"), self._on_failure():
-            self._save(run_folder, final, position)
+            self._save(run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
         self._held_up(began_s, "save")
 
     def _run_folder(self, trial: object) -> Path:
         return Path(self._trainer._get_output_dir(trial=trial))
+
+    def _is_async(self, *, is_awaited: bool) -> bool:
+        """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
+        trainer, settings = self._trainer, self.engine.config.checkpoint
+        # An upload to the Hub and a checkpoint in the last seconds of a job begin and end with Trainer's own save.
+        is_awaited |= trainer.args.push_to_hub or trainer.args.enable_jit_checkpoint
+        is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
+        return settings.async_save and not any(self.engine.everyone.exchange(is_awaited))
 
     def _finish_folder(self, temporary: Path, exchange: Exchange) -> None:
         """Does what is left when all files are sealed, before the checkpoint is committed. Collective."""
@@ -165,7 +174,7 @@ class CheckpointSaver:
                 raise
             logger.warning(f"{error} Training goes on, as `checkpoint.on_failure: continue` says.")
 
-    def _save(self, run_folder: Path, final: Path, position: DataPosition | None) -> None:
+    def _save(self, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
         engine.synchronise()
         exchange = engine.everyone.exchange
@@ -201,7 +210,7 @@ class CheckpointSaver:
         live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
         self._written = (final.name, live)
         complete = partial(self._complete, manifest, live, temporary, final, disk=disk, best=best)
-        if self._is_async:
+        if is_async:
             self._live = live
             self._background.start(partial(complete, exchange=self._store_exchange.exchange))
         else:
@@ -301,6 +310,14 @@ class CheckpointSaver:
             raise
         if disk.leads:
             _rotate(final.parent, final, limit=self._kept(), best=best)
+
+
+def _looks_at_saves(callback: TrainerCallback) -> bool:
+    """Whether a callback is called behind a save, and may read the checkpoint's folder or add to it."""
+    if type(callback).on_save is TrainerCallback.on_save or isinstance(callback, StepFigures):
+        return False
+    # That of Weights & Biases uploads the folder only where it is told to.
+    return not isinstance(callback, WandbCallback) or os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
 
 
 def _not_told(_nbytes: int) -> None:

@@ -29,7 +29,6 @@ class MemorySaver(CheckpointSaver):
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable, memory: NodeMemory):
         super().__init__(trainer, engine, stock_save)
-        self._is_async = True
         self._memory = memory
         self._last_step = 0
         if not self._is_placed:
@@ -47,6 +46,9 @@ class MemorySaver(CheckpointSaver):
 
     def _run_folder(self, trial: object) -> Path:
         return self._memory.folder
+
+    def _is_async(self, *, is_awaited: bool) -> bool:
+        return True
 
     def _is_full(self, run_folder: Path) -> bool:
         return False

@@ -75,7 +75,8 @@ class RowsOfAStep:
     def _batch(self) -> Batch:
         args, trainer = self._trainer.args, self._trainer
         in_all = trainer.get_total_train_batch_size(args)
-        rows, accumulation = args.train_batch_size, args.gradient_accumulation_steps
+        # Not by the arguments, which do not follow `auto_find_batch_size`.
+        rows, accumulation = trainer._train_batch_size, args.gradient_accumulation_steps
         # With split batches a batch is dealt to all ranks, however many they are.
         ranks = 1 if args.accelerator_config.split_batches else in_all // (rows * accumulation)
         return Batch(rows=rows, accumulation=accumulation, world_size=ranks)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Trainer, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...checkpoint.foreign.find import is_foreign
 from ...checkpoint.format.manifest import CheckpointError, Manifest
@@ -38,7 +38,7 @@ from ..frames import find_in_callers
 from ..gathered import gathered
 from ..hub.card_facts import write_run
 from ..model_parallel import as_if_whole, is_split
-from ..seams import mix_in
+from ..seams import mix_in, replaced
 from .checkpoints import CheckpointSaver
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
@@ -112,12 +112,18 @@ class ZeroTrainerMixin(_TrainerBase):
             if goes_on and checkpoint is not None:
                 self._rows_of_a_step.go_on_from(checkpoint)
             try:
-                return self._train_from(checkpoint, trial, ignore_keys_for_eval, **kwargs)
+                asked = {
+                    "resume_from_checkpoint": checkpoint,
+                    "trial": trial,
+                    "ignore_keys_for_eval": ignore_keys_for_eval,
+                }
+                # A subclass's own `train` need not know all of them.
+                return self._train({name: value for name, value in asked.items() if value is not None} | kwargs)
             finally:
                 if self._memory is not None:
                     self._memory.close(is_over=False)
 
-    def _train_from(self, checkpoint: str | None, trial, ignore_keys_for_eval, **kwargs):
+    def _train(self, asked: dict[str, Any]):
         if self.is_world_process_zero():
             _warn_of_scaled_loss(self)
             _warn_of_early_outer_steps(self)
@@ -126,12 +132,7 @@ class ZeroTrainerMixin(_TrainerBase):
             self._step_figures = StepFigures()
             self.add_callback(self._step_figures)
         try:
-            outcome = super().train(
-                resume_from_checkpoint=checkpoint,
-                trial=trial,
-                ignore_keys_for_eval=ignore_keys_for_eval,
-                **kwargs,
-            )
+            outcome = super().train(**asked)
             self.accelerator.end_report()
             return outcome
         except BaseException as error:
@@ -172,6 +173,12 @@ class ZeroTrainerMixin(_TrainerBase):
         return (
             (epochs, batches) if self._rows_of_a_step is None else self._rows_of_a_step.skipped_batches(epochs, batches)
         )
+
+    def _prepare_for_training(self, *args, **kwargs):
+        if self.model_wrapped is not self.model:
+            # Compiled, by a run or an evaluation before: Trainer takes it for prepared, and prepares its optimizer alone.
+            self.accelerator.prepare_model(self.model)
+        return super()._prepare_for_training(*args, **kwargs)
 
     def _finalize_training(self, *args, **kwargs):
         for engine in self.accelerator.zero_engines:
@@ -227,7 +234,8 @@ class ZeroTrainerMixin(_TrainerBase):
             return super().evaluation_loop(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        engine = _only_engine(self)
+        # Also where another Trainer has trained the model since.
+        engine = _attached_to(self)
         if engine is None or not engine.saves_together:
             for other in self.accelerator.zero_engines:
                 other.finish_parameters()
@@ -301,14 +309,24 @@ class ZeroTrainerMixin(_TrainerBase):
             push_checkpoint(self, Path(checkpoint_folder))
 
     def _save_checkpoint(self, model, trial) -> None:
-        engine = _only_engine(self)
+        engine, stock = _only_engine(self), super()._save_checkpoint
         if engine is None:
-            super()._save_checkpoint(model, trial)
+            stock(model, trial)
             return
+        # A subclass's own may look at the folder when it has been saved, or add to it.
+        is_awaited = stock.__func__ is not Trainer._save_checkpoint
+
+        def save(_trainer: Trainer, _model: nn.Module, trial: object) -> None:
+            self._save_with(engine, trial, is_awaited=is_awaited)
+
+        with replaced(Trainer, "_save_checkpoint", save):
+            super()._save_checkpoint(model, trial)
+
+    def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
         if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
         position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
-        self._checkpoint_saver.save(trial, position)
+        self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -331,24 +349,38 @@ class ZeroTrainerMixin(_TrainerBase):
             if engine is not None:
                 load_weights_into(engine, folder)
             return
-        is_unprepared = model is None and _only_engine(self) is None
-        has_weights = is_checkpoint_of_ours(folder) and not (folder / ADAPTER_CONFIG_NAME).is_file()
+        is_stock = super()._load_from_checkpoint.__func__ is Trainer._load_from_checkpoint
+        # With an engine of another Trainer's, which is still to be closed, weights go where that has them.
+        is_unprepared = is_stock and model is None and _attached_to(self) is None
+        # Adapters lie beside other files, or have a folder each.
+        names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        has_weights = is_checkpoint_of_ours(folder) and any((folder / name).is_file() for name in names)
         if is_unprepared and has_weights:
             if leave_in_checkpoint(self.model, folder):
                 return
             logger.info(f"hf_zero: {folder} has other tensors than the model; each rank loads it whole.")
+        # A subclass's own need not take a model, which Trainer gives it for FSDP only.
+        given = () if model is None else (model,)
         with named_when_of_another_model(folder, type(self.model if model is None else model).__name__):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, *given)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = _only_engine(self)
         if engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
         if has_row_weights(Path(checkpoint)) or engine.state.is_split:
             load_weights_into(engine, Path(checkpoint))
         refuse_other_base(engine, Path(checkpoint))
+
+        def load(_trainer: Trainer, checkpoint: str) -> None:
+            self._load_state_of(engine, checkpoint)
+
+        with replaced(Trainer, "_load_optimizer_and_scheduler", load):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_state_of(self, engine: ZeroEngine, checkpoint: str) -> None:
+        folder, plain = Path(checkpoint) / ZERO_FOLDER, Path(checkpoint) / OPTIMIZER_NAME
         if folder.is_dir() and Manifest.read(folder).optimizers:
             origin = load_state(engine, folder, open_own)
         elif plain.is_file():
@@ -394,9 +426,13 @@ class ZeroTrainerMixin(_TrainerBase):
 
 def _only_engine(trainer: Trainer) -> ZeroEngine | None:
     """The engine of the Trainer's own model; a frozen teacher prepared beside it has one too."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    engine = engine_attached_to(model)
+    engine = _attached_to(trainer)
     return engine if engine in trainer.accelerator.zero_engines else None
+
+
+def _attached_to(trainer: Trainer) -> ZeroEngine | None:
+    """The engine of the Trainer's model, also one by which a Trainer before has trained it."""
+    return engine_attached_to(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
 
 
 def _gather_to_sync(callback: Any) -> None:

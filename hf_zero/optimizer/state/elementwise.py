@@ -1,6 +1,8 @@
 """Whether an optimizer updates each element by itself, and so may be given parts of parameters."""
 
 from enum import Enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,28 +74,47 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
 
 
 def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
-    """How far the optimizer looks, seen by trial steps of copies of it that leave it alone.
+    """How far the optimizer looks by the settings of any of its groups, seen by trial steps of copies that leave it alone.
 
     Two matrices are stepped together, each alone, and cut into flat pieces; whatever gives the same values does not tell
     those cases apart.
     """
     if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
         return UpdateScope.ELEMENT
+    # An optimizer may do in some groups only what it is chosen for: Muon's step, GaLore's projection, LAMB's trust ratio.
+    return max((_scope_with(optimizer, settings) for settings in _unlike_settings(optimizer)), key=_REACH.index)
+
+
+_REACH = (UpdateScope.ELEMENT, UpdateScope.UNKNOWN, UpdateScope.PARAMETER, UpdateScope.MODEL)
+
+
+def _unlike_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Those of the optimizer's groups, once each. A group for each layer, with a learning rate of its own, is no other trial."""
+    # A learning rate of 0 (warm-up) would hide every difference.
+    found = [settings_of(group) | {"lr": 0.1, "initial_lr": 0.1} for group in optimizer.param_groups]
+    return list({repr(sorted(settings.items())): settings for settings in found}.values()) or [{"lr": 0.1}]
+
+
+def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> UpdateScope:
     generator = torch.Generator().manual_seed(0)
     matrices, gradients = ([torch.randn(_SHAPE, generator=generator) for _ in range(2)] for _ in range(2))
     # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
     gradients[0].abs_().view(-1)[_CUT:].mul_(-3.0)
     gradients[1].mul_(0.1)
+    stepped = partial(_stepped, optimizer, settings)
     try:
-        together = _stepped(optimizer, matrices, gradients)
-        alone = [*_stepped(optimizer, matrices[:1], gradients[:1]), *_stepped(optimizer, matrices[1:], gradients[1:])]
+        together = stepped(matrices, gradients)
+        alone = [*stepped(matrices[:1], gradients[:1]), *stepped(matrices[1:], gradients[1:])]
     except Exception:
         # A class that cannot step outside its own construction tells nothing about its arithmetic.
+        return UpdateScope.UNKNOWN
+    if _same(together, matrices):
+        # Nor does one that has others step in its place.
         return UpdateScope.UNKNOWN
     if not _same(together, alone):
         return UpdateScope.MODEL
     try:
-        pieces = _stepped(optimizer, _cut(matrices[0]), _cut(gradients[0]))
+        pieces = stepped(_cut(matrices[0]), _cut(gradients[0]))
     except Exception:
         # Made for matrices.
         return UpdateScope.PARAMETER
@@ -110,13 +131,13 @@ def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _stepped(
-    optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    values: list[torch.Tensor],
+    gradients: list[torch.Tensor],
 ) -> list[torch.Tensor]:
     parameters = [nn.Parameter(value.clone()) for value in values]
-    # A learning rate of 0 (warm-up) would hide every difference.
-    group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    settings = settings_of(group) | {"lr": 0.1, "params": parameters}
-    trial = double_of(optimizer, settings, {})
+    trial = double_of(optimizer, settings_of(settings) | {"params": parameters}, {})
     with torch.random.fork_rng(devices=[]):
         enter_training(trial)
         for _ in range(2):

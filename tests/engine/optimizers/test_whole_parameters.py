@@ -49,6 +49,23 @@ class Lamb(torch.optim.Optimizer):
                 p.sub_(update * trust * group["lr"])
 
 
+class TrustsWhereItDecays(torch.optim.Optimizer):
+    """Steps as long as the parameter's norm says in groups that decay, plain ones in the others: timm's LARS and LAMB."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                update = p.grad + group["weight_decay"] * p
+                trust = p.norm() / update.norm() if group["weight_decay"] else 1.0
+                p.sub_(update * trust * group["lr"])
+
+
 class Prodigious(torch.optim.Optimizer):
     """A step size from all gradients together, as in Prodigy and D-Adaptation."""
 
@@ -86,6 +103,11 @@ def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(groups), torch.optim.AdamW(others, lr=1e-3)]
 
 
+def matrices_last(model: nn.Module) -> torch.optim.Optimizer:
+    plain, decayed = ([p for p in model.parameters() if (p.dim() > 1) is wanted] for wanted in (False, True))
+    return TrustsWhereItDecays([{"params": plain}, {"params": decayed, "weight_decay": 0.1}])
+
+
 def of_all(make, model: nn.Module) -> torch.optim.Optimizer:
     return make(model.parameters())
 
@@ -99,6 +121,7 @@ OPTIMIZERS = {
     ),
     "adafactor of transformers, scaled": partial(of_all, partial(Adafactor, lr=1e-2, relative_step=False)),
     "lamb": partial(of_all, Lamb),
+    "lars of matrices, which come last": matrices_last,
 }
 
 
@@ -285,6 +308,26 @@ def test_how_far_an_optimizer_looks_is_seen_by_a_trial_that_leaves_it_alone(make
     optimizer.register_step_pre_hook(lambda *_: pytest.fail("the trial called the script's hook"))
     assert update_scope_of(optimizer) is reach
     assert not optimizer.state and torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3, 2))
+
+
+def test_an_optimizer_looks_as_far_as_in_the_group_where_it_looks_furthest():
+    plain, decayed = ({"params": [nn.Parameter(torch.ones(3, 2))], "weight_decay": decay} for decay in (0.0, 0.1))
+    assert update_scope_of(TrustsWhereItDecays([plain])) is UpdateScope.ELEMENT
+    assert update_scope_of(TrustsWhereItDecays([plain, decayed])) is UpdateScope.PARAMETER
+
+
+def test_an_optimizer_that_is_made_of_others_is_given_whole_parameters():
+    class OfTwo(torch.optim.Optimizer):
+        def __init__(self, matrices, others):
+            self.parts = torch.optim.Muon(matrices), torch.optim.AdamW(others)
+            super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+        def step(self, closure=None):
+            for part in self.parts:
+                part.step()
+
+    optimizer = OfTwo([nn.Parameter(torch.ones(3, 2))], [nn.Parameter(torch.ones(3))])
+    assert update_scope_of(optimizer) is UpdateScope.UNKNOWN and keeps_intact(optimizer, ZeroConfig(), shards=2)
 
 
 def test_an_optimizer_derived_from_adamw_is_tried_and_not_believed():
