@@ -21,6 +21,12 @@ REPLICA = "replica."
 """Begins the kind of optimizer state of a model that only outer steps bring together with others, behind the first: its
 number follows, and the optimizer's own name. Every other kind is such a name, of the first model's or the only one's."""
 
+OWN = "own."
+"""Begins the kind of state that an optimizer calls by a word of the format's; the optimizer's own name for it follows."""
+
+_WORDS = (MASTER, "weights")
+_BEGINNINGS = (RESIDUAL, OUTER, REPLICA, OWN)
+
 Read = Callable[[str, str, Interval], torch.Tensor]
 """(kind, name, interval) → 1-D host tensor of the interval's elements of a saved parameter's state."""
 
@@ -44,3 +50,13 @@ class StateRow:
     interval: Interval
     own_shape: tuple[int, ...] | None
     tensor: torch.Tensor | PackedPart
+
+
+def kind_of(name: str) -> str:
+    """The kind of what an optimizer calls `name`."""
+    return f"{OWN}{name}" if name in _WORDS or name.startswith(_BEGINNINGS) else name
+
+
+def name_of(kind: str) -> str:
+    """What an optimizer calls this kind of its state."""
+    return kind.removeprefix(OWN)

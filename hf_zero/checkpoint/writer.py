@@ -42,7 +42,7 @@ def plan_rows(
     rows: Sequence[Row],
     shapes: dict[str, tuple[int, ...]],
     scalars: dict[str, dict[str, Any]],
-    optimizers: Sequence[dict[str, Any]],
+    optimizers: Callable[[], Sequence[dict[str, Any]]],
     exchange: Exchange,
     own_shapes: dict[str, dict[str, tuple[int, ...]]] | None = None,
     boxes: Mapping[str, Box] | None = None,
@@ -51,7 +51,7 @@ def plan_rows(
 
     Args:
         shapes, scalars: of the parameters that this rank has rows of.
-        optimizers: the same on every rank; JSON values.
+        optimizers: asked for JSON values, the same on every rank, or raises for what cannot be saved.
         exchange: how the ranks tell each other that they are done.
         own_shapes: name → kind → shape, of this rank's rows whose state tensor has not the parameter's shape.
         boxes: name → which part of a parameter this rank's rows count the elements of, where that is not all of it.
@@ -62,6 +62,7 @@ def plan_rows(
     file = row_file(rank, world_size)
 
     def lay_out_own() -> dict[str, Any]:
+        described.extend(optimizers())
         folder.mkdir(parents=True, exist_ok=True)
         # An older manifest must not vouch for the files that are about to replace its own.
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -81,8 +82,9 @@ def plan_rows(
         }
 
     pieces: list[Piece] = []
+    described: list[dict[str, Any]] = []
     reports = on_all_ranks(exchange, lay_out_own, doing=f"write to {folder}", then=_THEN)
-    return _manifest(reports, world_size, stage, optimizers), pieces
+    return _manifest(reports, world_size, stage, described), pieces
 
 
 def write_pieces(
@@ -151,7 +153,7 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for name, values in scalars.items():
         plain[name] = {}
         for key, value in values.items():
-            if torch.is_tensor(value):
+            if torch.is_tensor(value) and not value.is_complex():
                 if value.numel() != 1:
                     raise CheckpointError(
                         f"hf_zero: the optimizer keeps {key!r} of {name!r} with {value.numel()} elements, neither one nor one "
@@ -160,20 +162,24 @@ def _plain(scalars: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 value = {"dtype": str(value.dtype).removeprefix("torch."), "value": numbers[id(value)]}
             elif not isinstance(value, int | float | str | None):
                 raise CheckpointError(
-                    f"hf_zero: the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}, and only tensors, numbers "
+                    f"hf_zero: the optimizer keeps {key!r} of {name!r} as a {_kind_of(value)}, and only tensors, numbers "
                     "and strings can be saved. Use another optimizer, or train without checkpoints."
                 )
             plain[name][key] = value
     return plain
 
 
-def _numbers_of(values: Iterable[Any]) -> dict[int, int | float | bool | complex]:
+def _kind_of(value: Any) -> str:
+    return f"number of {value.dtype}" if torch.is_tensor(value) else type(value).__name__
+
+
+def _numbers_of(values: Iterable[Any]) -> dict[int, int | float | bool]:
     """By its id, what each tensor of one element holds. For those on an accelerator, the host waits once for all of a dtype."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in values:
-        if torch.is_tensor(value) and value.numel() == 1:
+        if torch.is_tensor(value) and value.numel() == 1 and not value.is_complex():
             alike.setdefault((value.device, value.dtype), []).append(value)
-    numbers: dict[int, int | float | bool | complex] = {}
+    numbers: dict[int, int | float | bool] = {}
     for found in alike.values():
         together = torch.stack([value.detach().reshape(()) for value in found]).tolist()
         numbers.update(zip(map(id, found), together))

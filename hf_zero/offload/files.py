@@ -53,7 +53,7 @@ class AlignedFile:
         except OSError as error:
             raise OffloadError(
                 error.errno,
-                f"hf_zero: {self.path} needs {nbytes} bytes, and its file system has {free_disk_bytes(self.path.parent)} free "
+                f"hf_zero: {self.path} needs {nbytes} bytes, and its file system has {free_disk_bytes(self._fd)} free "
                 f"({error.strerror}). Free space, or set `offload.nvme_path` to a larger disk.",
             ) from error
         self.nbytes += nbytes
@@ -71,6 +71,10 @@ class AlignedFile:
         there = os.fstat(self._fd).st_size
         if there < self.nbytes:
             raise self._error(errno.EIO, "the file is shorter than it was", 0, there, self.nbytes, "read")
+
+    def mapped(self) -> torch.Tensor:
+        """The file's bytes, read when they are looked at. By its handle: its name may be gone, and the file is there."""
+        return torch.from_file(f"/proc/self/fd/{self._fd}", shared=False, size=self.nbytes, dtype=torch.uint8)
 
     def close(self) -> None:
         self._closing()
@@ -92,13 +96,13 @@ class AlignedFile:
         return OffloadError(
             code,
             f"hf_zero: {self.path}: {moved} of {wanted} bytes at {offset} could be {done} ({reason}); the file has "
-            f"{os.fstat(self._fd).st_size} of {self.nbytes} bytes, and {free_disk_bytes(self.path.parent)} are free on its "
+            f"{os.fstat(self._fd).st_size} of {self.nbytes} bytes, and {free_disk_bytes(self._fd)} are free on its "
             "file system. The optimizer state of this run is not whole any more: end it, see to the disk, and resume from the "
             "last checkpoint.",
         )
 
 
-def free_disk_bytes(folder: Path) -> int:
-    """Bytes that this user may still write on the folder's file system."""
-    stat = os.statvfs(folder)
+def free_disk_bytes(place: Path | int) -> int:
+    """Bytes that this user may still write on the file system of a folder, or of an open file by its handle."""
+    stat = os.statvfs(place)
     return stat.f_bavail * stat.f_frsize

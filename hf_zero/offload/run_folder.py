@@ -16,7 +16,8 @@ from ..config import ConfigError
 
 _PREFIX = "hf_zero-run-"
 _LOCK = "lock"
-_TURN = ".hf_zero-turn"
+_TURN = ".hf_zero-turn-"
+"""Begins the name of a file of each user's, whose number follows: nobody may write to another's, or remove it."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -39,8 +40,8 @@ _turns = _Turns()
 class RunFolder:
     """A new folder below `parent` that this process holds by a lock which the system drops when the process ends.
 
-    Folders whose lock nobody holds are of dead runs; they are removed first, with a message. The lock decides and not the
-    process id, which another container's process may have too; the file says for people who held it.
+    This user's folders whose lock nobody holds are of dead runs; they are removed first, with a message. The lock decides and
+    not the process id, which another container's process may have too; the file says for people who held it.
 
     Args:
         parent: has to exist.
@@ -61,7 +62,8 @@ class RunFolder:
                 "or mode, or name another."
             )
         try:
-            self.path, lock = _new_folder(parent)
+            # A script may go to another folder while it trains.
+            self.path, lock = _new_folder(parent.absolute())
         except OSError as error:
             raise ConfigError(
                 f"hf_zero config: `offload.nvme_path` is {str(parent)!r}, in which no folder could be made for this run: "
@@ -96,17 +98,17 @@ def _identity() -> dict[str, str | int]:
 
 @contextmanager
 def _turn(parent: Path) -> Iterator[None]:
-    """One process at a time: a folder that is not locked yet must not look dead to another.
+    """One process of this user's at a time: a folder that is not locked yet must not look dead to another.
 
     The last folder to go takes the file along.
     """
-    path = parent / _TURN
+    path = parent / f"{_TURN}{os.getuid()}"
     _turns.are_held = True
     try:
         turn = _wait_for(path)
         try:
             yield
-            if not any(parent.glob(f"{_PREFIX}*")):
+            if not _own_folders(parent):
                 path.unlink()
         finally:
             os.close(turn)
@@ -126,8 +128,13 @@ def _wait_for(path: Path) -> int:
         os.close(turn)
 
 
+def _own_folders(parent: Path) -> list[Path]:
+    """Those of this user's runs. In a folder that several share, such as /scratch, the others' are not to be removed."""
+    return [path for path in sorted(parent.glob(f"{_PREFIX}*")) if path.stat().st_uid == os.getuid()]
+
+
 def _remove_dead(parent: Path) -> None:
-    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+    for folder in _own_folders(parent):
         lock_path = folder / _LOCK
         if lock_path.is_file() and not _is_free(lock_path):
             continue

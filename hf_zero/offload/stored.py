@@ -119,8 +119,7 @@ class StoredShard:
         """
         start, stop, dtype = self._span(kind, interval)
         self.file.refuse_cut()
-        everything = torch.from_file(str(self.file.path), shared=False, size=self.file.nbytes, dtype=torch.uint8)
-        return everything[start:stop].view(dtype)
+        return self.file.mapped()[start:stop].view(dtype)
 
     def write_part(self, kind: str, interval: Interval, values: torch.Tensor) -> None:
         """Replaces the elements `interval` of one kind by the 1-D `values`."""

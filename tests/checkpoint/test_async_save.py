@@ -90,6 +90,24 @@ def test_what_is_written_behind_training_is_what_was_there_at_the_save(stage, tm
             assert contents(checkpoint) == contents(at_once / checkpoint.name)
 
 
+class Leaves(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        os.chdir("/")
+
+
+def leaves_its_folder(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    os.chdir(folder)
+    Snapshots().install()
+    make_trainer("flag 2", "gpt2", "run", callbacks=[Leaves()], **{**SAVING, "max_steps": 3}).train()
+
+
+def test_a_script_may_go_to_another_folder_while_a_save_is_under_way(tmp_path):
+    on_ranks(leaves_its_folder, world_size=1, folder=str(tmp_path))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
+    assert checkpoint_faults(tmp_path / "run" / "checkpoint-2", "zero") == []
+
+
 class Watches(TrainerCallback):
     """Compares each checkpoint's weights with the live model's, and counts what was gathered for it."""
 

@@ -45,7 +45,7 @@ def save_alone(folder, rows, scalars=None) -> Manifest:
         rows=rows,
         shapes={"w": (10, 3)},
         scalars=scalars or {},
-        optimizers=[],
+        optimizers=list,
         exchange=lambda value: [value],
     )
     write_pieces(pieces, folder, lambda value: [value])

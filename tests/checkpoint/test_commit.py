@@ -553,6 +553,21 @@ def test_what_a_killed_run_left_is_no_obstacle_to_replacing_a_checkpoint(tmp_pat
     assert list(tmp_path.iterdir()) == [final] and list(final.iterdir()) == []
 
 
+def test_a_link_in_the_place_of_a_checkpoint_goes_and_what_it_leads_to_stays(tmp_path):
+    run, names = tmp_path / "run", ("checkpoint-1", ".tmp-checkpoint-2", "checkpoint-3")
+    run.mkdir()
+    for name in names:
+        (tmp_path / "moved" / name).mkdir(parents=True)
+        (tmp_path / "moved" / name / "kept").touch()
+        (run / name).symlink_to(tmp_path / "moved" / name)
+    committing.discard(run / "checkpoint-1")
+    clear_leftovers(run)
+    final = run / "checkpoint-3"
+    commit(begin(final, needed_bytes=0, disk=Disk.shared(), exchange=alone), final, disk=Disk.shared(), exchange=alone)
+    assert list(run.iterdir()) == [final] and not final.is_symlink()
+    assert all((tmp_path / "moved" / name / "kept").is_file() for name in names)
+
+
 def test_a_replacement_that_is_refused_leaves_the_former_in_its_place(tmp_path, monkeypatch):
     final = tmp_path / "checkpoint-4"
     final.mkdir()

@@ -119,6 +119,21 @@ def test_a_second_run_on_an_output_dir_is_refused_and_the_first_one_goes_on(tmp_
     assert all(checkpoint_faults(tmp_path / "run" / name, "zero") == [] for name in found)
 
 
+def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch):
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "lockf", refuses)
+    with (
+        pytest.warns(
+            UserWarning, match=r"on a file system without locks \(No locks available\).*an output_dir of its own"
+        ),
+        held_alone(tmp_path, disk=Disk.shared(), exchange=alone),
+    ):
+        assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+    assert not list(tmp_path.iterdir())
+
+
 def saves_on_a_full_disk(folder: str) -> str:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

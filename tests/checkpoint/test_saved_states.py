@@ -69,6 +69,25 @@ def test_a_save_that_fails_leaves_the_state_that_was_there(tmp_path):
     assert checkpoint_faults(tmp_path / "state", "zero") == []
 
 
+def saves_twice(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
+    model = gpt2()
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        accelerator.save_state(folder)
+    accelerator.load_state(folder)
+
+
+def test_a_link_to_a_folder_on_another_disk_stays_one(tmp_path):
+    there = tmp_path / "disk" / "here"
+    there.mkdir(parents=True)
+    (tmp_path / "state").symlink_to(there)
+    run_ranks(saves_twice, world_size=1, time_limit_s=60, keyword_arguments={"folder": str(tmp_path / "state")})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "state"] and (tmp_path / "state").is_symlink()
+    assert list(there.parent.iterdir()) == [there] and checkpoint_faults(there, "zero") == []
+
+
 def names_no_folder(rank: int, world_size: int, folder: str) -> None:
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))

@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -389,6 +390,22 @@ def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
         list(engine.state.rows())
     with pytest.raises(OffloadError, match=rf"{path}: .* could be read \(the file is shorter than it was\)"):
         one_step(model, optimizer)
+
+
+def test_a_run_goes_on_without_the_names_of_its_files(tmp_path, monkeypatch):
+    """The script goes to another folder, and somebody clears the disk's. What is open stays."""
+    (tmp_path / "disk").mkdir()
+    outcomes = []
+    for offload in ({}, nvme(Path("disk"))):
+        monkeypatch.chdir(tmp_path)
+        model, optimizer, engine = built(offload)
+        monkeypatch.chdir("/")
+        if offload:
+            shutil.rmtree(tmp_path / "disk")
+        one_step(model, optimizer)
+        outcomes.append((weights_of(model), list(state_of_engine(engine).values())))
+        engine.close()
+    assert same(outcomes[0][0], outcomes[1][0]) and same(outcomes[0][1], outcomes[1][1])
 
 
 def test_two_runs_on_one_path_do_not_meet(tmp_path):

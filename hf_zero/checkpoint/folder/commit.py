@@ -48,7 +48,7 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
                 f"{final} needs about {needed_bytes} bytes and {final.parent} has {free} free: {needed_bytes - free} too few"
             )
         if temporary.exists():
-            shutil.rmtree(temporary)
+            _take_away(temporary)
         temporary.mkdir()
 
     on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
@@ -121,7 +121,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
         if final.exists():
             if replaced.exists():
                 # A killed run's: it had put a new one in this one's place, and not taken this one away.
-                shutil.rmtree(replaced)
+                _take_away(replaced)
             final.rename(replaced)
         try:
             temporary.rename(final)
@@ -131,7 +131,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
             raise
         sync(final.parent)
         if replaced.exists():
-            shutil.rmtree(replaced)
+            _take_away(replaced)
 
     on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
 
@@ -146,9 +146,17 @@ def discard(final: Path) -> None:
     """Takes a checkpoint away; a run that is killed meanwhile leaves no half of it under its name."""
     temporary = temporary_of(final)
     if temporary.exists():
-        shutil.rmtree(temporary)
+        _take_away(temporary)
     final.rename(temporary)
-    shutil.rmtree(temporary)
+    _take_away(temporary)
+
+
+def _take_away(folder: Path) -> None:
+    """Removes a folder. Of a link to one, which somebody has put in its place, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def clear_marks(folder: Path) -> None:
@@ -165,8 +173,8 @@ def clear_leftovers(folder: Path) -> None:
     for old in folder.glob(".old-checkpoint-*"):
         final = folder / old.name.removeprefix(".old-")
         if final.exists():
-            shutil.rmtree(old)
+            _take_away(old)
         else:
             old.rename(final)
     for temporary in folder.glob(".tmp-checkpoint-*"):
-        shutil.rmtree(temporary)
+        _take_away(temporary)

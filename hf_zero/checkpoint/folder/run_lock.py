@@ -1,9 +1,11 @@
 """One run at a time writes into a folder of checkpoints: a lock that the system drops when the process ends."""
 
+import errno
 import fcntl
 import json
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,22 +27,27 @@ its collectives fail, or until the file system's server gives up on its host."""
 
 _GLANCE_S = 0.2
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system says that has no locks, or a server of one whose locks are off: some of clusters, and of object stores."""
+
 
 @contextmanager
 def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None]:
     """Keeps other runs from writing checkpoints to `folder` meanwhile. Collective.
 
     The lock is one of the process that leads the disk (POSIX, so that no child has it and network file systems share it): a
-    run that is killed leaves the file and no lock.
+    run that is killed leaves the file and no lock. Where the file system has no locks, a warning says so.
 
     Raises:
         CheckpointError: on every rank, when another run has it.
     """
     held: list[int] = []
+    # The script may go to another folder meanwhile.
+    path = folder.absolute() / LOCK_NAME
 
     def take() -> None:
         if disk.leads:
-            held.append(_taken(folder / LOCK_NAME))
+            held.append(_taken(path))
             clear_marks(folder)
 
     then = "Nothing was trained. Give this run an output_dir of its own, or end the other first."
@@ -52,7 +59,7 @@ def held_alone(folder: Path, *, disk: Disk, exchange: Exchange) -> Iterator[None
             # By its name, while it is held: who waits for it then finds that it is gone, and makes another.
             # On a disk that refuses it stays, and is no lock.
             with suppress(OSError):
-                (folder / LOCK_NAME).unlink()
+                path.unlink()
             os.close(lock)
 
 
@@ -70,7 +77,10 @@ def _taken(path: Path) -> int:
                 raise CheckpointError(f"another run writes there now ({_in_words(holder)})") from error
             time.sleep(_GLANCE_S)
             continue
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.errno in _NO_LOCKS:
+                _warn_of_no_locks(path.parent, error)
+                return lock
             os.close(lock)
             raise
         if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
@@ -79,6 +89,14 @@ def _taken(path: Path) -> int:
             return lock
         # Its last holder has taken the file away meanwhile.
         os.close(lock)
+
+
+def _warn_of_no_locks(folder: Path, error: OSError) -> None:
+    warnings.warn(
+        f"hf_zero: {folder} is on a file system without locks ({error.strerror}), so that nothing keeps a second run from "
+        "writing checkpoints there. Give each run an output_dir of its own.",
+        stacklevel=2,
+    )
 
 
 def _patience_s() -> float:

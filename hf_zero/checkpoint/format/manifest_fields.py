@@ -80,11 +80,15 @@ def scalar(value: Any, what: str) -> Any:
     """A state of a whole parameter: a number, a string, a boolean, None, or a tensor as `{"dtype", "value"}`."""
     if isinstance(value, dict):
         held = fields(value, what, {"dtype", "value"})
-        if not isinstance(getattr(torch, text(held["dtype"], f"{what}.dtype"), None), torch.dtype):
+        dtype = getattr(torch, text(held["dtype"], f"{what}.dtype"), None)
+        if not isinstance(dtype, torch.dtype):
             raise _other(held["dtype"], f"{what}.dtype", "the name of a dtype")
-        if not isinstance(held["value"], bool | int | float) or abs(held["value"]) >= 2**63:
-            # NaN is not above anything, and a state may hold one.
-            raise _other(held["value"], f"{what}.value", "a number that a tensor can hold")
+        number = held["value"]
+        is_held = (
+            dtype.is_floating_point if isinstance(number, float) else isinstance(number, int) and abs(number) < 2**63
+        )
+        if not is_held:
+            raise _other(number, f"{what}.value", f"a number that a tensor of {dtype} can hold")
         return value
     if not isinstance(value, bool | int | float | str | None):
         raise _other(value, what, "a number, a string, true, false or null")

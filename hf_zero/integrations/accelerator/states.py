@@ -47,6 +47,8 @@ def _folder_to_fill(
         final = _states_of(accelerator) / f"checkpoint_{naming.iteration}"
     elif output_dir is not None:
         final = Path(output_dir).expanduser()
+        # A link stays one: what it leads to, perhaps on another disk, is replaced.
+        final = final.resolve() if final.is_symlink() else final
     else:
         raise ValueError(
             "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "

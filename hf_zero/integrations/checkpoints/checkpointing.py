@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...checkpoint.folder.commit import seal
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.format.manifest import CheckpointError, Manifest
@@ -66,20 +68,32 @@ def plan_state(
         rows=[*weights, *((row.kind, row.name, row.interval, row.tensor) for row in saved.rows)],
         shapes=engine.state.shapes(),
         scalars=saved.scalars,
-        optimizers=[
-            {
-                "class": type(optimizer).__name__,
-                "groups": [
-                    {"settings": plain_settings(group), "parameters": list(names)}
-                    for group, names in zip(optimizer.param_groups, group_names)
-                ],
-            }
-            for optimizer, group_names in saved.groups
-        ],
+        optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
         exchange=engine.everyone.exchange,
         own_shapes=own_shapes,
         boxes=engine.state.boxes(),
     )
+
+
+def _described(optimizer: torch.optim.Optimizer, group_names: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """An optimizer's class and its groups.
+
+    Raises:
+        CheckpointError: it has settings, or state beside that of its parameters, which cannot be saved.
+    """
+    name, loose = type(optimizer).__name__, [key for key in optimizer.state if not torch.is_tensor(key)]
+    if loose:
+        raise CheckpointError(
+            f"hf_zero: {name} keeps state of no parameter, under {loose[0]!r}, and only that of parameters is saved. Keep it in "
+            "`param_groups`, whose settings are saved too, or train without checkpoints."
+        )
+    return {
+        "class": name,
+        "groups": [
+            {"settings": plain_settings(group), "parameters": list(names)}
+            for group, names in zip(optimizer.param_groups, group_names)
+        ],
+    }
 
 
 def seal_state(

@@ -140,7 +140,7 @@ def convert(
             rows=rows,
             shapes=foreign.shapes,
             scalars={name: foreign.scalars_of(name) for name in foreign.shapes},
-            optimizers=[{"class": optimizer, "groups": _groups_of(foreign)}],
+            optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign)}],
             exchange=_alone,
         )
         write_pieces(pieces, temporary / ZERO_FOLDER, _alone, moved.by)

@@ -12,6 +12,12 @@ from ...engine.engine_state import EngineState
 from ...layout.intervals import Interval
 from .load_state import SavedOptimizers
 
+_TELLING = (
+    *("betas", "momentum", "momentum_decay", "alpha", "rho", "lr_decay", "etas"),
+    *("clip_threshold", "beta2_decay", "ns_steps"),
+)
+"""Settings that some kinds of optimizer have and others have not."""
+
 
 @contextmanager
 def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizers]:
@@ -20,7 +26,7 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
     The file is memory-mapped, so that a rank reads the bytes of its own rows.
 
     Raises:
-        CheckpointError: other groups, or parameters of other sizes.
+        CheckpointError: another kind of optimizer, other groups, or parameters of other sizes.
     """
     saved = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     [(optimizer, group_names)] = engine_state.groups()
@@ -30,6 +36,8 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
             f"hf_zero: {file} has groups of {[len(group) for group in indices]} parameters, and the optimizer has groups of "
             f"{[len(names) for names in group_names]}. Resume with the settings that the checkpoint was made with."
         )
+    for group, theirs in zip(optimizer.param_groups, saved["param_groups"]):
+        _refuse_other_optimizer(type(optimizer).__name__, group, theirs, file)
     state: dict[str, dict[str, Any]] = {}
     for names, numbers in zip(group_names, indices):
         for name, number in zip(names, numbers):
@@ -64,6 +72,17 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
         scalars_of=scalars_of,
         origin="plain Trainer",
     )
+
+
+def _refuse_other_optimizer(kind: str, group: dict[str, Any], saved: dict[str, Any], file: Path) -> None:
+    """The file does not name the class, so its settings have to tell: Adam has betas, SGD has momentum."""
+    for setting in _TELLING:
+        if (setting in saved) != (setting in group):
+            has, here = ("has", "has not") if setting in saved else ("does not have", "has")
+            raise CheckpointError(
+                f"hf_zero: {file} is of an optimizer that {has} the setting {setting!r}, which this run's {kind} {here}. Resume "
+                "with the same optimizer, or start afresh from the saved model."
+            )
 
 
 def _own(value: Any) -> Any:

@@ -181,7 +181,9 @@ class CheckpointSaver:
         disk = find_disk(run_folder, engine.run.rank, exchange, then=_THEN)
         is_full = self._is_full(run_folder)
         layout = self._layout(disk, is_full=is_full)
-        temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
+        # The script may go to another folder while it is written.
+        there = final.absolute()
+        temporary = begin(there, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
         try:
             plan = self._plan_model(layout, temporary, disk)
             with_state = not trainer.args.save_only_model
@@ -206,10 +208,11 @@ class CheckpointSaver:
             abandon(temporary, disk=disk)
             raise
         pieces = [*plan.pieces, *pieces]
-        best = trainer.state.best_model_checkpoint
+        noted = trainer.state.best_model_checkpoint
+        best = None if noted is None else Path(noted).absolute()
         live = LivePieces(pieces, self._snapshot_bytes(), partial(_refuse_edits, _versions_of(engine)))
         self._written = (final.name, live)
-        complete = partial(self._complete, manifest, live, temporary, final, disk=disk, best=best)
+        complete = partial(self._complete, manifest, live, temporary, there, disk=disk, best=best)
         if is_async:
             self._live = live
             self._background.start(partial(complete, exchange=self._store_exchange.exchange))
@@ -297,7 +300,7 @@ class CheckpointSaver:
         final: Path,
         *,
         disk: Disk,
-        best: str | None,
+        best: Path | None,
         exchange: Exchange,
     ) -> None:
         try:
@@ -337,14 +340,14 @@ def _refuse_edits(versions: list[tuple[str, torch.nn.Parameter, int]]) -> None:
             )
 
 
-def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: str | None) -> None:
+def _rotate(run_folder: Path, latest: Path, *, limit: int | None, best: Path | None) -> None:
     """Trainer's `save_total_limit`: the oldest go. `latest` stays, whatever stands beside it, and so does the best.
 
     Those that are kept for good (`checkpoint.full_every`) count for nothing.
     """
     if not limit or limit < 0:
         return
-    kept = {latest} if best is None else {latest, Path(best)}
+    kept = {latest} if best is None else {latest, best}
     found = [path for path in newest_first(run_folder) if path in kept or not _is_kept(path)]
     # By age, since one of a higher number may be what a resume has passed over; numbers where the times are equal.
     others = sorted((path for path in reversed(found) if path not in kept), key=lambda path: path.stat().st_mtime_ns)

@@ -44,7 +44,7 @@ class Places:
         """Where the bucket's state is from now on. Makes its file, if it is to have one.
 
         Raises:
-            ValueError: no trial step shows what a file would have to hold.
+            ValueError: no trial step shows what a file would have to hold, or two things in it would have one name.
             OffloadError: there is no room for the file.
         """
         is_stepped = bucket.trained and bucket.key.optimizer >= 0
@@ -64,6 +64,11 @@ class Places:
         masters = [Kind(MASTER, bucket.precision.master, bucket.layout.shard_numel)] if has_master else []
         if not (masters or kinds):
             return BucketState(bucket, optimizer, MasterInMemory(bucket), _in_memory(moments))
+        if masters and any(kind.name == MASTER for kind in kinds):
+            raise ValueError(
+                f"hf_zero: {type(optimizer).__name__} keeps state that it calls {MASTER!r}, and so are the fp32 copies of "
+                "parameters called in files. Give it another name, or use `offload.optimizer: cpu`."
+            )
         shard = files.store(bucket.name, [*masters, *kinds])
         master: MasterPlace = MasterInMemory(bucket)
         if has_master:

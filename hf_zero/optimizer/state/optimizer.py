@@ -14,6 +14,7 @@ from ...comm.groups.groups import Groups
 from ...engine_reference import engine_attached_to
 from ...hooks import WeakHook
 from .holder import StateHolder
+from .state_kinds import with_dimensions
 
 SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
@@ -142,9 +143,11 @@ class ShardedOptimizer:
         parameter = row.slot.parameter
         if row.is_parameter or parameter not in self.optimizer.state:
             return
-        self.optimizer.state[row.tensor] = {
-            name: cut_to(value, row) for name, value in self.optimizer.state.pop(parameter).items()
-        }
+        whole = self.optimizer.state.pop(parameter)
+        settings = self.optimizer.param_groups[row.slot.bucket.key.group]
+        self.optimizer.state[row.tensor] = with_dimensions(
+            {name: cut_to(value, row) for name, value in whole.items()}, row, self.optimizer, settings
+        )
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
         # args[0] is the optimizer itself.

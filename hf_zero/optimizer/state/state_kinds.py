@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...buckets.bucket import Row
 from ...buckets.precision import Precision
 from ...layout.blocks import block_bytes, is_in_blocks
+from .step_timing import DUE
 
 _SHAPE = (4, 4)
 """Of the trial parameter: a matrix, for optimizers that are made for those."""
@@ -106,6 +108,9 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
     tensors = {kind: value for kind, value in state.items() if torch.is_tensor(value)}
     strange = [kind for kind, value in state.items() if not isinstance(value, _PLAIN)]
     hindrance = f"{name} keeps {strange[0]!r}, which is no tensor or number" if strange else None
+    loose = [key for key in optimizer.state if not torch.is_tensor(key)]
+    if loose:
+        hindrance = f"{name} keeps state of no parameter ({loose[0]!r})"
     return Trial(
         kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == _SHAPE),
         has_factors=any(value.numel() > 1 and value.shape != _SHAPE for value in tensors.values()),
@@ -131,12 +136,38 @@ def state_itemsizes(
 
     None where a trial step tells nothing, and for state that has not one value an element (Adafactor's rows and columns).
     """
+    trial = _try_anywhere(optimizer, settings, dtype)
+    return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
+
+
+def with_dimensions(
+    state: Mapping[str, Any], row: Row, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """State of a whole parameter without dimensions, such as a temperature, as a row with one has it.
+
+    Its moments look like scalars. Which they are is told by a trial step on a matrix, in a group with these settings.
+    """
+    held = dict(state)
+    scalars = {name: value for name, value in state.items() if torch.is_tensor(value) and not value.dim()}
+    if row.slot.parameter.dim() or not row.tensor.dim() or not scalars:
+        return held
+    trial = _try_anywhere(optimizer, settings, row.tensor.dtype)
+    elementwise = {name for name, _ in trial.kinds} if trial else set()
+    held.update(
+        (name, value.view(row.tensor.shape))
+        for name, value in scalars.items()
+        if name in elementwise or name.startswith(DUE)
+    )
+    return held
+
+
+def _try_anywhere(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """The trial of what steps on an accelerator, taken on the host; or of a new optimizer, where this one's tells nothing."""
     settings = {
         name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
         for name, value in settings_of(settings).items()
     } | {name: False for name in _OF_THE_DEVICE if name in settings}
-    trial = try_step(optimizer, settings, dtype) or _try_new(optimizer, settings, dtype)
-    return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
+    return try_step(optimizer, settings, dtype) or _try_new(optimizer, settings, dtype)
 
 
 def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:

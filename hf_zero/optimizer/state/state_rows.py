@@ -7,10 +7,11 @@ import torch
 
 from ...buckets.bucket import Row
 from ...buckets.packed_state import PackedPart
-from ...buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, Read, StateRow
+from ...buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, Read, StateRow, kind_of, name_of
 from ...layout.intervals import Interval
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
+from .state_kinds import with_dimensions
 
 
 def state_rows(
@@ -26,7 +27,7 @@ def state_rows(
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
         state = state_of(optimizers, row) | holder.beside(row)
-        tensors = {kind: holder.view(row, kind, there) for kind, there in elementwise_state(state, row).items()}
+        tensors = {kind_of(n): holder.view(row, n, there) for n, there in elementwise_state(state, row).items()}
         if row.slot.bucket.precision.rounds and not replica:
             tensors = {MASTER: holder.master_view(row), **tensors}
         for kind, tensor in tensors.items():
@@ -37,9 +38,9 @@ def state_rows(
                 own_shape=None,
                 tensor=tensor if isinstance(tensor, PackedPart) else tensor.reshape(-1),
             )
-        for kind, tensor in own_shaped_state(state, row).items():
+        for name, tensor in own_shaped_state(state, row).items():
             yield StateRow(
-                kind=prefix + kind,
+                kind=prefix + kind_of(name),
                 name=row.slot.name,
                 interval=Interval(0, tensor.numel()),
                 own_shape=tuple(tensor.shape),
@@ -55,7 +56,7 @@ def state_scalars(
     for row in rows:
         state = state_of(optimizers, row) | holder.beside(row)
         tensors = elementwise_state(state, row) | own_shaped_state(state, row)
-        scalars[row.slot.name] = {name: value for name, value in state.items() if name not in tensors}
+        scalars[row.slot.name] = {kind_of(name): value for name, value in state.items() if name not in tensors}
     return scalars
 
 
@@ -84,7 +85,8 @@ def fill_rows(
         name, interval = row.slot.name, row.layout.in_parameter
         scalars = scalars_of(name)
         state = {
-            kind: _placed(scalars[saved], kind, row) for kind, saved in _kinds_for(replica, scalars.keys()).items()
+            name_of(kind): _placed(scalars[saved], kind, row)
+            for kind, saved in _kinds_for(replica, scalars.keys()).items()
         }
         for kind, saved in _kinds_for(replica, kinds_of(name)).items():
             values = read(saved, name, interval)
@@ -92,11 +94,16 @@ def fill_rows(
                 if row.slot.bucket.precision.has_master:
                     holder.put_master(row, values)
                 continue
-            state[kind] = values.view(row.tensor.shape).to(row.tensor.device)
+            state[name_of(kind)] = values.view(row.tensor.shape).to(row.tensor.device)
         owner = _owner_of(optimizers, row)
         if owner is not None:
-            group = owner.optimizer.param_groups[row.slot.bucket.key.group]
-            owner.optimizer.state[row.tensor] = holder.put(row, _with_step_in_place(state, row, group))
+            optimizer, group = owner.optimizer, owner.optimizer.param_groups[row.slot.bucket.key.group]
+            state = _with_step_in_place(with_dimensions(state, row, optimizer, group), row, group)
+            kept = holder.put(row, state)
+            # An empty entry would look like a step taken.
+            optimizer.state.pop(row.tensor, None)
+            if kept:
+                optimizer.state[row.tensor] = kept
 
 
 def _kinds_for(replica: int, saved: Iterable[str]) -> dict[str, str]:
@@ -143,7 +150,7 @@ def _with_step_in_place(state: dict[str, Any], row: Row, group: Mapping[str, Any
 def _placed(value: Any, kind: str, row: Row) -> Any:
     if not torch.is_tensor(value) or value.dim() == 0:
         return value
-    if not _is_whole(row):
+    if value.numel() > 1 and not _is_whole(row):
         raise ValueError(
             f"{kind} of {row.slot.name!r} is of the whole parameter, and this run cuts it (`split_parameters`); leave "
             "`split_parameters` as it was when the checkpoint was made"

@@ -12,6 +12,7 @@ from torch import nn
 from training import Job, Outcome, gpt2, gpt2_batch, train
 from transformers.optimization import Adafactor
 
+from hf_zero.checkpoint.format.errors import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.config import ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -287,6 +288,23 @@ def test_a_file_of_plain_trainer_goes_on_with_its_factors(tmp_path):
     model, [optimizer], engine = engine_for(OPTIMIZERS["adafactor of torch"], 2, str(tmp_path))
     load_state(engine, tmp_path / "optimizer.pt", open_plain)
     assert before and steps(0, model, [optimizer], range(2, 4)) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "says"),
+    [
+        (torch.optim.SGD, torch.optim.AdamW, "does not have the setting 'betas', which this run's AdamW has"),
+        (torch.optim.SGD, torch.optim.Adagrad, "has the setting 'momentum', which this run's Adagrad has not"),
+        (torch.optim.Adagrad, torch.optim.Adam, "does not have the setting 'betas', which this run's Adam has"),
+        (torch.optim.Adam, torch.optim.NAdam, "does not have the setting 'momentum_decay', which this run's NAdam has"),
+    ],
+)
+def test_a_file_of_plain_trainer_with_another_kind_of_optimizer_is_refused(wrote, reads, says, tmp_path):
+    model = nn.Linear(2, 2)
+    torch.save(wrote(model.parameters(), lr=0.1).state_dict(), tmp_path / "optimizer.pt")
+    engine = ZeroEngine(model, [reads(model.parameters())], 2)
+    with pytest.raises(CheckpointError, match=rf"optimizer\.pt is of an optimizer that {says}\. Resume with"):
+        load_state(engine, tmp_path / "optimizer.pt", open_plain)
 
 
 @pytest.mark.parametrize(
