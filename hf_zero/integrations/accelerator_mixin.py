@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -211,6 +211,12 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine is None:
             super().clip_grad_value_(parameters, clip_value)
         else:
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module):
+        engine = self._engine_for(model)
+        with engine.sync() if engine is not None else nullcontext():
+            yield
+
             unscale(self, engine)
             if self._zero_joined is not None:
                 self._zero_joined.clips(engine, "clip value", parameters, float(clip_value))
