@@ -22,6 +22,7 @@ from ..engine.engine import ZeroEngine
 from ..engine.travel.in_flight import is_compiled
 from ..engine_reference import engine_attached_to
 from ..optimizer.state.optimizer import engine_stepped_by
+from ..optimizer.state.elementwise import refuse_wrapper
 from .accelerator.announce import announce
 from .accelerator.batch import rows_of_a_step
 from .accelerator.no_sync import add_no_sync
@@ -60,6 +61,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
     # ---- prepare ----
+    _zero_preparing: bool = False
 
     def prepare(self, *args, device_placement=None):
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
@@ -68,7 +70,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         try:
             result = super().prepare(*args, device_placement=device_placement)
         finally:
-            self._zero_with_optimizer = False
+            self._zero_preparing = self._zero_with_optimizer = False
+        self._zero_preparing = True
         self._build_engines()
         return result
 
@@ -105,6 +108,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def _is_sharded_next(self, model: nn.Module) -> bool:
         """Whether this call to prepare builds the engine: with an optimizer, or without one for a frozen model."""
+        if not self._zero_preparing:
+            self._build_engines()
         return self._zero_with_optimizer or _is_frozen(model)
 
     def _prepare_tp(self, *args):
@@ -113,7 +118,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        refuse_wrapper(_bare(optimizer))
+        if self._zero_preparing:
+            return super().prepare_optimizer(optimizer, device_placement=False)
+        seat_scaler(self, self._models)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        self._build_engines()
+        return prepared
 
     def _build_engines(self) -> None:
         """An engine for each prepared model whose optimizers are prepared and not yet in one."""
