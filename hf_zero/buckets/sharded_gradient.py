@@ -7,7 +7,8 @@ and raises when it is read.
 It also tells the engine what the script does with the gradient before the next backward. Where it was set to None, autograd
 finds None. Where it was zeroed, this tensor has seen that: a parameter that is not used then has a gradient of zeros, with
 which it is stepped. Otherwise autograd adds to it, as in gradient accumulation. The step gives the reduced gradient
-back, so what is added after it, without zeroing, is refused: the sum would lack what the script left there.
+back. What comes after it without zeroing is dropped, as by a script that zeroes it before it steps again: a discriminator's,
+when the generator's loss goes through it. A step without zeroing is refused: the sum would lack what the script left there.
 """
 
 from collections.abc import Callable
@@ -66,6 +67,11 @@ class ShardedGradient(torch.Tensor):
         pending, self.pending = self.pending, None
         return pending
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether a step has given it back, and the script has not zeroed it since."""
+        return self.state is GradientState.SPENT
+
     def become(self, state: GradientState) -> None:
         """Notes what has become of the gradient, and with it of what autograd has added."""
         self.state = state
@@ -73,7 +79,7 @@ class ShardedGradient(torch.Tensor):
 
     def refuse_if_spent(self) -> None:
         """Raises `ShardedGradientError` where the gradient is wanted once more after the step that has given it back."""
-        if self.state is GradientState.SPENT:
+        if self.is_spent:
             raise ShardedGradientError(
                 f"hf_zero: the gradient of {self._name!r} is wanted once more after the optimizer.step() that has used it, and "
                 "is no longer there. Call optimizer.zero_grad() between a step and the next backward."
@@ -86,7 +92,8 @@ class ShardedGradient(torch.Tensor):
             self.shard.grad.zero_()
 
     def _add(self, gradient: torch.Tensor) -> None:
-        self.refuse_if_spent()
+        if self.is_spent:
+            return
         # Autograd may hand the same tensor to another parameter: it is not written to.
         self.pending = gradient if self.pending is None else self.pending + gradient
 

@@ -87,6 +87,10 @@ class ZeroEngine:
         """Micro-batches that only accumulate. With `grad_accumulation: sharded` they are reduced all the same."""
         return self._step.no_sync()
 
+    def sync(self) -> AbstractContextManager[None]:
+        """Inside of `no_sync`: a backward that reduces what has been accumulated, and its own gradients with it."""
+        return self._step.sync()
+
     @property
     def is_accumulating(self) -> bool:
         """Whether the script is inside of `no_sync`."""

@@ -142,6 +142,16 @@ class TrainingStep:
             self._no_sync_depth -= 1
             self._gradients.reducing = self._no_sync_depth == 0 or not self._config.accumulates_locally
 
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Passes that reduce, also inside of `no_sync`; see `ZeroEngine.sync`."""
+        depth, reducing = self._no_sync_depth, self._gradients.reducing
+        self._no_sync_depth, self._gradients.reducing = 0, True
+        try:
+            yield
+        finally:
+            self._no_sync_depth, self._gradients.reducing = depth, reducing
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
     ) -> torch.Tensor:

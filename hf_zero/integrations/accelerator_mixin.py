@@ -3,13 +3,14 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +22,7 @@ from ..engine.build.other_engines import refuse_other_engines
 from ..engine.engine import ZeroEngine
 from ..engine.travel.in_flight import is_compiled
 from ..engine_reference import engine_attached_to
+from ..optimizer.state.elementwise import refuse_wrapper
 from ..optimizer.state.optimizer import engine_stepped_by
 from .accelerator.announce import announce
 from .accelerator.batch import micro_batches_of, rows_of_a_step
@@ -37,6 +39,8 @@ from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, 
 from .checkpoints.progress import progress_of
 from .elastic.last_good import refuse_replication_without_trainer, warn_of_scaled_schedule
 from .trainer.resumed import say_resumed
+
+logger = get_logger(__name__)
 
 
 class ZeroAcceleratorMixin(RecordedAccelerator):
@@ -56,6 +60,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     _zero_joined: JoinedRanks | None = None
     _models: list[nn.Module]
     _optimizers: list[Any]
+    _zero_preparing: bool = False
     _zero_with_optimizer: bool = False
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
@@ -65,10 +70,11 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
         self._choose_stage(args)
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
+        self._zero_preparing = True
         try:
             result = super().prepare(*args, device_placement=device_placement)
         finally:
-            self._zero_with_optimizer = False
+            self._zero_preparing = self._zero_with_optimizer = False
         self._build_engines()
         for model in self._models:
             _mark_prepared(model, False)
@@ -107,6 +113,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             self._build_engine(original, [], prepared)
         elif engine is None and self.num_processes > 1:
             prepared.register_forward_pre_hook(RefuseTrainingAlone(original))
+        if not self._zero_preparing:
+            self._build_engines()
         return prepared
 
     def _is_sharded_next(self, model: nn.Module) -> bool:
@@ -119,7 +127,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
-        return super().prepare_optimizer(optimizer, device_placement=False)
+        refuse_wrapper(_bare(optimizer))
+        if self._zero_preparing:
+            return super().prepare_optimizer(optimizer, device_placement=False)
+        seat_scaler(self, self._models)
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        self._build_engines()
+        return prepared
 
     def _build_engines(self) -> None:
         """An engine for each prepared model whose optimizers are prepared and not yet in one."""
@@ -148,6 +162,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             former.close()
             self.zero_engines.remove(former)
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
+        if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
+            config = replace(config, broadcast_buffers=False)
         # Here, not above: what it traces with takes long to import.
         from .planning.at_start import forecast_at_start
 
@@ -202,10 +218,16 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             with engine.no_sync():
                 yield
 
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module):
+        engine = self._engine_for(model)
+        with engine.sync() if engine is not None else nullcontext():
+            yield
+
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, max_norm: float, norm_type: float = 2):
         parameters = _listed(parameters)
         engine = self._engine_with(parameters)
-        if engine is None:
+        if engine is None or self._clips_before_reducing(engine):
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         unscale(self, engine)
         if self._zero_joined is not None:
@@ -215,7 +237,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter] | torch.Tensor, clip_value: float) -> None:
         parameters = _listed(parameters)
         engine = self._engine_with(parameters)
-        if engine is None:
+        if engine is None or self._clips_before_reducing(engine):
             super().clip_grad_value_(parameters, clip_value)
         else:
             unscale(self, engine)
@@ -357,7 +379,38 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                 "hf_zero: clip_grad_norm_ was given parameters of several models; clip each model's by itself, as each has a "
                 "gradient norm of its own."
             )
+        if not found:
+            self._refuse_rows(parameters)
         return found[0] if found else None
+
+    def _clips_before_reducing(self, engine: ZeroEngine) -> bool:
+        """Whether gradients are clipped while they accumulate on each rank by itself; warns where they are summed already.
+
+        Raises:
+            RuntimeError: they are scaled, and would be unscaled before all of them are there.
+        """
+        if not engine.is_accumulating:
+            return False
+        when = "gradients are clipped before the last micro-batch of a step"
+        what = "Clip them where accelerator.sync_gradients is true."
+        if self.scaler is not None:
+            raise RuntimeError(
+                f"hf_zero: {when}, and with loss scaling (float16) they can be unscaled only once. {what}"
+            )
+        if not engine.config.accumulates_locally:
+            logger.warning_once(
+                f"hf_zero: {when}. DDP would clip each rank's own; here the ranks' sum so far is clipped. {what}"
+            )
+        return engine.config.accumulates_locally
+
+    def _refuse_rows(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raises ValueError for what optimizers hold of parameters: each rank would clip by the norm of its own part."""
+        rows = {id(row.tensor) for engine in self.zero_engines for sharded in engine.optimizers for row in sharded.rows}
+        if any(id(p) in rows for p in parameters):
+            raise ValueError(
+                "hf_zero: clip_grad_norm_ was given parameters out of optimizer.param_groups, which hold this rank's part of "
+                "them, and each rank would clip by the norm of its own part. Give it model.parameters(), or some of these."
+            )
 
 
 def _listed(parameters: Iterable[nn.Parameter] | torch.Tensor) -> list[nn.Parameter]:

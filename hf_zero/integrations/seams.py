@@ -83,7 +83,7 @@ SEAMS = (
         names=("_disabled_torch_function_impl",),
         where=("buckets",),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
-        test="test_zero_grad.py::test_a_backward_on_gradients_that_a_step_has_used_is_refused_by_name",
+        test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
     Seam(
         owner="torch._C:",
@@ -139,7 +139,7 @@ SEAMS = (
         names=("_make_subclass", "_make_wrapper_subclass", "_version"),
         where=("buckets", "engine", "optimizer", "offload", "integrations/trainer/checkpoints"),
         why="Gradients without memory; writes to parameters and activations are seen by autograd's count of them.",
-        test="test_zero_grad.py::test_a_backward_on_gradients_that_a_step_has_used_is_refused_by_name",
+        test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
     Seam(
         owner="torch.ops:aten",

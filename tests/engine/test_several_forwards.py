@@ -123,8 +123,8 @@ def test_buffers_that_no_forward_changes_are_not_edited_and_statistics_are_rank_
     run_ranks(keeps_what_backward_needs, world_size=2, time_limit_s=60)
 
 
-def accumulated(rank: int, world_size: int, door: str, gathered_later: bool) -> list[list[float]]:
-    """Losses and weights of loops that accumulate by the prepared model's own no_sync."""
+def accumulated(rank: int, world_size: int, door: str, way: str) -> list[float]:
+    """Losses of a loop that accumulates by the prepared model's own no_sync, or by accelerate's, which a backward breaks."""
     as_launched(rank, world_size)
     accelerator = make_accelerator(door, cpu=True)
     torch.manual_seed(0)
@@ -137,12 +137,18 @@ def accumulated(rank: int, world_size: int, door: str, gathered_later: bool) -> 
         return model(torch.randn(5, 6, generator=generator)).square().mean()
 
     for _ in range(3):
-        if gathered_later:
+        if way == "forwards":
             with accelerator.no_sync(model):
                 first, second = loss(), loss()
             accelerator.backward(first)
             with accelerator.trigger_sync_in_backward(model):
                 accelerator.backward(second)
+        elif way == "backwards":
+            with accelerator.no_sync(model):
+                first, second = loss(), loss()
+                accelerator.backward(first)
+                with accelerator.trigger_sync_in_backward(model):
+                    accelerator.backward(second)
         else:
             with model.no_sync():
                 first = loss()
@@ -157,10 +163,10 @@ def accumulated(rank: int, world_size: int, door: str, gathered_later: bool) -> 
 
 
 def accumulated_like_ddp(rank: int, world_size: int, stage: int) -> None:
-    for gathered_later in (False, True):
-        expected = accumulated(rank, world_size, "ddp", gathered_later)
+    for way in ("model", "forwards", "backwards"):
+        expected = accumulated(rank, world_size, "ddp", way)
         reset_states()
-        found = accumulated(rank, world_size, f"plugin {stage}", gathered_later)
+        found = accumulated(rank, world_size, f"plugin {stage}", way)
         reset_states()
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 

@@ -106,6 +106,9 @@ def run(
         model = accelerator.prepare(model)
         optimizer = accelerator.prepare(optimizer)
         scheduler = accelerator.prepare(scheduler)
+    elif order == "by their methods":
+        optimizer, model = accelerator.prepare_optimizer(optimizer), accelerator.prepare_model(model)
+        scheduler, loader = accelerator.prepare_scheduler(scheduler), accelerator.prepare_data_loader(loader)
     else:
         optimizer = accelerator.prepare(optimizer)
         model, loader, scheduler = accelerator.prepare(model, loader, scheduler)

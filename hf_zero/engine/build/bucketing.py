@@ -17,7 +17,7 @@ from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
 from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
-from ...optimizer.state.elementwise import keeps_intact
+from ...optimizer.state.elementwise import keeps_intact, refuse_wrapper
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines
 
@@ -62,18 +62,21 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
     """(optimizer index, group index) of each trained parameter; (-1, -1) for one that no optimizer has.
 
     Raises:
-        ValueError: an optimizer has parameters that are not the model's, or two have the same.
+        ValueError: an optimizer has parameters that are not the model's, or wraps another; or two have the same.
     """
     of_model = set(model.parameters())
     owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad}
     for index, optimizer in enumerate(optimizers):
+        refuse_wrapper(optimizer)
         for group_index, group in enumerate(optimizer.param_groups):
             foreign = [p for p in group["params"] if p not in of_model]
             if foreign:
                 raise ValueError(
                     f"hf_zero: group {group_index} of {type(optimizer).__name__} holds {len(foreign)} parameters that are "
                     f"not in the model (first: shape {tuple(foreign[0].shape)}). Build the optimizer from this model's "
-                    "parameters, after any step that replaces them (resize_token_embeddings, get_peft_model, .to(dtype))."
+                    "parameters, after any step that replaces them (resize_token_embeddings, get_peft_model, .to(dtype)). An "
+                    "optimizer steps one model: where these are another's, give each model an optimizer of its own, or prepare "
+                    "one module that has both."
                 )
             for p in group["params"]:
                 if p in owner and owner[p] != (-1, -1):

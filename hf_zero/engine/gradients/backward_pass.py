@@ -176,6 +176,9 @@ class Gradients:
                 "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
                 "dataclass, not in an object of another kind or through an attribute."
             )
+        if isinstance(gradient, ShardedGradient) and gradient.is_spent:
+            # A step has been taken with it, and nobody may step with it again before it has been zeroed.
+            return
         if not self.reducing:
             self._store.hold(slot, gradient)
             self._held.add(slot)

@@ -56,6 +56,9 @@ class ShardedStore(FlatGradients):
         self.put(slot, gradient)
 
     def finish_slot(self, slot: ParameterSlot) -> None:
+        if slot.parameter.grad is slot.sharded_gradient:
+            # Another rank has zeroed it, and has used the parameter since.
+            slot.sharded_gradient.refuse_if_spent()
         # Where the script took it out of `p.grad` (zero_grad), it meant whatever had been added to it, too.
         slot.sharded_gradient.become(GradientState.HELD)
         if slot.parameter.grad is not slot.sharded_gradient:
@@ -65,9 +68,8 @@ class ShardedStore(FlatGradients):
         for slot in bucket.slots:
             if not slot.arrived:
                 gradient = slot.parameter.grad
-                slot.continues = isinstance(gradient, ShardedGradient)
+                slot.continues = isinstance(gradient, ShardedGradient) and not gradient.is_spent
                 if isinstance(gradient, ShardedGradient):
-                    gradient.refuse_if_spent()
                     gradient = gradient.take_pending()
                 if gradient is not None:
                     slot.used = True

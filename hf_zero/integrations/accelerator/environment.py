@@ -6,7 +6,7 @@ import psutil
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 from ...config import ConfigError
 
@@ -53,9 +53,26 @@ def _refuse_split(name: str, value: str) -> None:
         )
 
 
+def _refuse_comm_hooks(accelerator: Accelerator) -> None:
+    """Raises `ConfigError` for a hook that would have DDP send gradients in another form."""
+    asked = accelerator.ddp_handler
+    for field in ("comm_hook", "comm_wrapper") if asked is not None else ():
+        hook = DDPCommunicationHookType(getattr(asked, field))
+        if hook is not DDPCommunicationHookType.NO:
+            raise ConfigError(
+                f"hf_zero: DistributedDataParallelKwargs has {field}={hook.value}, a hook of DDP, and hf_zero reduces gradients "
+                "in place of DDP. Leave it out. `reduce_dtype: bfloat16` or float16 sends gradients in 16 bits, and "
+                "`comm.gradients: int8` in 8."
+            )
+
+
 def check_environment(accelerator: Accelerator) -> None:
-    """Raises `ConfigError` for a launch that contradicts the engine: another sharder, or fewer ranks than were asked for."""
+    """Raises `ConfigError` for a launch that contradicts the engine: another sharder, or fewer ranks than were asked for.
+
+    So do hooks of DDP's.
+    """
     refuse_engines_of_the_launch()
+    _refuse_comm_hooks(accelerator)
     if accelerator.parallelism_config is not None:
         refuse_split_models(accelerator.parallelism_config)
     kind = accelerator.distributed_type

@@ -39,6 +39,17 @@ _SHAPE = (4, 6)
 _CUT = 10
 
 
+def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `ValueError` for an optimizer that steps another one, such as Lookahead or SAM."""
+    name = type(optimizer).__name__
+    inner = next((value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer)), None)
+    if inner is not None:
+        raise ValueError(
+            f"hf_zero: the optimizer {name} has another one in it, {type(inner).__name__}, whose state would be in no shard and "
+            f"in no checkpoint. Prepare the {type(inner).__name__} by itself, or train without hf_zero."
+        )
+
+
 def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards: int) -> bool:
     """Whether parameters must not be cut for this optimizer, each being one rank's whole.
 

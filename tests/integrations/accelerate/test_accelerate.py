@@ -77,6 +77,7 @@ def test_every_door_has_ddps_losses(door, ddp):
         ("optimizer first", 2),
         ("one by one", 3),
         ("optimizer alone first", 2),
+        ("by their methods", 1),
         *(
             pytest.param(order, stage, marks=pytest.mark.slow)
             for order, stage in (("optimizer first", 3), ("one by one", 2), ("optimizer alone first", 3))

@@ -1,0 +1,144 @@
+"""What scripts ask of an Accelerator beside prepare, backward and step: as under DDP, or refused by name."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate_job import make_accelerator
+from ranks import run_ranks
+from torch import nn
+from trainer_job import as_launched
+
+from hf_zero import ConfigError, ZeroPlugin
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def run_on_ranks(target, **arguments) -> list:
+    return run_ranks(target, world_size=2, time_limit_s=60, keyword_arguments=arguments)
+
+
+def prepared(accelerator: Accelerator, model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def clipped_at_each(rank: int, world_size: int, door: str) -> list[float]:
+    """Clips micro-batches, too: parameters after three steps."""
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = prepared(accelerator)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(5, 6, generator=generator)).square().mean())
+            accelerator.clip_grad_norm_(model.parameters(), 0.01)
+            accelerator.clip_grad_value_(model.parameters(), 0.002)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
+
+
+def test_micro_batches_that_are_clipped_before_they_are_reduced_are_clipped_as_under_ddp():
+    found, expected = (run_on_ranks(clipped_at_each, door=door)[0] for door in ("plugin 1", "ddp"))
+    assert np.allclose(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def clips_amiss(rank: int, world_size: int) -> list[str]:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(2), cpu=True, gradient_accumulation_steps=2)
+    # Large enough that each rank has a part of it.
+    model, optimizer = prepared(accelerator, nn.Linear(64, 64))
+    said: list[str] = []
+    logging.getLogger("hf_zero.integrations.accelerator_mixin").addFilter(lambda line: said.append(line.getMessage()))
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(5, 64)).sum())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"out of optimizer\.param_groups.*Give it model\.parameters\(\)"):
+        accelerator.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+    return said
+
+
+def test_clipping_micro_batches_that_are_reduced_is_told_once_and_clipping_rows_is_refused():
+    main, other = run_on_ranks(clips_amiss)
+    assert len(main) == 1 and "before the last micro-batch" in main[0] and "sync_gradients" in main[0]
+    assert other == []
+
+
+def clips_scaled(rank: int, world_size: int) -> None:
+    as_launched(rank, world_size)
+    accelerator = Accelerator(
+        parallelism_config=ZeroPlugin(2), cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2
+    )
+    model, _ = prepared(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(5, 6)).sum())
+        with pytest.raises(RuntimeError, match=r"unscaled only once.*sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_clipping_scaled_micro_batches_is_refused():
+    run_on_ranks(clips_scaled)
+
+
+def asked_of_ddp(rank: int, world_size: int) -> list[float]:
+    as_launched(rank, world_size)
+    asked = DistributedDataParallelKwargs(broadcast_buffers=False, find_unused_parameters=True)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(2), cpu=True, kwargs_handlers=[asked])
+    model, optimizer = prepared(accelerator, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    for _ in range(2):
+        accelerator.backward(model(torch.full((3, 4), float(rank))).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model[1].running_mean.tolist()
+
+
+def test_buffers_stay_apart_where_ddp_is_told_so():
+    first, second = run_on_ranks(asked_of_ddp)
+    assert first != second
+
+
+def test_hooks_of_ddp_are_refused(fresh_state):
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    with pytest.raises(ConfigError, match=r"comm_hook=bf16.*`reduce_dtype: bfloat16`"):
+        Accelerator(cpu=True, parallelism_config=ZeroPlugin(2), kwargs_handlers=[hook])
+
+
+class SlowWeights(torch.optim.Optimizer):
+    """Steps another optimizer, and sets nothing up for its own hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, {}
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def test_an_optimizer_around_another_and_one_of_two_models_are_refused(fresh_state):
+    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with pytest.raises(
+        ValueError, match=r"SlowWeights has another one in it, SGD, whose state.*Prepare the SGD by itself"
+    ):
+        accelerator.prepare(first, SlowWeights(torch.optim.SGD(first.parameters(), lr=0.1)))
+    accelerator.free_memory()
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"2 parameters that are not in the model.*give each model an optimizer of its own"
+    ):
+        accelerator.prepare(first, second, both)
