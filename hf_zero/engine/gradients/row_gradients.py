@@ -39,7 +39,7 @@ def guard_norms(buckets: Iterable[Bucket]) -> None:
         for row in bucket.rows if not bucket.rows_are_parameters else ():
             gradient = row.tensor.grad
             if type(gradient) is torch.Tensor:
-                gradient.__class__ = RowGradient  # type: ignore[assignment]  # the same object, seen otherwise
+                gradient.__class__ = RowGradient
 
 
 def free_norms(buckets: Iterable[Bucket]) -> None:
@@ -48,4 +48,4 @@ def free_norms(buckets: Iterable[Bucket]) -> None:
         for row in bucket.rows:
             gradient = row.tensor.grad
             if type(gradient) is RowGradient:
-                gradient.__class__ = torch.Tensor
+                gradient.__class__ = torch.Tensor  # type: ignore[assignment]  # narrowed to the subclass by the line before
