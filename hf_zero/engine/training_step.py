@@ -22,9 +22,11 @@ from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
+from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
 from .snapshot import Snapshot
 from .travel.in_flight import caches_parameters, is_compiled
+from .units.unit import is_in_backward
 
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
 
@@ -161,6 +163,7 @@ class TrainingStep:
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
+        free_norms({row.slot.bucket for row in rows})
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
@@ -238,6 +241,8 @@ class TrainingStep:
         self._parts.sharded.schedule.end_backward()
         self._parts.nonfinite.forget()
         self.bad_steps.forget()
+        if self._parts.meeting.groups.shard_size > 1:
+            guard_norms(self._parts.buckets)
 
     def _goes_on(self) -> bool:
         """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
@@ -251,6 +256,8 @@ class TrainingStep:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> bool:
         """Returns whether the step is to be taken."""
+        _refuse_inside_backward()
+        free_norms(buckets)
         nonfinite = self._parts.nonfinite
         self._log.site = "optimizer step"
         self._end_reads()
@@ -324,3 +331,12 @@ class TrainingStep:
         if not self._config.overlap_param_gather:
             parts.parameter_gather.finish_all()
         parts.parameter_tier.end_step()
+
+
+def _refuse_inside_backward() -> None:
+    if is_in_backward():
+        raise RuntimeError(
+            "hf_zero: optimizer.step() was called inside a backward, as by a hook on a gradient, where gradients are not reduced "
+            "over the ranks yet. Call it behind loss.backward(). To hold no whole gradients until then, which such hooks are "
+            "for, train at `stage: 2`."
+        )

@@ -67,6 +67,8 @@ REPLACED_CLASSES: Mapping[str, str] = {
     "test_loss_scale.py::test_accelerate_skips_step_and_scheduler_and_saves_the_scale",
     "buckets/sharded_parameter": "Parameters whose values are not there: reads raise, and no operation can pass; "
     "test_stage3_faults.py::test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently",
+    "engine/gradients/row_gradients": "Gradients in an optimizer's groups, whose norm a script may take for that of the "
+    "whole; test_uncommon_loops.py::test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused",
 }
 """File → objects of whose class it makes another one, and why; the test behind the semicolon."""
 
@@ -81,7 +83,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_disabled_torch_function_impl",),
-        where=("buckets",),
+        where=("buckets", "engine/gradients/row_gradients"),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),

@@ -19,12 +19,23 @@ from ...layout.blocks import IN_BLOCKS
 from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...optimizer.state.elementwise import keeps_intact, refuse_wrapper
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
-from .other_engines import refuse_other_engines
+from .other_engines import refuse_other_engines, refuse_second_engine
+
+_QUANTISED = (torch.int8, torch.uint8)
+"""What quantised weights are packed into."""
 
 
 def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     """Raises `ValueError` for a model that cannot be trained, or at stage 3 not sharded."""
     refuse_other_engines(model)
+    refuse_second_engine(model)
+    of_jit = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    scripted = [name for name, module in of_jit if any(True for _ in module.parameters())]
+    if scripted:
+        raise ValueError(
+            f"hf_zero: {scripted[0]!r} is a module of torch.jit, whose parameters and calls Python does not see. Give the plain "
+            "module, and compile inside the layers if need be (layer.forward = torch.compile(layer.forward))."
+        )
     on_meta = [name for name, p in model.named_parameters() if p.is_meta]
     if on_meta:
         raise ValueError(
@@ -51,6 +62,11 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
     packed = [(name, p) for name, p in model.named_parameters() if not p.dtype.is_floating_point]
     if config.stage == 3 and packed:
         name, p = packed[0]
+        if type(p) is nn.Parameter and p.dtype not in _QUANTISED:
+            raise ValueError(
+                f"hf_zero: {name!r} is {p.dtype}, and stage 3 shards all parameters, of which only floating-point ones can be. "
+                "Make it a buffer (register_buffer), which stays whole on each rank, or train at stage 2 or below."
+            )
         raise ValueError(
             f"hf_zero: {name!r} is quantised ({type(p).__name__}, {p.dtype}): its scales lie beside it and belong to whole "
             "blocks, so it cannot be sharded by element (stage 3). Train a QLoRA model with stage 2 or below, where the "

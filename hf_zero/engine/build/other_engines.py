@@ -1,8 +1,9 @@
-"""Refuses models that DDP, FSDP or DeepSpeed have wrapped already."""
+"""Refuses models that DDP, FSDP or DeepSpeed have wrapped already, or another `ZeroEngine` trains."""
 
 from torch import nn
 
 from ...config import ConfigError
+from ...engine_reference import engine_attached_to
 
 _WRAPPERS = {
     "DistributedDataParallel": "DDP averages its gradients",
@@ -25,4 +26,16 @@ def refuse_other_engines(model: nn.Module) -> None:
             raise ConfigError(
                 f"hf_zero: {what} is of class {type(module).__name__}: {_WRAPPERS[kinds[0]]}. Two engines cannot own one model. "
                 "Give hf_zero the plain model, which a wrapper has as `module`, before anything wraps it."
+            )
+
+
+def refuse_second_engine(model: nn.Module) -> None:
+    """Raises `ValueError` for a model of which a live `ZeroEngine` has parameters in its buckets."""
+    for name, parameter in model.named_parameters():
+        engine = engine_attached_to(parameter)
+        if engine is not None and (engine.trains(parameter) or parameter in engine.sharded.unit_of):
+            raise ValueError(
+                f"hf_zero: {name!r} is in the buckets of another ZeroEngine, and two cannot reduce its gradient. Call close() of "
+                "that engine on all ranks (hf_zero.engine_of(model).close() finds it), and then build this one with a new "
+                "optimizer; or give each engine a model of its own."
             )

@@ -165,6 +165,13 @@ class Gradients:
         gradient, bucket = cast(torch.Tensor, slot.parameter.grad), slot.bucket
         if not self.end.armed:
             self.end.arm()
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"hf_zero: the gradient of {slot.name!r} was computed by backward(create_graph=True), and cannot be "
+                "differentiated again: it is reduced over the ranks in a flat buffer, which has no graph. Take gradients to be "
+                "differentiated by torch.autograd.grad(loss, ..., create_graph=True), put what is made of them in the loss, and "
+                "call loss.backward() without create_graph."
+            )
         if gradient.is_sparse:
             raise RuntimeError(
                 f"hf_zero: {slot.name!r} has a sparse gradient, which has no place in a flat bucket. Build its embedding "

@@ -97,6 +97,15 @@ class ParameterPlaces:
 
     def refuse_strays(self) -> None:
         """Raises `RuntimeError` for a parameter that a step would not reach."""
+        for slot, held in self._strays():
+            raise _moved(slot, held)
+
+    def _strays(self) -> Iterator[tuple[ParameterSlot, torch.Tensor | None]]:
+        """Slots whose parameter is not in its place or not in its memory, and what is in that place.
+
+        Raises:
+            RuntimeError: a module is another one.
+        """
         if self._all_are_in_place():
             return
         for children, name, child, path in self._links:
@@ -106,7 +115,7 @@ class ParameterPlaces:
             # Past the dict's own methods, which wait for a gather that is under way: what is held can be seen without.
             held = dict.get(module._parameters, name)
             if held is not slot.parameter or not slot.bucket.holds(slot):
-                raise _moved(slot, held)
+                yield slot, held
 
     def _all_are_in_place(self) -> bool:
         """As far as that is seen at a glance, which each step takes: in loops of C. False may be wrong."""
@@ -165,7 +174,10 @@ class ParameterPlaces:
     def _look(self) -> None:
         # Evaluation of a model that has been cast or merged is nobody's concern; nor is a recomputation inside backward.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self.refuse_strays()
+            for slot, held in self._strays():
+                # What is no Parameter is there for this call only: torch.func.functional_call puts it back.
+                if held is None or isinstance(held, nn.Parameter):
+                    raise _moved(slot, held)
 
 
 def _moved(slot: ParameterSlot, held: torch.Tensor | None) -> RuntimeError:

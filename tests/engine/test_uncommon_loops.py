@@ -1,0 +1,203 @@
+"""Models and loops that are not a chain of layers with a forward, a backward and a step: trained as under DDP, or refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from shared_ranks import shared_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hf_zero
+from hf_zero.buckets.sharded_gradient import ShardedGradientError
+from hf_zero.engine.engine import ZeroEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+WIDTH = 8
+STAGES = (0, 1, 2, 3)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.outer(torch.tanh(self.inner(hidden)))
+
+
+def chain() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(WIDTH, 2))
+
+
+def batches(rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
+
+
+Loss = Callable[[nn.Module, nn.Module, torch.Tensor], torch.Tensor]
+"""(what the script calls, the model itself, batch) → loss."""
+
+
+def trained(rank: int, stage: int | None, loss_of: Loss) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and last parameters at a stage; None trains with DDP."""
+    model = chain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    entry = model
+    if stage is None:
+        entry = DistributedDataParallel(model)
+    else:
+        of_stage_3 = {"unit_bytes": 0} if stage == 3 else {}
+        engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "1KiB", **of_stage_3})
+    losses = []
+    for batch in batches(rank, 3):
+        with hf_zero.gathered(model):
+            loss = loss_of(entry, model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if stage is not None:
+        engine.close()
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+def with_fast_weights(entry: nn.Module, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """MAML: the loss of parameters that one step on the batch has made, differentiated through that step."""
+    parameters = dict(model.named_parameters())
+    inner = torch.func.functional_call(model, parameters, (batch,)).square().mean()
+    gradients = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
+    prefix = "" if entry is model else "module."
+    fast = {prefix + name: p - 0.1 * g for (name, p), g in zip(parameters.items(), gradients)}
+    return torch.func.functional_call(entry, fast, (batch.flip(0) + 1,)).square().mean()
+
+
+def trains_as_ddp(rank: int, world_size: int, loss_of: Loss) -> None:
+    losses, parameters = trained(rank, None, loss_of)
+    for stage in STAGES:
+        found, values = trained(rank, stage, loss_of)
+        assert found == losses, f"stage {stage}"
+        assert all(map(torch.equal, values, parameters)), f"stage {stage}"
+
+
+def test_parameters_that_are_made_for_one_call_train_as_under_ddp():
+    shared_ranks.run(trains_as_ddp, loss_of=with_fast_weights)
+
+
+def steps_in_a_hook(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        model = chain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ZeroEngine(model, [optimizer], {"stage": stage})
+        last = next(iter(model.parameters()))
+        last.register_post_accumulate_grad_hook(lambda _, stepped=optimizer: stepped.step())
+        with pytest.raises(RuntimeError, match=r"inside a backward.*behind loss\.backward\(\)"):
+            model(batches(rank, 1)[0]).sum().backward()
+
+
+def test_a_step_in_the_middle_of_a_backward_is_refused():
+    # Reductions that the backward had started stay behind.
+    run_ranks(steps_in_a_hook, world_size=2, time_limit_s=100)
+
+
+def builds_a_graph(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        model = chain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ZeroEngine(model, [optimizer], {"stage": stage})
+        with pytest.raises(RuntimeError, match=r"create_graph=True.*torch\.autograd\.grad"):
+            model(batches(rank, 1)[0]).sum().backward(create_graph=True)
+
+
+def test_a_backward_whose_gradients_are_to_be_differentiated_is_refused():
+    shared_ranks.run(builds_a_graph)
+
+
+def clips_a_group(rank: int, world_size: int) -> None:
+    for stage in STAGES[1:]:
+        model = chain()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "1KiB"})
+        for _ in range(2):
+            model(batches(rank, 1)[0]).sum().backward()
+            [group] = optimizer.param_groups
+            with pytest.raises(ShardedGradientError, match=r"this rank's part.*engine\.clip_grad_norm_"):
+                torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+            with pytest.raises(ShardedGradientError, match="this rank's part"):
+                group["params"][0].grad.data.norm()
+            torch.nn.utils.clip_grad_value_(group["params"], 1e-3)
+            assert all(type(p.grad.sum()) is torch.Tensor for p in group["params"])
+            assert engine.clip_grad_norm_(float("inf"), float("inf")) <= 1e-3
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused():
+    shared_ranks.run(clips_a_group)
+
+
+def autoencoder() -> nn.ModuleDict:
+    model = nn.ModuleDict({"encoder": nn.Linear(4, 3), "decoder": nn.Linear(3, 4)})
+    model["decoder"].weight = nn.Parameter(model["encoder"].weight.t())
+    return model
+
+
+def two_columns_of_one_matrix() -> nn.ModuleDict:
+    whole = torch.randn(4, 6)
+    model = nn.ModuleDict({"left": nn.Linear(3, 4), "right": nn.Linear(3, 4)})
+    model["left"].weight, model["right"].weight = nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])
+    return model
+
+
+def with_an_alias_in_a_buffer() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_buffer("first_row", model.weight.detach()[0])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [(autoencoder, ("encoder.weight", "decoder.weight")), (with_an_alias_in_a_buffer, ("weight", "first_row"))],
+)
+def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(make, names):
+    model = make()
+    with pytest.raises(ValueError, match="two tensors in the same memory") as error:
+        ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+    assert all(repr(name) in str(error.value) for name in names)
+
+
+def test_parameters_that_lie_between_each_other_and_frozen_ones_in_one_memory_are_trained():
+    model = two_columns_of_one_matrix()
+    ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+    frozen = autoencoder()
+    for layer in frozen.values():
+        layer.weight.requires_grad_(False)
+    ZeroEngine(frozen, [torch.optim.SGD(frozen.parameters(), lr=0.1)], 1)
+
+
+def test_a_second_engine_for_a_model_is_refused_until_the_first_is_closed():
+    model = chain()
+    first = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    with pytest.raises(ValueError, match=r"another ZeroEngine.*close\(\)"):
+        ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    first.close()
+    ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_module_of_torch_jit_is_refused_by_name():
+    model = chain()
+    model[1] = torch.jit.script(model[1])
+    with pytest.raises(ValueError, match=r"'1' is a module of torch\.jit.*plain"):
+        ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_a_frozen_parameter_of_another_dtype_is_named_by_it_at_stage_3(dtype):
+    model = chain()
+    model.register_parameter("steps", nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=False))
+    with pytest.raises(ValueError, match=rf"'steps' is {dtype}.*register_buffer"):
+        ZeroEngine(model, [torch.optim.SGD(chain().parameters(), lr=0.1)], 3)
