@@ -284,8 +284,8 @@ BREAKS = (
     Break(
         name="layers-left-whole-after-an-evaluation",
         place="Unsharding.after_forward",
-        old="self._drop([] if grad_enabled else self.units)",
-        new="self._drop([] if grad_enabled else self._lasting)",
+        old="self._drop([] if backward_follows else self.units)",
+        new="self._drop([] if backward_follows else self._lasting)",
         tests=("test_grouped_layers.py",),
         only="evaluation",
     ),

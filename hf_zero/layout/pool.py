@@ -41,9 +41,9 @@ def pool_numel(buckets: Sequence[BucketLayout], limit: int) -> int:
     """The most elements that all buffers have at a time, where gradients come in the order of the buckets.
 
     Large buffers in use at the same time are then those of `limit` buckets that follow one another: embeddings at both ends of
-    a model do not meet. What they leave of `limit` may be the largest shared buffers so far, in use or free. Buckets of different keys
-    fill side by side, and nobody knows in which order: where large ones have several keys, the largest count, `limit` of them
-    or one for each key.
+    a model do not meet. What they leave of `limit` may be the largest shared buffers so far, in use or free. Buckets of different
+    keys fill side by side, and nobody knows in which order: where large ones have several keys, the largest count, `limit` of
+    them or one for each key.
 
     Args:
         buckets: in the order in which they are reduced.

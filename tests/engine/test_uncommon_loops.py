@@ -171,11 +171,13 @@ def test_a_trained_parameter_in_the_memory_of_another_tensor_is_refused(make, na
 
 def test_parameters_that_lie_between_each_other_and_frozen_ones_in_one_memory_are_trained():
     model = two_columns_of_one_matrix()
-    ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+    engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 1)
+    assert all(map(engine.trains, model.parameters()))
     frozen = autoencoder()
     for layer in frozen.values():
         layer.weight.requires_grad_(False)
-    ZeroEngine(frozen, [torch.optim.SGD(frozen.parameters(), lr=0.1)], 1)
+    engine = ZeroEngine(frozen, [torch.optim.SGD(frozen.parameters(), lr=0.1)], 1)
+    assert not any(engine.trains(layer.weight) for layer in frozen.values())
 
 
 def test_a_second_engine_for_a_model_is_refused_until_the_first_is_closed():
