@@ -23,7 +23,8 @@ class AccumulatedGradients(GradientStore):
     def __init__(self, whole: UnshardedGradients, passing: PooledGradients):
         self._whole = whole
         self._passing = passing
-        self._accumulated: set[Bucket] = set()
+        # Where micro-batches have accumulated.
+        self._store_of: dict[Bucket, UnshardedGradients | PooledGradients] = {}
 
     def held_bytes(self) -> dict[str, int]:
         whole, passing = self._whole.held_bytes(), self._passing.held_bytes()
@@ -33,32 +34,32 @@ class AccumulatedGradients(GradientStore):
         self._passing.start_passed_over_by(start)
 
     def release(self, bucket: Bucket) -> None:
-        self._accumulated.discard(bucket)
+        self._store_of.pop(bucket, None)
         self._whole.release(bucket)
         self._passing.release(bucket)
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if self._whole.accumulates(slot, gradient):
-            self._accumulated.add(slot.bucket)
+            self._store_of[slot.bucket] = self._whole
             self._whole.hold(slot, gradient)
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        self._store_of(slot.bucket).put(slot, gradient)
+        self._store_of.get(slot.bucket, self._passing).put(slot, gradient)
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        self._store_of(slot.bucket).put_small(slot, gradient)
+        self._store_of.get(slot.bucket, self._passing).put_small(slot, gradient)
 
     def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        self._store_of(slot.bucket).put_late(slot, gradient)
+        self._store_of.get(slot.bucket, self._passing).put_late(slot, gradient)
 
     def finish_slot(self, slot: ParameterSlot) -> None:
-        self._store_of(slot.bucket).finish_slot(slot)
+        self._store_of.get(slot.bucket, self._passing).finish_slot(slot)
 
     def start(self, bucket: Bucket) -> None:
-        self._store_of(bucket).start(bucket)
+        self._store_of.get(bucket, self._passing).start(bucket)
 
     def start_again(self, bucket: Bucket) -> None:
-        self._store_of(bucket).start_again(bucket)
+        self._store_of.get(bucket, self._passing).start_again(bucket)
 
     def finish_all(self) -> None:
         self._whole.finish_all()
@@ -71,6 +72,3 @@ class AccumulatedGradients(GradientStore):
     def discard_open(self) -> None:
         self._whole.discard_open()
         self._passing.discard_open()
-
-    def _store_of(self, bucket: Bucket) -> UnshardedGradients | PooledGradients:
-        return self._whole if bucket in self._accumulated else self._passing
