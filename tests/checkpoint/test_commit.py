@@ -150,10 +150,10 @@ def watched_run(rank: int, world_size: int, output_dir: str, notes: str, stage: 
     note = np.memmap(f"{notes}.{rank}", dtype=np.uint8, mode="w+", shape=(2,))
     save, complete = CheckpointSaver.save, CheckpointSaver._complete
 
-    def noted_save(saver, trial, position):
+    def noted_save(saver, trial, position, **kwargs):
         saver.finish()
         note[0] = 1
-        save(saver, trial, position)
+        save(saver, trial, position, **kwargs)
 
     def noted_complete(saver, manifest, pieces, temporary, final, **kwargs):
         complete(saver, manifest, pieces, temporary, final, **kwargs)
@@ -431,8 +431,8 @@ def saves_on_a_bad_disk(
     """The same refusal with on_failure of stop and of continue. It lasts until what is written behind training is there."""
     save = CheckpointSaver.save
 
-    def save_and_wait(saver, trial, position):
-        save(saver, trial, position)
+    def save_and_wait(saver, trial, position, **kwargs):
+        save(saver, trial, position, **kwargs)
         if saver._background._thread is not None:
             saver._background._thread.join()
 
