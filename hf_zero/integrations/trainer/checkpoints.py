@@ -70,6 +70,7 @@ class CheckpointSaver:
         self._is_placed = can_be_placed(trainer, stock_save)
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
+        self._may_be_async = engine.config.checkpoint.async_save
         name = engine.everyone.exchange(uuid.uuid4().hex)[0]
         self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
@@ -119,11 +120,11 @@ class CheckpointSaver:
 
     def _is_async(self, *, is_awaited: bool) -> bool:
         """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
-        trainer, settings = self._trainer, self.engine.config.checkpoint
+        trainer = self._trainer
         # An upload to the Hub and a checkpoint in the last seconds of a job begin and end with Trainer's own save.
         is_awaited |= trainer.args.push_to_hub or trainer.args.enable_jit_checkpoint
         is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
-        return settings.async_save and not any(self.engine.everyone.exchange(is_awaited))
+        return self._may_be_async and not any(self.engine.everyone.exchange(is_awaited))
 
     def _finish_folder(self, temporary: Path, exchange: Exchange) -> None:
         """Does what is left when all files are sealed, before the checkpoint is committed. Collective."""
