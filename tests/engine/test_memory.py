@@ -119,7 +119,8 @@ def held_on_rank(rank: int, world_size: int, stage: int, **arguments) -> dict:
 def held_at_fake_world(world_size: int, stage: int, **arguments) -> dict:
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        return held_after_backward(stage, **arguments)
+        # Collectives of such a group may leave in their outputs what the memory had in it: those of torch 2.11 do.
+        return held_after_backward(stage, check_nonfinite=False, **arguments)
     finally:
         dist.destroy_process_group()
 
