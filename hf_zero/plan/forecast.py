@@ -212,9 +212,14 @@ def forecast(
 def forecast_ddp(
     state: DdpState, passing: Passing, activations: Activations | None, *, accumulates: bool = False
 ) -> Forecast:
-    """What a rank holds under DistributedDataParallel."""
-    traced = activations.peak_beside(0 if accumulates else state.gradients) if activations else 0
-    in_passes = max(traced + state.gradients * accumulates, state.gradients + passing.step)
+    """What a rank holds under DistributedDataParallel.
+
+    Args:
+        accumulates: as `forecast`'s.
+    """
+    there = state.gradients if accumulates else 0
+    traced = activations.peak_beside(state.gradients - there) if activations else 0
+    in_passes = max(there + traced, state.gradients + passing.step)
     device = {
         "parameters": state.parameters,
         "frozen": state.frozen,
