@@ -83,9 +83,9 @@ class Trial:
 
 
 def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """One step on a small matrix of `dtype` in a group with these settings, by a double of the optimizer.
+    """One step on a small matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one like it.
 
-    None where it has none that can step.
+    None where neither can step.
     """
     parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
@@ -98,7 +98,7 @@ def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
             draws = not torch.equal(torch.get_rng_state(), before)
     except Exception:
         # A class that cannot step outside its own construction tells nothing beforehand; the caller decides what that means.
-        return None
+        return _try_new(optimizer, settings_of(settings), dtype)
     return _trial_of(trial, parameter, draws=draws)
 
 
@@ -136,7 +136,7 @@ def state_itemsizes(
 
     None where a trial step tells nothing, and for state that has not one value an element (Adafactor's rows and columns).
     """
-    trial = _try_anywhere(optimizer, settings, dtype)
+    trial = _try_on_host(optimizer, settings, dtype)
     return None if trial is None or trial.has_factors else tuple(dtype.itemsize for _, dtype in trial.kinds)
 
 
@@ -151,7 +151,7 @@ def with_dimensions(
     scalars = {name: value for name, value in state.items() if torch.is_tensor(value) and not value.dim()}
     if row.slot.parameter.dim() or not row.tensor.dim() or not scalars:
         return held
-    trial = _try_anywhere(optimizer, settings, row.tensor.dtype)
+    trial = _try_on_host(optimizer, settings, row.tensor.dtype)
     elementwise = {name for name, _ in trial.kinds} if trial else set()
     held.update(
         (name, value.view(row.tensor.shape))
@@ -161,17 +161,20 @@ def with_dimensions(
     return held
 
 
-def _try_anywhere(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """The trial of what steps on an accelerator, taken on the host; or of a new optimizer, where this one's tells nothing."""
+def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
+    """The trial of what steps on an accelerator, taken on the host."""
     settings = {
         name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
         for name, value in settings_of(settings).items()
     } | {name: False for name in _OF_THE_DEVICE if name in settings}
-    return try_step(optimizer, settings, dtype) or _try_new(optimizer, settings, dtype)
+    return try_step(optimizer, settings, dtype)
 
 
 def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """The trial of a new optimizer of the class, for those of torch that make their state when they are built (Adagrad)."""
+    """The trial of a new optimizer of the class, for those of torch that make their state when they are built.
+
+    So does Adagrad of torch 2.11: a double, which is not built, has no state to step with.
+    """
     kind: Any = type(optimizer)
     if not kind.__module__.startswith("torch.optim."):
         return None
