@@ -96,6 +96,10 @@ def trained_like_ddp(rank: int, world_size: int, kind: str) -> None:
         assert trained(rank, kind, {"stage": stage}) == expected, f"stage {stage}"
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="DistributedDataParallel of torch 2.11 writes into buffers that its backward needs",
+)
 @pytest.mark.parametrize("kind", ["norms", "bert"])
 @pytest.mark.short_cells("norms")
 def test_two_forwards_before_a_backward_and_evaluations_behind_steps_are_ddps(kind):

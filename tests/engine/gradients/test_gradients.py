@@ -407,7 +407,8 @@ def test_parameters_that_left_are_named_and_taken_back():
 
 def test_sparse_gradients_and_closures_are_refused():
     model = nn.Sequential(nn.Embedding(VOCABULARY, 8, sparse=True))
-    ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
+    # Without one who holds it, an engine goes with its optimizer.
+    _engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], 2)
     with pytest.raises(RuntimeError, match="sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
     model, optimizer, _ = built(2)
