@@ -209,6 +209,16 @@ class GatheredMemory(ParameterMemory):
         return self.shown is not self.flat
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether parameters are whole with fewer digits than the shard has."""
+        return self.casts and not self.is_shown_exactly
+
+    @property
+    def edits_last(self) -> bool:
+        """Whether the shard is a part of `flat`, so that edits of that change it at once."""
+        return False
+
+    @property
     def exact_bytes(self) -> int:
         """Bytes that an exact `gather` takes."""
         return self.flat.numel() * self.own.itemsize if self.casts else self.passing_bytes
@@ -238,9 +248,9 @@ class GatheredMemory(ParameterMemory):
     def forget_fetch(self) -> None:
         """Gives up what was fetched and not gathered, and waits for copies from the shard: it is about to be written."""
 
-    @abstractmethod
     def snapshot(self) -> torch.Tensor | None:
         """A copy of the shard where edits of `flat` change it at once; None where `drop` forgets them."""
+        return self.own.clone() if self.edits_last else None
 
     @abstractmethod
     def keep_edits(self) -> None:
@@ -361,11 +371,12 @@ class ShardMemory(GatheredMemory):
     def forget_fetch(self) -> None:
         """Nothing was fetched."""
 
-    def snapshot(self) -> torch.Tensor | None:
-        return self.own.clone() if self._reservation.in_place else None
+    @property
+    def edits_last(self) -> bool:
+        return self._reservation.in_place
 
     def keep_edits(self) -> None:
-        if not self._reservation.in_place:
+        if not self.edits_last:
             self.own.copy_(self.flat[self._shard.start : self._shard.stop])
 
     def rest(self, master: Region | None) -> None:
@@ -403,8 +414,9 @@ class SeparateShardMemory(ShardMemory):
     def passing_bytes(self) -> int:
         return self.flat.nbytes
 
-    def snapshot(self) -> torch.Tensor | None:
-        return None
+    @property
+    def edits_last(self) -> bool:
+        return False
 
     def keep_edits(self) -> None:
         self._own.copy_(self.own_place)

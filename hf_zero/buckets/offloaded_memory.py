@@ -86,9 +86,6 @@ class OffloadedMemory(GatheredMemory):
         self._values.forget()
         self._copied.wait()
 
-    def snapshot(self) -> torch.Tensor | None:
-        return None
-
     def keep_edits(self) -> None:
         self._values.write(self.source)
 

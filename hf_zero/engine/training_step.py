@@ -26,6 +26,7 @@ from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
 from .snapshot import Snapshot
 from .travel.in_flight import caches_parameters, is_compiled
+from .uncounted_edits import UncountedEdits
 from .units.unit import is_in_backward
 
 _FAILED = Label(kind="agreement on a failed backward", subject="this micro-batch")
@@ -67,6 +68,7 @@ class TrainingStep:
         )
         self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()
+        self._uncounted_edits = UncountedEdits(parts.holder)
         self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
@@ -267,6 +269,7 @@ class TrainingStep:
             return False
         self._refuse_without_rescue()
         for bucket in buckets:
+            self._uncounted_edits.refuse(bucket)
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
         if nonfinite.is_due(optimizer):

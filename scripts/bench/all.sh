@@ -46,7 +46,7 @@ sized() {
 
 step() {
     # shellcheck disable=SC2046
-    python $bench/step.py $(sized "--model 4m --rounds 2 --steps 1" "--engines all --model 30m --starts 3 --rounds 3 --steps 3") --json "$results/step.json"
+    python $bench/step.py $(sized "--model 4m --rounds 2 --steps 1" "--engines all --model 30m --starts 2 --rounds 3 --steps 2") --json "$results/step.json"
 }
 
 curves() {
@@ -87,7 +87,7 @@ links() {
     folder="$(mktemp -d)"
     while read -r rate delay model; do
         # shellcheck disable=SC2046
-        DELAY="$delay" MODEL="$model" JSON="$folder/$rate-$delay-$model.json" ROUNDS="$(sized 1 3)" STEPS="$(sized 1 3)" \
+        DELAY="$delay" MODEL="$model" JSON="$folder/$rate-$delay-$model.json" ROUNDS="$(sized 1 2)" STEPS="$(sized 1 2)" \
             bash $bench/hosts.sh "$rate" \
             $(sized "hf_zero2" "fsdp2 hf_zero1 hf_zero2 hf_zero3 hf_zero2_int8 hf_zero3_int8") </dev/null || status=1
         [[ ! -f "$folder/$rate-$delay-$model.json" ]] || measured+=("$folder/$rate-$delay-$model.json")

@@ -40,8 +40,11 @@ def broken_bounds(workload_name: str, engines: list[dict[str, Any]]) -> dict[str
 
 def _broken(engine: dict[str, Any], bound: Bound) -> list[str]:
     checks = [
-        ("CPU", engine["cpu_ratio"]["median"], bound.cpu_ratio),
-        ("wire", engine["sent_ratio"]["median"], bound.sent_ratio),
-        ("peak", engine["peak_ratio"], bound.peak_ratio),
+        *(
+            (what, engine[ratio]["median"], limit)
+            for what, ratio, limit in (("CPU", "cpu_ratio", bound.cpu_ratio), ("wire", "sent_ratio", bound.sent_ratio))
+            if ratio in engine
+        ),
+        ("peak", engine.get("peak_ratio"), bound.peak_ratio),
     ]
     return [f"{what} {ratio:.3f} > {limit:.2f}" for what, ratio, limit in checks if ratio is not None and ratio > limit]

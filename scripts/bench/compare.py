@@ -39,7 +39,8 @@ class Comparison:
 
     Attributes:
         starts: of each engine's processes, see [Note: starts].
-        rounds: in each start; 0 where no times are to be measured: bytes are then those of the peak's run.
+        rounds: in each start; 0 where no times are to be measured: bytes are then those of the peak's run. So it is where no two
+            engines fit in memory together.
         sizes: of buckets, where they are not the engines' own.
         time_limit_s: of each set of ranks.
     """
@@ -64,7 +65,8 @@ def compare(comparison: Comparison) -> dict[str, Any]:
     names = [name for name in comparison.engines if name not in left_out]
     by_engine: dict[str, list[dict]] = {}
     references: dict[str, list[dict]] = {}
-    for batch in _batches(names, comparison) if comparison.rounds else ():
+    rounds = comparison.rounds if _fitting(comparison) > 1 else 0
+    for batch in _batches(names, comparison) if rounds else ():
         found, failed = _visit_each_start(batch, comparison)
         left_out |= failed
         for name, by_rank in found.items():
@@ -86,9 +88,9 @@ def compare(comparison: Comparison) -> dict[str, Any]:
         "world_size": comparison.world_size,
         "accumulation": comparison.accumulation,
         "starts": comparison.starts,
-        "rounds": comparison.rounds,
+        "rounds": rounds,
         "steps": comparison.steps,
-        "engines": [asdict(row) for row in rows] if comparison.rounds else _bytes_only(measured, peaks),
+        "engines": [asdict(row) for row in rows] if rounds else _bytes_only(measured, peaks),
         "left_out": {name: {"title": ENGINES[name].title, "why": why} for name, why in left_out.items()},
     }
 
@@ -100,14 +102,18 @@ def parameters_of(workload: Workload) -> int:
 
 def _batches(names: list[str], comparison: Comparison) -> Iterable[list[str]]:
     """Engines that fit in memory together, the baseline among them each time."""
-    an_engine = BYTES_A_PARAMETER * parameters_of(comparison.workload) + BYTES_A_RANK
-    room = MEMORY_SHARE * psutil.virtual_memory().available
-    together = max(2, int(room / (an_engine * comparison.world_size)))
+    together = _fitting(comparison)
     others = [name for name in names if name != BASELINE]
     if not others:
         yield [BASELINE]
     for first in range(0, len(others), together - 1):
         yield [BASELINE, *others[first : first + together - 1]]
+
+
+def _fitting(comparison: Comparison) -> int:
+    """How many engines fit in memory at a time."""
+    an_engine = BYTES_A_PARAMETER * parameters_of(comparison.workload) + BYTES_A_RANK
+    return int(MEMORY_SHARE * psutil.virtual_memory().available / (an_engine * comparison.world_size))
 
 
 def _visit_each_start(names: list[str], comparison: Comparison) -> tuple[dict[str, list[dict]], dict[str, str]]:

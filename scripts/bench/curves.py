@@ -3,8 +3,9 @@
     python scripts/bench/curves.py                          # all of them: an hour
     python scripts/bench/curves.py sequence bucket --quick  # two of them, few points, a small model
 
-At each point the engines are compared as in step.py. The curve over ranks has more ranks than there may be cores, so it tells of
-memory and bytes only. Curves that are in the file already and are not measured now stay there.
+At each point the engines are compared as in step.py. The curves over ranks have more ranks than there may be cores, so they tell
+of memory and bytes only, and so does a model of which no two engines fit in memory together. Curves that are in
+the file already and are not measured now stay there.
 """
 
 from __future__ import annotations
@@ -47,6 +48,11 @@ def _of_model(comparison: Comparison, name: str) -> Comparison:
     return replace(comparison, workload=WORKLOADS[name])
 
 
+def _of_model_and_ranks(comparison: Comparison, value: tuple[str, int]) -> Comparison:
+    name, ranks = value
+    return replace(comparison, workload=WORKLOADS[name], world_size=ranks, rounds=0)
+
+
 def _of_sequence(comparison: Comparison, length: int) -> Comparison:
     return replace(comparison, workload=replace(comparison.workload, sequence_length=length))
 
@@ -69,6 +75,13 @@ CURVES = {
         values=(1, 2, 4, 8),
         quick_values=(1, 2),
         at=lambda comparison, ranks: replace(comparison, world_size=ranks, rounds=0),
+    ),
+    "peaks": Curve(
+        varied="model, ranks",
+        values=(("30m", 2), ("30m", 4), ("124m", 2), ("124m", 4)),
+        quick_values=(("tiny", 2),),
+        at=_of_model_and_ranks,
+        value_of=lambda _comparison, value: ", ".join(map(str, value)),
     ),
     "sequence": Curve(varied="tokens a row", values=(64, 128, 256, 512), quick_values=(64,), at=_of_sequence),
     "accumulation": Curve(
@@ -96,7 +109,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("curves", nargs="*", help=f"which: {', '.join(CURVES)} (default: all)")
     parser.add_argument("--model", choices=WORKLOADS, default="12m", help="for all but the first")
     parser.add_argument("--largest", choices=WORKLOADS, default="350m", help="of the curve over sizes")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--starts", type=int, default=2, help="of each engine's processes, with so many rounds each")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="steps of each engine in each round")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES))
     parser.add_argument("--time-limit-s", type=float, default=1800, help="for each set of ranks")
@@ -107,7 +121,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"unknown curves {', '.join(unknown)}; there are {', '.join(CURVES)}")
     if options.quick:
-        options.model, options.rounds, options.steps = "tiny", 1, 1
+        options.model, options.starts, options.rounds, options.steps = "tiny", 1, 1, 1
     return options
 
 
@@ -116,6 +130,7 @@ def main() -> int:
     middle = Comparison(
         engines=tuple(options.engines),
         workload=WORKLOADS[options.model],
+        starts=options.starts,
         rounds=options.rounds,
         steps=options.steps,
         time_limit_s=options.time_limit_s,

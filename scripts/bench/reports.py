@@ -138,8 +138,8 @@ def checkpoints(record: Record) -> dict[str, str]:
     return {"checkpoints": markdown(("what", "way", "", BEHIND), rows)}
 
 
-WHOLE_SAVES = ("torch.save", "DCP", "DCP async: stall")
-"""Peers' saves of a model and its optimizer."""
+WHOLE_SAVES = ("torch.save", "DCP")
+"""Peers' saves of a model and its optimizer, for all of which training waits."""
 
 
 def _compared(what: str, values: dict[str, float], text: Callable[[float], str]) -> Iterable[tuple[str, str, str, str]]:

@@ -115,7 +115,7 @@ def published_in_words(found: dict) -> list[str]:
 
 
 def models_in_words(found: dict) -> list[str]:
-    curves = [curve for name, curve in found["curves"].items() if name != "size"]
+    curves = [curve for name, curve in found["curves"].items() if name not in ("size", "peaks")]
     [million] = {round(point["parameters"] / 1e6) for curve in curves for point in curve["points"]}
     return [f"on a GPT-2 of {million} M parameters, with one figure varied"]
 

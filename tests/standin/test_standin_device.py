@@ -277,9 +277,11 @@ def bytes_of_a_step(rank: int, world_size: int, library: Path, folder: str, sett
     standin_device.register(library)
     with standin_device.process_group(rank, world_size, folder):
         model, optimizer, engine = built(device=standin_device.NAME, bucket_bytes="100KiB", **settings)
-        backward(model, 0)
-        optimizer.step()
-        optimizer.zero_grad()
+        # The first two steps look at the parameters besides.
+        for seed in range(2):
+            backward(model, seed)
+            optimizer.step()
+            optimizer.zero_grad()
         copied = CopiedBytes()
         batch = {n: v.to(standin_device.NAME) for n, v in gpt2_batch(torch.Generator().manual_seed(1), 2).items()}
         loss = model(**batch).loss

@@ -47,6 +47,7 @@ from .beside_split import refuse_beside_split
 from .bucket_builder import BucketBuilder
 from .bucketing import Division, SplitKinds, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
+from .renormed_embeddings import refuse_renormed_embeddings
 from .shared_storage import refuse_shared_storage
 from .sharers import Sharers, SharersOfKinds
 
@@ -180,6 +181,7 @@ def assemble(
         )
     check_parameters(model, config)
     refuse_shared_storage(model)
+    refuse_renormed_embeddings(model, config)
     split = SplitModel(model, optimizers)
     try:
         refuse_beside_split(split, config, optimizers)

@@ -19,9 +19,11 @@ class Gather(ABC):
 
     Attributes:
         is_exact: shards of another dtype than that of forward and backward are gathered as they are.
+        takes_edits: what is gathered is the shards' values, and no copy of it is kept: an edit of it may go into the shards.
     """
 
     is_exact = False
+    takes_edits = True
 
     @abstractmethod
     def start(self, bucket: Bucket) -> Handle:
@@ -80,6 +82,8 @@ class QuantisedGather(_Forgetful):
 
     Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
     """
+
+    takes_edits = False
 
     def __init__(self, transport: Transport, groups: Groups, format: BlockFormat):
         self._collective = QuantisedAllGather(transport, format)

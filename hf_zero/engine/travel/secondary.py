@@ -23,6 +23,8 @@ class ForwardGather(Gather):
         kept: of each bucket gathered since the last step, (numel / node.size,).
     """
 
+    takes_edits = False
+
     def __init__(self, whole: Gather, transport: Transport, node: RankGroup):
         self._whole = whole
         self._transport = transport
@@ -51,6 +53,7 @@ class ForwardGather(Gather):
 class BackwardGather(Gather):
     """Gathers inside the node what `forward` has kept, and from all ranks what it has not."""
 
+    takes_edits = False
     held_bytes = 0
 
     def __init__(self, forward: ForwardGather, transport: Transport):

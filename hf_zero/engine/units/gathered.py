@@ -23,10 +23,12 @@ class _Record:
 
     def __init__(self):
         self._versions: dict[ParameterSlot, int] = {}
+        self._units: set[Unit] = set()
         self._shards: dict[Bucket, torch.Tensor | None] = {}
 
     def take(self, units: Iterable[Unit]) -> None:
         for unit in units:
+            self._units.add(unit)
             self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
             self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
@@ -46,6 +48,9 @@ class _Record:
 
     def restore(self) -> None:
         """Undoes edits that have not been kept."""
+        for unit in self._units:
+            if any(slot.parameter._version != self._versions[slot] for slot in unit.slots):
+                unit.forget_edits()
         for bucket, shard in self._shards.items():
             if shard is not None:
                 bucket.own.copy_(shard)

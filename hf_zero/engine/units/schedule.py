@@ -265,6 +265,7 @@ class Unsharding:
             self._start(unit, self._wire.exact)
         for unit in units:
             self._finish(unit)
+            unit.leave_to_script()
 
     def reshard_all(self) -> None:
         """Drops everything that has been gathered: it is about to be out of date."""

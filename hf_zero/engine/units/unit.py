@@ -13,6 +13,7 @@ from ...buckets.memory import GatheredMemory
 from ...buckets.sharded_parameter import look_only
 from ...comm.transport import Handle
 from ..travel.gathers import Gather
+from .unseen_edits import UnseenEdits, rounded_edit
 
 _VERSION = attrgetter("_version")
 
@@ -62,6 +63,7 @@ class Unit:
         self._handles: list[Handle] = []
         self._parameters = [slot.parameter for slot in self.slots]
         self._versions = list(map(_VERSION, self._parameters))
+        self._unseen = UnseenEdits()
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -112,14 +114,23 @@ class Unit:
             self._handles.pop(0).finish()
         self.state = UnitState.UNSHARDED
         self._hang_parameters()
+        if self._unseen.watches:
+            self._unseen.begin(self.buckets)
 
     def reshard(self) -> None:
-        """UNSHARDED → SHARDED: gives back everything but the shard."""
+        """UNSHARDED → SHARDED: gives back everything but the shard, which takes in what a forward has edited in place.
+
+        Raises:
+            RuntimeError: an edit cannot be taken in.
+        """
         self._leave(UnitState.UNSHARDED)
+        if list(map(_VERSION, self._parameters)) != self._versions:
+            self._take_in_edits()
+        elif self._unseen.watches:
+            self._unseen.refuse(self.buckets)
         self.state, self.is_sharded = UnitState.SHARDED, True
         for memory in self.memories.values():
             memory.drop()
-        self._versions = list(map(_VERSION, self._parameters))
         self._hang_parameters()
 
     def keep_edits(self) -> None:
@@ -128,6 +139,16 @@ class Unit:
             raise AssertionError(f"hf_zero: edits of {self!r}, which is not whole")
         for memory in self.memories.values():
             memory.keep_edits()
+        self.forget_edits()
+
+    def leave_to_script(self) -> None:
+        """Tells that a script outside of a pass has the whole parameters."""
+        self._unseen.leave_to_script()
+
+    def forget_edits(self) -> None:
+        """Has the whole parameters dropped with what a script has written into them."""
+        with look_only():
+            self._versions = list(map(_VERSION, self._parameters))
 
     def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
@@ -152,6 +173,15 @@ class Unit:
             memory.hang_all(bucket.parameters, bucket.places)
         for guard in self.guards:
             guard.update()
+
+    def _take_in_edits(self) -> None:
+        before = dict(zip(self._parameters, self._versions))
+        for bucket, memory in self.memories.items():
+            if not cast(Gather, self.gather).takes_edits or memory.is_rounded:
+                for slot in bucket.slots:
+                    if slot.parameter._version != before[slot.parameter]:
+                        raise rounded_edit(slot.name)
+        self.keep_edits()
 
     def _refuse_edits(self) -> None:
         for bucket, memory in self.memories.items():

@@ -1,0 +1,47 @@
+"""Edits of parameters that their masters would not follow, because autograd does not count them."""
+
+from collections import Counter
+from typing import cast
+
+import torch
+
+from ..buckets.bucket import Bucket, Row
+from ..optimizer.state.holder import StateHolder
+
+_STEPS = 2
+
+
+class UncountedEdits:
+    """Compares parameters with their masters before the first steps: a script that edits through `.data` does so in each.
+
+    Args:
+        holder: has the masters.
+    """
+
+    def __init__(self, holder: StateHolder):
+        self._holder = holder
+        self._steps: Counter[Bucket] = Counter()
+
+    @torch.no_grad()
+    def refuse(self, bucket: Bucket) -> None:
+        """Called before a step of the bucket. Raises RuntimeError for an edit that is not counted."""
+        # Behind a wire of blocks, parameters are not what their masters are.
+        are_alike = bucket.keeps_master and bucket.precision.weights is None and not bucket.flat.is_meta
+        if not are_alike or self._steps[bucket] == _STEPS:
+            return
+        self._steps[bucket] += 1
+        values = bucket.memory.read_own()
+        for row in (row for row in bucket.rows if self._waits(row)):
+            master = cast(torch.Tensor, self._holder.master_view(row))
+            own, expected = row.of(values).to(master.device), master.to(values.dtype)
+            if not ((own == expected) | (own.isnan() & expected.isnan())).all():
+                raise RuntimeError(
+                    f"hf_zero: {row.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and the optimizer's "
+                    "step would undo it: it starts from the master, a copy with more digits or in other memory. Edit the "
+                    "parameter itself under `torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
+                )
+
+    @staticmethod
+    def _waits(row: Row) -> bool:
+        # A class whose step calls its parent's comes here a second time, when masters have been stepped.
+        return row.tensor.grad is not None and row.slot.version == row.slot.parameter._version
