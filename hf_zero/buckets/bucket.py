@@ -11,6 +11,7 @@ from torch import nn
 
 from ..comm.transport import Label
 from ..device import Arrival
+from ..disguise import look_only
 from ..hooks import WeakHook
 from ..kernels.quantise import round_to_blocks
 from ..layout.intervals import Interval
@@ -24,7 +25,6 @@ from .memory import ParameterMemory
 from .padding import clear_padding
 from .precision import Precision
 from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
-from .sharded_parameter import look_only
 
 _SMALL_NUMEL = 1 << 14
 

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from ..device import Reservation, alias, allocate, reserve, reserve_apart
+from ..disguise import look_only
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
 from ..offload.uplink import Uplink
 from ..read_ahead import ask_for
 from .padding import clear_padding
-from .sharded_parameter import all_are_hidden, are_hidden, hide_all, hide_values, look_only, show_all, show_values
+from .sharded_parameter import all_are_hidden, are_hidden, hide_all, hide_values, show_all, show_values
 
 _DTYPE = attrgetter("dtype")
 

@@ -5,13 +5,13 @@ sharded its class is a subclass of its own class, of which torch asks leave for 
 gather the parameter inside a forward or backward, where all ranks come by, and raise everywhere else.
 """
 
-from collections.abc import Callable, Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from ..disguise import LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
 from .nested import leaves
 
@@ -21,41 +21,6 @@ if TYPE_CHECKING:
 else:
     _TensorBase = object
 
-look_only = torch._C.DisableTorchFunctionSubclass
-"""A context in which torch asks nobody: for loops of the engine's own that look at many parameters and read none."""
-
-_ATTRIBUTES = """
-    shape dtype device layout ndim itemsize nbytes names name output_nr grad_fn grad_dtype is_leaf requires_grad retains_grad
-    volatile grad _grad _grad_fn _base _version _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_ipu is_maia is_meta
-    is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu
-"""
-
-_METHODS = """
-    size dim ndimension numel nelement stride storage_offset element_size get_device dim_order is_contiguous is_floating_point
-    is_complex is_signed is_conj is_neg is_inference is_same_size is_set_to has_names _is_view requires_grad_ register_hook
-    register_post_accumulate_grad_hook retain_grad new_empty new_empty_strided new_zeros new_ones new_full new_tensor __len__
-    __hash__
-"""
-
-_FUNCTIONS = """
-    numel is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size result_type get_device empty_like
-    zeros_like ones_like full_like rand_like randn_like randint_like _has_compatible_shallow_copy_type
-"""
-
-
-def _existing(holder: object, names: str) -> list[Any]:
-    return [getattr(holder, name) for name in names.split() if hasattr(holder, name)]
-
-
-def _looks() -> frozenset[Callable]:
-    """Everything that needs no values. torch spells the reading of an attribute as its descriptor's `__get__`."""
-    found = [*_existing(torch.Tensor, _METHODS), *_existing(torch, _FUNCTIONS)]
-    for attribute in _existing(torch.Tensor, _ATTRIBUTES):
-        found += _existing(attribute, "__get__ __set__ __delete__")
-    return frozenset(found)
-
-
-_LOOKS = _looks()
 _DATA: Any = torch.Tensor.data
 _ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
 """What hands out the same values under another name; whoever gets it may only want its dtype."""
@@ -70,25 +35,19 @@ _SPELLED = {
 }
 
 
-_HIDING_KINDS: set[type] = set()
-"""The classes of parameters whose values are hidden."""
-
-
 class ShardedParametersError(RuntimeError):
     """An operation that needs whole parameters met sharded ones."""
 
 
-class ShardedValues(_TensorBase):
+class ShardedValues(Disguised, _TensorBase):
     """Mixed into the class of a tensor whose values are sharded."""
 
     __slots__ = ()
 
-    _whole_kind: ClassVar[type[nn.Parameter]]
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in _LOOKS:
+        if func in LOOKS:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _ALIASING:
             return _alias_of(_parameter_behind(args[0]))
@@ -111,51 +70,31 @@ class ShardedAlias(ShardedValues, torch.Tensor):
     _parameter: nn.Parameter
 
 
+_HIDDEN = Disguise(ShardedValues, "Sharded")
+
+hide_all = _HIDDEN.put_on
+"""Has torch ask before each operation on parameters, whose values are sharded from now on."""
+
+show_all = _HIDDEN.take_off
+"""Makes them ordinary parameters again."""
+
+all_are_hidden = _HIDDEN.all_wear_it
+"""Whether all values are sharded, as far as torch is concerned."""
+
+
 def hide_values(parameter: nn.Parameter) -> None:
-    """Has torch ask before each operation on a parameter, whose values are sharded from now on."""
-    kind: Any = type(parameter)
-    if not issubclass(kind, ShardedValues):
-        parameter.__class__ = _hiding(kind)
+    """`hide_all` for one."""
+    hide_all((parameter,))
 
 
 def show_values(parameter: nn.Parameter) -> None:
-    """Makes it an ordinary parameter again."""
-    kind = type(parameter)
-    if issubclass(kind, ShardedValues):
-        parameter.__class__ = kind._whole_kind
-
-
-def hide_all(parameters: Iterable[nn.Parameter]) -> None:
-    """`hide_values` for many, which each layer comes to twice in a step."""
-    for parameter in parameters:
-        kind: Any = type(parameter)
-        if kind not in _HIDING_KINDS:
-            parameter.__class__ = _hiding(kind)
-
-
-def show_all(parameters: Iterable[nn.Parameter]) -> None:
-    """`show_values` for many."""
-    for parameter in parameters:
-        kind: Any = type(parameter)
-        if kind in _HIDING_KINDS:
-            parameter.__class__ = kind._whole_kind
+    """`show_all` for one."""
+    show_all((parameter,))
 
 
 def are_hidden(parameter: torch.Tensor) -> bool:
     """Whether the parameter's values are sharded, as far as torch is concerned."""
     return isinstance(parameter, ShardedValues)
-
-
-def all_are_hidden(parameters: Iterable[torch.Tensor]) -> bool:
-    """`are_hidden` of many."""
-    return _HIDING_KINDS.issuperset(map(type, parameters))
-
-
-@cache
-def _hiding(kind: type) -> type[nn.Parameter]:
-    hiding: Any = type(f"Sharded{kind.__name__}", (ShardedValues, kind), {"_whole_kind": kind})
-    _HIDING_KINDS.add(hiding)
-    return hiding
 
 
 def unreadable(name: str, operation: str) -> ShardedParametersError:

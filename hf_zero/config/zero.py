@@ -61,7 +61,7 @@ class ZeroConfig:
             optimizers and deals whole parameters to the ranks for those that need them (Muon, Adafactor), as a trial step of
             the optimizer shows; true and false are for one that cannot be tried.
         overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
-            a parameter through its module waits for it.
+            a parameter waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
             them.

@@ -68,7 +68,7 @@ class TrainingStep:
         )
         self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()
-        self._uncounted_edits = UncountedEdits(parts.holder)
+        self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
@@ -268,8 +268,9 @@ class TrainingStep:
         if self.bad_steps.has_skipped:
             return False
         self._refuse_without_rescue()
-        for bucket in buckets:
+        for bucket in self._uncounted_edits.watched.intersection(buckets):
             self._uncounted_edits.refuse(bucket)
+        for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)
         if nonfinite.is_due(optimizer):

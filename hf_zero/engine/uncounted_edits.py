@@ -1,6 +1,7 @@
 """Edits of parameters that their masters would not follow, because autograd does not count them."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -15,21 +16,26 @@ class UncountedEdits:
     """Compares parameters with their masters before the first steps: a script that edits through `.data` does so in each.
 
     Args:
+        buckets: of trained parameters.
         holder: has the masters.
+
+    Attributes:
+        watched: buckets of which some of the first steps are still to come.
     """
 
-    def __init__(self, holder: StateHolder):
+    def __init__(self, buckets: Iterable[Bucket], holder: StateHolder):
         self._holder = holder
         self._steps: Counter[Bucket] = Counter()
+        # Behind a wire of blocks, parameters are not what their masters are.
+        exact = (bucket for bucket in buckets if bucket.keeps_master and bucket.precision.weights is None)
+        self.watched = {bucket for bucket in exact if not bucket.flat.is_meta}
 
     @torch.no_grad()
     def refuse(self, bucket: Bucket) -> None:
-        """Called before a step of the bucket. Raises RuntimeError for an edit that is not counted."""
-        # Behind a wire of blocks, parameters are not what their masters are.
-        are_alike = bucket.keeps_master and bucket.precision.weights is None and not bucket.flat.is_meta
-        if not are_alike or self._steps[bucket] == _STEPS:
-            return
+        """Called before a step of a watched bucket. Raises RuntimeError for an edit that is not counted."""
         self._steps[bucket] += 1
+        if self._steps[bucket] == _STEPS:
+            self.watched.remove(bucket)
         values = bucket.memory.read_own()
         for row in (row for row in bucket.rows if self._waits(row)):
             master = cast(torch.Tensor, self._holder.master_view(row))

@@ -243,11 +243,28 @@ class Arriving:
         self.finish = finish
 
 
+KEPT = {
+    "arithmetic": lambda kept: kept[0] * 2,
+    "an alias": lambda kept: kept[-1].detach(),
+    "data": lambda kept: kept[0].data,
+    "all at once": lambda kept: torch._foreach_mul(kept, 2.0)[-1],
+    "a moving average": lambda kept: torch.zeros_like(kept[0]).lerp_(kept[0], 0.5),
+    "a copy": lambda kept: copy.deepcopy(kept[0]),
+    "a pickle": lambda kept: pickle.loads(pickle.dumps(kept[0])),
+    "numbers": lambda kept: torch.tensor(kept[-1].tolist()),
+    "an array": lambda kept: torch.from_numpy(kept[0].detach().numpy().copy()),
+}
+"""Ways to read a list of parameters that was taken before."""
+
+
 def read_behind_steps(rank: int, settings: dict | None) -> list[list]:
     """What each way in gives on this rank, right behind a step."""
+    ways = [lambda model, _kept, ids, way=way: way(model, ids) for way in WAYS_IN.values()]
+    ways += [lambda _model, kept, _ids, way=way: way(kept) for way in KEPT.values()]
     seen = []
-    for way in WAYS_IN.values():
+    for way in ways:
         model, entry, optimizer = prepared(Encoder, settings)
+        kept = list(model.parameters())
         if settings is not None:
             gather = engine_attached_to(model)._parts.parameter_gather._gather
             start = gather.start
@@ -258,7 +275,7 @@ def read_behind_steps(rank: int, settings: dict | None) -> list[list]:
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
-                seen.append(way(model, torch.arange(12).view(2, 6)).flatten().tolist())
+                seen.append(way(model, kept, torch.arange(12).view(2, 6)).flatten().tolist())
             # Ranks gather in the order of their reads, which is the same on all here; what is left comes in another.
             if settings is not None:
                 engine_attached_to(model).finish_parameters()
@@ -271,5 +288,5 @@ def read_like_ddp(rank: int, world_size: int) -> None:
         assert read_behind_steps(rank, {"stage": stage, "bucket_bytes": 256}) == expected, f"stage {stage}"
 
 
-def test_reads_that_bypass_the_models_forward_wait_for_the_step_and_are_ddps():
+def test_reads_that_bypass_the_models_forward_or_the_model_wait_for_the_step_and_are_ddps():
     run_ranks(read_like_ddp, world_size=2, time_limit_s=60)

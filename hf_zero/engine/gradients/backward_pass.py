@@ -9,8 +9,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ...buckets.bucket import Bucket, ParameterSlot
 from ...buckets.sharded_gradient import ShardedGradient
-from ...buckets.sharded_parameter import look_only
 from ...comm.transport import Label, Transport
+from ...disguise import look_only
 from ...hooks import WeakHook
 from .backward_end import BackwardEnd
 from .store import GradientStore

@@ -2,8 +2,8 @@
 
 A gather writes into the flat buffer while the script goes on, so a parameter read too early would be old on some ranks. While
 its bucket is in flight, each module that holds one of its parameters has a `_parameters` dict that finishes the gather at the
-first look. Forward, `parameters()`, `state_dict()`, `save_pretrained` and pickling all go through that dict; a list of
-parameters that a script took beforehand does not, and must call `engine.finish_parameters()`.
+first look. Forward, `parameters()`, `state_dict()`, `save_pretrained` and pickling all go through that dict. A list of
+parameters that a script took beforehand does not: of those, torch asks before it reads one.
 """
 
 import copy
@@ -17,6 +17,7 @@ from torch import nn
 from ...buckets.bucket import Bucket
 from ...comm.transport import Handle
 from ..guarded_parameters import GuardedParameters, ParametersGuard
+from .arriving_parameter import expect, take_as_arrived
 from .gathers import Gather
 
 _FRAMES_TO_ZERO_GRAD = 8
@@ -144,6 +145,8 @@ class ParameterGather:
         for holding in self._modules if in_flight else ():
             if not in_flight.isdisjoint(holding.buckets):
                 holding.guard.put()
+        for bucket in in_flight:
+            expect(bucket.parameters)
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
@@ -151,6 +154,7 @@ class ParameterGather:
         if handle is None:
             return
         handle.finish()
+        take_as_arrived(bucket.parameters)
         in_flight = self._in_flight.keys()
         for holding in self._modules_of[bucket]:
             if in_flight.isdisjoint(holding.buckets):

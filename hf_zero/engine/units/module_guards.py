@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import ParameterSlot
-from ...buckets.sharded_parameter import ShardedParametersError, look_only, show_values
+from ...buckets.sharded_parameter import ShardedParametersError, show_values
+from ...disguise import look_only
 from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import GatheredParameters
 from .schedule import Unsharding

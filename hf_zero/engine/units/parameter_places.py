@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...buckets.bucket import Bucket, ParameterSlot
-from ...buckets.sharded_parameter import look_only, show_values
+from ...buckets.sharded_parameter import show_values
+from ...disguise import look_only
 from ...hooks import WeakHook
 from ..travel.in_flight import is_compiled
 

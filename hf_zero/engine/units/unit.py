@@ -10,8 +10,8 @@ import torch
 
 from ...buckets.bucket import Bucket, ParameterSlot
 from ...buckets.memory import GatheredMemory
-from ...buckets.sharded_parameter import look_only
 from ...comm.transport import Handle
+from ...disguise import look_only
 from ..travel.gathers import Gather
 from .unseen_edits import UnseenEdits, rounded_edit
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...buckets.sharded_gradient import ShardedGradient
-from ...buckets.sharded_parameter import look_only
 from ...comm.groups.groups import Groups
+from ...disguise import look_only
 from ...engine_reference import engine_attached_to
 from ...hooks import WeakHook
 from .holder import StateHolder

@@ -1,0 +1,94 @@
+"""Parameters in a class that has torch ask before each operation on them.
+
+A class with `__torch_function__` is asked for leave to run any operation, and an ordinary Parameter is not of such a class. So
+for as long as a parameter's values may not be read as they are, its class is a subclass of its own one and of a mixin that
+answers.
+"""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+look_only = torch._C.DisableTorchFunctionSubclass
+"""A context in which torch asks nobody: for loops of the engine's own that look at many parameters and read none."""
+
+_ATTRIBUTES = """
+    shape dtype device layout ndim itemsize nbytes names name output_nr grad_fn grad_dtype is_leaf requires_grad retains_grad
+    volatile grad _grad _grad_fn _base _version _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_ipu is_maia is_meta
+    is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu
+"""
+
+_METHODS = """
+    size dim ndimension numel nelement stride storage_offset element_size get_device dim_order is_contiguous is_floating_point
+    is_complex is_signed is_conj is_neg is_inference is_same_size is_set_to has_names _is_view requires_grad_ register_hook
+    register_post_accumulate_grad_hook retain_grad new_empty new_empty_strided new_zeros new_ones new_full new_tensor __len__
+    __hash__
+"""
+
+_FUNCTIONS = """
+    numel is_floating_point is_complex is_signed is_conj is_neg is_inference is_same_size result_type get_device empty_like
+    zeros_like ones_like full_like rand_like randn_like randint_like _has_compatible_shallow_copy_type
+"""
+
+
+def _existing(holder: object, names: str) -> list[Any]:
+    return [getattr(holder, name) for name in names.split() if hasattr(holder, name)]
+
+
+def _looks() -> frozenset[Any]:
+    """Everything that needs no values. torch spells the reading of an attribute as its descriptor's `__get__`."""
+    found = [*_existing(torch.Tensor, _METHODS), *_existing(torch, _FUNCTIONS)]
+    for attribute in _existing(torch.Tensor, _ATTRIBUTES):
+        found += _existing(attribute, "__get__ __set__ __delete__")
+    return frozenset(found)
+
+
+LOOKS = _looks()
+"""The operations that need no values."""
+
+
+class Disguised:
+    """What the mixins of disguises have in common."""
+
+    __slots__ = ()
+
+    _own_class: ClassVar[type[nn.Parameter]]
+
+
+class Disguise:
+    """Gives parameters a class that a mixin is part of, and their own one again.
+
+    Args:
+        mixin: answers torch in `__torch_function__`.
+        prefix: of the classes' names.
+    """
+
+    def __init__(self, mixin: type[Disguised], prefix: str):
+        self._mixin = mixin
+        self._prefix = prefix
+        self._made: dict[type, type] = {}
+        self._classes: set[type] = set()
+
+    def put_on(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Unless they wear it. Each layer of stage 3 comes here twice in a step."""
+        for parameter in parameters:
+            kind: Any = type(parameter)
+            if kind not in self._classes:
+                parameter.__class__ = self._made.get(kind) or self._make(kind)
+
+    def take_off(self, parameters: Iterable[nn.Parameter]) -> None:
+        """If they wear it."""
+        for parameter in parameters:
+            kind: Any = type(parameter)
+            if kind in self._classes:
+                parameter.__class__ = kind._own_class
+
+    def all_wear_it(self, parameters: Iterable[torch.Tensor]) -> bool:
+        return self._classes.issuperset(map(type, parameters))
+
+    def _make(self, kind: type) -> type:
+        made = self._made[kind] = type(f"{self._prefix}{kind.__name__}", (self._mixin, kind), {"_own_class": kind})
+        self._classes.add(made)
+        return made
