@@ -243,6 +243,11 @@ class ZeroEngine:
             and self._parts.meeting.split.is_empty
         )
 
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether each rank has all tensors of the model, be it to the rounding of what has travelled."""
+        return self.sharded.is_empty and self._parts.meeting.split.is_empty
+
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
         places = Places(self.tier, self.parameter_tier, self._parts.holder, self.activations, self._parts.outer)

@@ -272,11 +272,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if engine is not None:
             engine.finish_parameters()
             if engine.saves_together:
-                # As with FSDP: whole tensors in host memory on the process that writes them, an empty dict on the others.
+                # As with FSDP: whole tensors in host memory on the process that writes them, and none on the others.
                 each_node = self.project_configuration.save_on_each_node
                 wanted = self.is_local_main_process if each_node else self.is_main_process
-                # accelerate's savers look for tied weights in an OrderedDict only.
-                return OrderedDict(engine.whole_state_dict(wanted=wanted))
+                state = engine.whole_state_dict(wanted=wanted)
+                if wanted or not engine.holds_whole_model:
+                    # accelerate's savers look for tied weights in an OrderedDict only.
+                    return OrderedDict(state)
+                # peft looks for the names on every rank: the others give what they compute with, as under DDP.
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):

@@ -166,7 +166,12 @@ def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(Path(folder) / "alone", state_dict=state)
+        part = get_peft_model_state_dict(accelerator.unwrap_model(model), state_dict=state)
+        assert part.keys() == expected.keys() and all(torch.equal(part[name], expected[name]) for name in expected)
     same(Path(folder) / "alone")
+    # On all ranks, of which the main one has the values.
+    part = get_peft_model_state_dict(model, state_dict=state)
+    assert part.keys() == (expected.keys() if accelerator.is_main_process else set())
     unwrapped = accelerator.unwrap_model(model)
     unwrapped.save_pretrained(
         Path(folder) / "documented",
@@ -196,6 +201,36 @@ def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
 
 def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(tmp_path):
     run_ranks(saves_in_a_loop, world_size=2, time_limit_s=100, keyword_arguments={"folder": str(tmp_path)})
+
+
+def saves_below_stage_3(rank: int, world_size: int, folder: str, door: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door)
+    torch.manual_seed(0)
+    model = with_classifier(bert())
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+    )
+    model(**bert_batch(torch.Generator().manual_seed(rank), 2)).loss.backward()
+    optimizer.step()
+    state = accelerator.get_state_dict(model)
+    unwrapped = accelerator.unwrap_model(model)
+    assert state.keys() == unwrapped.state_dict().keys()
+    unwrapped.save_pretrained(folder, is_main_process=accelerator.is_main_process, state_dict=state)
+    accelerator.wait_for_everyone()
+    expected = get_peft_model_state_dict(unwrapped, state_dict=state)
+    if accelerator.is_main_process:
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "door", ["plugin stage=2,comm.weights=int8", "plugin stage=1,comm.sync_every=2,comm.shard_group_size=1"]
+)
+def test_an_adapter_is_saved_by_the_documented_line_where_the_main_process_has_the_exact_weights(door, tmp_path):
+    run_ranks(
+        saves_below_stage_3, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path), "door": door}
+    )
 
 
 def saves_alone(rank: int, world_size: int, folder: str) -> None:

@@ -105,7 +105,7 @@ class ModuleMethods:
     `.half()` and the like raise unless they change nothing.
     """
 
-    _REPLACED = ("state_dict", "save_pretrained", "_load_from_state_dict", "_apply", "zero_grad")
+    _REPLACED = ("state_dict", "save_pretrained", "adapter_state_dict", "_load_from_state_dict", "_apply", "zero_grad")
 
     def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], gathered: GatheredParameters):
         self._guards = guards
@@ -116,6 +116,8 @@ class ModuleMethods:
             changed.state_dict = ReplacedMethod(self._state_dict, module)
             if hasattr(type(module), "save_pretrained"):
                 changed.save_pretrained = ReplacedMethod(self._save_pretrained, module)
+            if hasattr(type(module), "adapter_state_dict"):
+                changed.adapter_state_dict = ReplacedMethod(self._adapter_state_dict, module)
             changed._apply = ReplacedMethod(self._apply, module)
             changed.zero_grad = ReplacedMethod(self._zero_grad, module)
             if module in guards:
@@ -155,6 +157,17 @@ class ModuleMethods:
         # Ranks meet before anything is written.
         with self._gathered.lend_copies(module, f"save_pretrained() of {type(module).__name__}"):
             return stock()
+
+    def _adapter_state_dict(
+        self, module: nn.Module, adapter_name: str, state_dict: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """peft's, of a module that an adapter trains whole: what of a given state dict is that module's."""
+        if not state_dict:
+            # accelerator.get_state_dict gives the values to the main process only.
+            return {}
+        # Maybe on one rank alone. Of its own state dict it only asks the names.
+        with self._gathered.lend_names():
+            return cast(Any, type(module)).adapter_state_dict(module, adapter_name, state_dict)
 
     def _load_from_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         sharded = {
