@@ -1,5 +1,6 @@
 """Checkpoints of DeepSpeed ZeRO and FSDP, taken into an engine or made into one of ours."""
 
+import inspect
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,7 +141,7 @@ def convert(
             rows=rows,
             shapes=foreign.shapes,
             scalars={name: foreign.scalars_of(name) for name in foreign.shapes},
-            optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign)}],
+            optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign, optimizer)}],
             exchange=_alone,
         )
         write_pieces(pieces, temporary / ZERO_FOLDER, _alone, moved.by)
@@ -174,10 +175,17 @@ def _alone(value: object) -> list:
     return [value]
 
 
-def _groups_of(foreign: ForeignCheckpoint) -> list[dict[str, Any]]:
+def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any]]:
+    """The groups with the settings that torch's optimizer of this name has: a fused one of DeepSpeed has some of its own."""
+    kind = getattr(torch.optim, optimizer, None)
+    known = {"initial_lr", *inspect.signature(kind).parameters} if isinstance(kind, type) else None
     return [
         {
-            "settings": {k: v for k, v in plain_settings(group.settings).items() if k not in _OF_THE_MACHINE},
+            "settings": {
+                name: value
+                for name, value in plain_settings(group.settings).items()
+                if name not in _OF_THE_MACHINE and (known is None or name in known)
+            },
             "parameters": list(group.names),
         }
         for group in foreign.groups
