@@ -159,7 +159,9 @@ def _flat(settings: dict[str, Any]) -> dict[str, float]:
     """The numbers in an optimizer group's settings by name, for a checkpoint; those of a tuple as `betas 0`, `betas 1`."""
     found: dict[str, float] = {}
     for name, value in settings.items():
-        parts = {f"{name} {i}": part for i, part in enumerate(value)} if isinstance(value, tuple | list) else {name: value}
+        parts = (
+            {f"{name} {i}": part for i, part in enumerate(value)} if isinstance(value, tuple | list) else {name: value}
+        )
         for part, number in parts.items():
             # A learning rate may be a tensor, which a scheduler writes into.
             plain = number.item() if torch.is_tensor(number) and number.numel() == 1 else number
