@@ -199,6 +199,7 @@ class LivePieces:
                 time.sleep(_GLANCE_S)
             with self._lock:
                 if self._fault is not None:
+                    self._end_copies()
                     raise self._fault
                 if not self._left:
                     self._end_copies()
@@ -215,6 +216,10 @@ class LivePieces:
                     self._left.clear()
                     self._end_copies()
                     raise
+
+    def drop(self) -> None:
+        """Has `write`, in its thread, raise in place of writing what is left."""
+        self._fault = CheckpointError("the save was interrupted")
 
     def secure(self) -> None:
         """Returns once the values may change."""
