@@ -13,7 +13,7 @@ from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from .folder.on_all_ranks import on_all_ranks
 from .format.manifest import MANIFEST_NAME, WEIGHTS, CheckpointError, Manifest, SavedRow
-from .format.pieces import DTYPE_NAMES, LivePieces, Piece, lay_out, write_all
+from .format.pieces import LivePieces, Piece, dtype_name, lay_out, write_all
 from .format.staging import Values
 
 Row = tuple[str, str, Interval, Values]
@@ -73,7 +73,7 @@ def plan_rows(
             Piece(path=folder / file, offset=begins[f"{kind}/{name}"], values=tensor) for kind, name, _, tensor in rows
         )
         places = [
-            (kind, name, tuple(interval), file, f"{kind}/{name}", DTYPE_NAMES[tensor.dtype])
+            (kind, name, tuple(interval), file, f"{kind}/{name}", dtype_name(name, tensor.dtype))
             for kind, name, interval, tensor in rows
         ]
         return {"shapes": shapes, "scalars": _plain(scalars), "rows": places, "own_shapes": own_shapes or {}} | {

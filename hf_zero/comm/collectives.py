@@ -100,9 +100,9 @@ class CollectiveTransport(Transport):
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return self._everyones(values, label).amax(0)
 
-    def meet(self, purpose: str, timeout_s: float) -> None:
+    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         if self._meetings is not None:
-            self._meetings.meet(purpose, timeout_s)
+            self._meetings.meet(purpose, timeout_s, alone)
             self.exchange(None, purpose)
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:

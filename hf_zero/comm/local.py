@@ -41,7 +41,7 @@ class LocalTransport(Transport):
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return values
 
-    def meet(self, purpose: str, timeout_s: float) -> None:
+    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """One rank is all ranks."""
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:

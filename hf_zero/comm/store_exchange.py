@@ -24,7 +24,6 @@ class StoreExchange:
     def __init__(self, groups: Groups, name: str, timeout_s: float):
         self._groups = groups
         self._timeout_s = timeout_s
-        self._deadline_s = float("inf")
         self._count = 0
         if groups.world_size > 1:
             # A store's connection serves one call at a time: a wait on a shared one would hold training up.
@@ -34,8 +33,8 @@ class StoreExchange:
             )
 
     def hurry(self, seconds: float) -> None:
-        """From now on, gives up after `seconds`: this process wants to end."""
-        self._deadline_s = time.monotonic() + seconds
+        """From now on, waits no longer than this for other ranks: this process wants to end."""
+        self._timeout_s = seconds
 
     def exchange(self, value: Value) -> list[Value]:
         """Every rank's picklable value, in rank order.
@@ -65,10 +64,10 @@ class StoreExchange:
         return f"{self._count}/{rank}"
 
     def _take(self, rank: int) -> Any:
-        patience_s = time.monotonic() + self._timeout_s
+        began_s = time.monotonic()
         # Not the store's own wait: its connection could not be told meanwhile to give up sooner.
         while not self._store.check([self._key(rank)]):
-            if time.monotonic() > min(patience_s, self._deadline_s):
+            if time.monotonic() > began_s + self._timeout_s:
                 raise CommunicationError(
                     f"hf_zero: rank {rank} did not come to finish a checkpoint. It ended, or was held up for more than "
                     f"{self._timeout_s:.0f} s; its own error is the reason."

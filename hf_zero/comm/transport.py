@@ -116,8 +116,11 @@ class Transport(ABC):
         """Elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
 
     @abstractmethod
-    def meet(self, purpose: str, timeout_s: float) -> None:
+    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """Returns once every rank has come here for the same purpose.
+
+        Args:
+            alone: what lets one rank do it by itself, for the error: "wrap the call in ...".
 
         Raises:
             CommunicationError: within `timeout_s` on the ranks that came, when some did not or came for something else.

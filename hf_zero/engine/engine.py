@@ -23,7 +23,7 @@ from .memory_report import Places, report_memory
 from .report_tables import CommReport, MemoryReport
 from .training_step import TrainingStep
 from .travel.buffers import broadcast_buffers
-from .units.gathered import parameters_in
+from .units.gathered import IN_GATHERED, parameters_in
 from .units.split_model import whole_tensors
 
 
@@ -218,7 +218,7 @@ class ZeroEngine:
         self.synchronise()
         with (
             self.transport.watch.log.at("save"),
-            self._parts.exact.at_hand(purpose),
+            self._parts.exact.at_hand(purpose, IN_GATHERED),
             self.sharded.lent(purpose, wanted=wanted) as state,
         ):
             yield state

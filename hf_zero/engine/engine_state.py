@@ -109,6 +109,10 @@ class EngineState:
         """Name → whole shape of every trained parameter, on whichever ranks it lies."""
         return {slot.name: self.box_of(slot.parameter).shape for slot in self._parts.slot_of.values()}
 
+    def master_dtypes(self) -> dict[str, torch.dtype]:
+        """Name → dtype in which every trained parameter is stepped."""
+        return {slot.name: slot.bucket.precision.master for slot in self._parts.slot_of.values()}
+
     def box_of(self, parameter: torch.Tensor) -> Box:
         """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
         return self._parts.meeting.split.box_of(parameter)

@@ -21,6 +21,7 @@ from ..config import ConfigError, ZeroConfig
 from ..engine.build.other_engines import refuse_other_engines
 from ..engine.engine import ZeroEngine
 from ..engine.travel.in_flight import is_compiled
+from ..engine.turns import keep_state, take_up_state
 from ..engine_reference import engine_attached_to
 from ..optimizer.state.elementwise import refuse_wrapper
 from ..optimizer.state.optimizer import engine_stepped_by
@@ -159,6 +160,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         refuse_replication_without_trainer(self.zero_config)
         former = engine_attached_to(model)
         if former is not None:
+            keep_state(former)
             former.close()
             self.zero_engines.remove(former)
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
@@ -178,6 +180,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
                 )
+            take_up_state(engine)
         except Exception:
             self._forget(prepared, optimizers)
             raise

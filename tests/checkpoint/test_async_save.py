@@ -1,7 +1,9 @@
 """Checkpoints that all ranks write at once, behind training: the same bytes as a save that training waits for."""
 
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -18,6 +20,7 @@ from hf_zero.checkpoint.format import pieces
 from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.format.pieces import LivePieces, Piece, lay_out
 from hf_zero.checkpoint.verify import checkpoint_faults
+from hf_zero.integrations.trainer import checkpoints as saving
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -106,6 +109,38 @@ def test_a_script_may_go_to_another_folder_while_a_save_is_under_way(tmp_path):
     on_ranks(leaves_its_folder, world_size=1, folder=str(tmp_path))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-2"]
     assert checkpoint_faults(tmp_path / "run" / "checkpoint-2", "zero") == []
+
+
+class Interrupted(TrainerCallback):
+    """Ctrl-C in the step behind the second save."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def is_interrupted(rank: int, world_size: int, output_dir: str) -> None:
+    as_launched(rank, world_size)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    saving._PATIENCE_S, pieces._CHUNK_BYTES = 0.5, 1024
+    trainer = make_trainer("flag 2", "gpt2", output_dir, callbacks=[Interrupted()], **{**SAVING, "max_steps": 6})
+    pwrite = os.pwrite
+
+    def slow(handle, data, at):
+        # Thousands of parts: to write them all would take minutes.
+        if threading.current_thread() is not threading.main_thread() and trainer.state.global_step == 4:
+            time.sleep(1.0)
+        return pwrite(handle, data, at)
+
+    os.pwrite = slow
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+
+
+def test_an_interrupted_run_ends_soon_without_the_save_under_way(tmp_path):
+    on_ranks(is_interrupted, output_dir=str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+    assert checkpoint_faults(tmp_path / "checkpoint-2", "zero") == []
 
 
 class Watches(TrainerCallback):

@@ -3,11 +3,13 @@
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import transformers
 from cells import examples, short_rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +192,19 @@ def test_state_is_the_same_at_another_world_size_and_stage(tmp_path, wrote, read
         loaded_state, world_size=world, time_limit_s=60, keyword_arguments={**arguments, "stage": stage}
     ):
         assert loaded == saved[0]
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    itertools.permutations([partial(transformers.Adafactor, relative_step=False), torch.optim.Adafactor]),
+    ids=["transformers", "torch"],
+)
+def test_another_optimizer_of_the_same_name_is_refused(there, here, tmp_path):
+    _, _, engine = trained_engine(2, there)
+    save_engine(engine, tmp_path)
+    _, _, other = trained_engine(2, here)
+    with pytest.raises(CheckpointError, match="was made with another optimizer that is called Adafactor: it has"):
+        load_engine(other, tmp_path / ZERO_FOLDER)
 
 
 def test_other_models_and_optimizers_are_refused(tmp_path):

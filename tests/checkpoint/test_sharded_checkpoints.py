@@ -13,11 +13,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file
 from trainer_job import as_launched, history, make_trainer
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, Trainer
 from typer.testing import CliRunner
 
 from hf_zero.checkpoint.folder.disks import Disk, disk_with, find_disk
-from hf_zero.checkpoint.format.manifest import Manifest
+from hf_zero.checkpoint.format.manifest import CheckpointError, Manifest
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.cli.app import app
 from hf_zero.integrations.trainer.resuming import exchange_between_ranks
@@ -288,3 +288,53 @@ def test_ranks_find_out_who_shares_their_disk(tmp_path):
         assert own == found == Disk(ranks=(0, 2) if rank != 1 else (1,), rank=rank, world_size=3)
         assert own.leads == (rank in (0, 1)) and own.place == (1 if rank == 2 else 0)
     assert not list((tmp_path / "new" / "shared").iterdir())
+
+
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def buffers_go_on(rank: int, world_size: int, folder: str, layout: str) -> list[list[int]]:
+    """Buffers of a run that goes on from a checkpoint whose buffers had other values."""
+    as_launched(rank, world_size)
+
+    def trainer(first: int) -> Trainer:
+        def with_buffers(model):
+            for number, dtype in enumerate(UNSIGNED):
+                model.register_buffer(f"extra{number}", torch.arange(first, first + 3).to(dtype))
+            return model
+
+        settings = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "adapt": with_buffers}
+        return make_trainer(f"flag stage=3,checkpoint.layout={layout}", "gpt2", folder, **settings)
+
+    trainer(1000).train()
+    resumed = trainer(0)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    buffers = dict(resumed.model.named_buffers())
+    assert [buffers[f"extra{number}"].dtype for number in range(3)] == list(UNSIGNED)
+    return [buffers[f"extra{number}"].tolist() for number in range(3)]
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_buffers_of_unsigned_integers_are_saved_and_go_on(layout, tmp_path):
+    found = on_ranks(buffers_go_on, folder=str(tmp_path), layout=layout)
+    assert found == [[[1000, 1001, 1002]] * 3] * 2
+
+
+def saves_a_wide_complex(rank: int, world_size: int, folder: str, layout: str) -> str:
+    as_launched(rank, world_size)
+
+    def with_buffer(model):
+        model.register_buffer("wide", torch.zeros(2, dtype=torch.complex128))
+        return model
+
+    door = f"flag stage=2,checkpoint.layout={layout}"
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "adapt": with_buffer}
+    with pytest.raises(CheckpointError) as raised:
+        make_trainer(door, "gpt2", folder, **settings).train()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["hf", "sharded"])
+def test_a_buffer_of_a_dtype_that_no_file_has_is_named(layout, tmp_path):
+    [said] = on_ranks(saves_a_wide_complex, world_size=1, folder=str(tmp_path), layout=layout)
+    assert "wide has dtype torch.complex128, which cannot be saved; those that can are F64" in said

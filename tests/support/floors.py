@@ -7,6 +7,7 @@ FLOOR = {
     "read_ahead": 0,
     "hooks": 0,
     "engine_reference": 0,
+    "disguise": 0,
     "kernels": 1,
     "plan": 1,
     "comm": 2,

@@ -22,5 +22,7 @@ def on_all_ranks(exchange: Exchange, work: Callable[[], Result], *, doing: str, 
         work,
         expected=(Exception,),
         tell=lambda error: str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}",
-        error=lambda rank, reason: CheckpointError(f"hf_zero: rank {rank} could not {doing}: {reason}. {then}"),
+        error=lambda rank, reason: CheckpointError(
+            f"hf_zero: rank {rank} could not {doing}: {reason.rstrip('.')}. {then}"
+        ),
     )

@@ -32,6 +32,9 @@ DTYPE_NAMES = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
@@ -43,6 +46,16 @@ _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _ALIGNMENT_BYTES = 8
 _CHUNK_BYTES = 16 * 2**20
 _GLANCE_S = 0.001
+
+
+def dtype_name(name: str, dtype: torch.dtype) -> str:
+    """How the safetensors format spells the dtype of a tensor `name`. Raises `CheckpointError` where it has no name for it."""
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{name} has dtype {dtype}, which cannot be saved; those that can are {', '.join(DTYPE_NAMES.values())}. Keep it "
+            "in one of them, or register it with persistent=False"
+        )
+    return DTYPE_NAMES[dtype]
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -105,11 +118,9 @@ def lay_out(
     # Wide ones first, so that each begins at a multiple of its element.
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
         dtype, shape = tensors[name]
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors files do not have")
         begin, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         begins[name] = begin
-        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": dtype_name(name, dtype), "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     start = len(text) + 8
@@ -199,6 +210,7 @@ class LivePieces:
                 time.sleep(_GLANCE_S)
             with self._lock:
                 if self._fault is not None:
+                    self._end_copies()
                     raise self._fault
                 if not self._left:
                     self._end_copies()
@@ -215,6 +227,10 @@ class LivePieces:
                     self._left.clear()
                     self._end_copies()
                     raise
+
+    def drop(self) -> None:
+        """Has `write`, in its thread, raise in place of writing what is left."""
+        self._fault = CheckpointError("the save was interrupted")
 
     def secure(self) -> None:
         """Returns once the values may change."""

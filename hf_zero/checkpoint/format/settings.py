@@ -1,6 +1,6 @@
 """An optimizer group's settings as JSON values, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,18 @@ import torch
 
 from .errors import CheckpointError
 from .text import shown
+
+_OF_A_RUN = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step"}
+"""Settings that schedulers, and steps, put into the groups of any optimizer."""
+
+
+def tell_apart(saved: Iterable[str], group: Iterable[str]) -> tuple[str, str] | None:
+    """A setting that only the saved one of two optimizers has, and one that only this run's has; None where one may be the other.
+
+    It may where one of them alone has more: releases add settings, and scripts keep some of their own in groups.
+    """
+    there, here = set(saved) - _OF_A_RUN, set(group) - _OF_A_RUN - {"params", "param_names"}
+    return (min(there - here), min(here - there)) if there - here and here - there else None
 
 
 def restore_settings(group: dict[str, Any], saved: dict[str, Any]) -> None:

@@ -34,8 +34,11 @@ class Meetings:
         self._name = name
         self._count = 0
 
-    def meet(self, purpose: str, timeout_s: float) -> None:
+    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """Returns once every rank is here.
+
+        Args:
+            alone: what lets one rank do it by itself, for the error.
 
         Raises:
             CommunicationError: `timeout_s` have passed, a rank has ended or left without coming, or waits for this one in
@@ -44,37 +47,37 @@ class Meetings:
         self._count += 1
         with self._lookout.inside(purpose) as wait:
             try:
-                self._meet(wait, purpose, timeout_s)
+                self._meet(wait, purpose, timeout_s, alone)
             except (dist.DistNetworkError, StoreSilentError) as error:
                 silent = str(error) if isinstance(error, StoreSilentError) else None
                 what = silent or "the process that keeps the ranks' store has ended, rank 0's or the launcher's"
-                raise _came_alone(purpose, what) from error
+                raise _came_alone(purpose, what, alone) from error
 
-    def _meet(self, wait: Wait, purpose: str, timeout_s: float) -> None:
+    def _meet(self, wait: Wait, purpose: str, timeout_s: float, alone: str) -> None:
         if self._lookout.with_store(self._arrive, _STORE_S):
-            raise _came_alone(purpose, "the others have given up waiting for this rank")
+            raise _came_alone(purpose, "the others have given up waiting for this rank", alone)
         pause_s, look_s = 1e-3, _LOOK_S
         while missing := self._lookout.with_store(self._missing, _STORE_S):
             lost = self._lookout.with_store(lambda store: self._lookout.gone(store, missing), _STORE_S)
             if lost or wait.seconds >= timeout_s:
                 self._give_up(purpose, missing)
                 what = f"ranks {lost} have ended" if lost else f"waited {timeout_s:.0f} s for ranks {missing}"
-                raise _came_alone(purpose, what, self._lookout.lines(wait, enough=lost[0] if lost else None))
+                raise _came_alone(purpose, what, alone, self._lookout.lines(wait, enough=lost[0] if lost else None))
             if wait.end is not None:
                 self._give_up(purpose, missing)
                 raise wait.end
             if wait.seconds >= look_s:
                 look_s += _LOOK_S
-                self._refuse_to_wait_in_vain(purpose, missing, wait)
+                self._refuse_to_wait_in_vain(purpose, missing, wait, alone)
             # Not by the store's own `wait`: at the end of a patience it prints warnings.
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S)
 
-    def _refuse_to_wait_in_vain(self, purpose: str, missing: list[int], wait: Wait) -> None:
+    def _refuse_to_wait_in_vain(self, purpose: str, missing: list[int], wait: Wait, alone: str) -> None:
         lines = self._lookout.look_for(missing, wait)
         if lines is not None:
             self._give_up(purpose, missing)
-            raise _came_alone(purpose, f"ranks {missing} wait for this one elsewhere", lines)
+            raise _came_alone(purpose, f"ranks {missing} wait for this one elsewhere", alone, lines)
 
     def _give_up(self, purpose: str, missing: list[int]) -> None:
         def tell(store: dist.Store) -> None:
@@ -105,10 +108,9 @@ class Meetings:
         return dist.PrefixStore(f"hf_zero/{self._name}/{self._count}", store)
 
 
-def _came_alone(purpose: str, what: str, lines: str = "") -> CommunicationError:
-    where = f"\n{lines}\n" if lines else " "
+def _came_alone(purpose: str, what: str, alone: str, lines: str = "") -> CommunicationError:
+    where, otherwise = f"\n{lines}\n" if lines else " ", f", or {alone}" if alone else ""
     return CommunicationError(
         f"hf_zero: only some ranks came to {purpose}; {what}.{where}It is collective: call it on every rank, outside "
-        "`if is_main_process`, or wrap the call in `with hf_zero.gathered(model)` on every rank. The time limit is "
-        "`comm.gather_timeout_s`, and of a save_state `comm.timeout_s`."
+        f"`if is_main_process`{otherwise}. The time limit is `comm.gather_timeout_s`, and of a save_state `comm.timeout_s`."
     )

@@ -107,8 +107,8 @@ class RepeatableTransport(Transport):
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return self._answer(lambda: self._inner.agree_max(values, label))
 
-    def meet(self, purpose: str, timeout_s: float) -> None:
-        self._answer(lambda: self._inner.meet(purpose, timeout_s))
+    def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
+        self._answer(lambda: self._inner.meet(purpose, timeout_s, alone))
 
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return self._answer(lambda: self._inner.exchange(value, purpose))

@@ -40,10 +40,14 @@ class ExactWeights:
         return not self._format_of
 
     @contextmanager
-    def at_hand(self, purpose: str) -> Iterator[None]:
-        """The parameters are their masters, in the parameters' dtype. Collective on the way in where there are buckets."""
+    def at_hand(self, purpose: str, alone: str = "") -> Iterator[None]:
+        """The parameters are their masters, in the parameters' dtype. Collective on the way in where there are buckets.
+
+        Args:
+            alone: see `Transport.meet`.
+        """
         if self._format_of and not self._depth:
-            self._transport.meet(purpose, self._timeout_s)
+            self._transport.meet(purpose, self._timeout_s, alone)
             for bucket in self._format_of:
                 with self._holder.at_hand(bucket):
                     bucket.follow_edits()

@@ -17,6 +17,9 @@ from .saved_reads import gathered_again
 from .schedule import Unsharding
 from .unit import Unit
 
+IN_GATHERED = "wrap the call in `with hf_zero.gathered(model)` on every rank"
+"""What lets one rank read a whole model by itself, in words."""
+
 
 class _Record:
     """Parameters as `gathered` found them, so that an edit that is not to be kept is seen and undone."""
@@ -146,7 +149,7 @@ class GatheredParameters:
         parameters = set(module.parameters())
         units = self.units_of(parameters)
         if any(not unit.holds for unit in units):
-            self._transport.meet(purpose, self._timeout_s)
+            self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
         copies: dict[nn.Parameter, torch.Tensor] = {}
         for unit in sorted(units, key=self._schedule.units.index):
             self._schedule.unshard([unit])

@@ -12,7 +12,7 @@ from ...checkpoint.folder.commit import seal
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.pieces import Piece
-from ...checkpoint.format.settings import plain_settings, same_groups
+from ...checkpoint.format.settings import plain_settings, same_groups, tell_apart
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.verify import checkpoint_faults
 from ...checkpoint.writer import Row, plan_rows, write_pieces
@@ -153,9 +153,23 @@ def open_own(folder: Path, state: EngineState) -> Iterator[SavedOptimizers]:
                     f"hf_zero: {folder}: the parameter groups of {saved['class']} hold other parameters than the "
                     "optimizer's now. Resume with the weight-decay and group settings that the checkpoint was made with."
                 )
+            for group, its in zip(optimizer.param_groups, saved["groups"]):
+                _refuse_namesake(saved["class"], its["settings"], group, folder)
             settings.extend(zip(optimizer.param_groups, (group["settings"] for group in saved["groups"])))
         yield SavedOptimizers(
             settings=settings, read=reader.read, kinds_of=reader.kinds_of, scalars_of=reader.scalars_of
+        )
+
+
+def _refuse_namesake(name: str, saved: dict[str, Any], group: dict[str, Any], folder: Path) -> None:
+    """Raises `CheckpointError` where two optimizers are called alike, as transformers' and torch's Adafactor, and are not."""
+    differing = tell_apart(saved, group)
+    if differing is not None:
+        there, here = differing
+        raise CheckpointError(
+            f"hf_zero: {folder} was made with another optimizer that is called {name}: it has the setting {there!r}, which this "
+            f"run's has not, and this run's has {here!r}. Resume with the optimizer of the same package, or start afresh from "
+            "the saved model."
         )
 
 

@@ -1,5 +1,6 @@
 """Checkpoints of DeepSpeed ZeRO and FSDP, taken into an engine or made into one of ours."""
 
+import inspect
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from ...checkpoint.folder.commit import abandon, begin, commit, seal
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.foreign.find import open_foreign
-from ...checkpoint.foreign.states import ForeignCheckpoint
+from ...checkpoint.foreign.states import MASTER, ForeignCheckpoint
 from ...checkpoint.format.files import Progress, untold
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError
@@ -23,7 +24,7 @@ from ...engine.engine_state import EngineState
 from ...layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
 from .config_model import CONFIG_NAME, expected_tensors, meta_model
-from .load_state import SavedOptimizers
+from .load_state import SavedOptimizers, refuse_other_state
 
 _OF_THE_MACHINE = ("foreach", "fused", "capturable", "differentiable")
 """Settings that say how a step is computed and not what; those of the run that goes on stay."""
@@ -58,7 +59,11 @@ def open_saved_by_others(folder: Path, state: EngineState) -> Iterator[SavedOpti
     settings = []
     for (group, _), saved in zip(here, foreign.groups):
         _refuse_other_optimizer(type(optimizer).__name__, group, saved.settings, folder)
-        settings.append((group, {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}))
+        taken = {k: v for k, v in saved.settings.items() if k in group and k not in _OF_THE_MACHINE}
+        for name in [name for name in saved.names if len(foreign.shapes[name]) == 2][:1]:
+            found = {*foreign.kinds_of(name), *foreign.scalars_of(name)} - {MASTER}
+            refuse_other_state(folder, optimizer, group, taken, found)
+        settings.append((group, taken))
     yield SavedOptimizers(
         settings=settings,
         read=foreign.read,
@@ -124,7 +129,9 @@ def convert(
     moved = _Moved(foreign, on_progress)
     rows = []
     for kind, name, interval in moved.rows:
-        rows.append((kind, name, interval, foreign.read(kind, name, interval)))
+        values = foreign.read(kind, name, interval)
+        # Beside fp32 masters, in which parameters of 16 bits are stepped here, state is fp32 too.
+        rows.append((kind, name, interval, values if kind == MASTER or values.itemsize != 2 else values.float()))
         moved.by(rows[-1][-1].nbytes)
     needed_bytes = sum(tensor.nbytes for *_, tensor in rows) * 2
     disk = Disk.shared()
@@ -140,7 +147,7 @@ def convert(
             rows=rows,
             shapes=foreign.shapes,
             scalars={name: foreign.scalars_of(name) for name in foreign.shapes},
-            optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign)}],
+            optimizers=lambda: [{"class": optimizer, "groups": _groups_of(foreign, optimizer)}],
             exchange=_alone,
         )
         write_pieces(pieces, temporary / ZERO_FOLDER, _alone, moved.by)
@@ -174,10 +181,17 @@ def _alone(value: object) -> list:
     return [value]
 
 
-def _groups_of(foreign: ForeignCheckpoint) -> list[dict[str, Any]]:
+def _groups_of(foreign: ForeignCheckpoint, optimizer: str) -> list[dict[str, Any]]:
+    """The groups with the settings that torch's optimizer of this name has: a fused one of DeepSpeed has some of its own."""
+    kind = getattr(torch.optim, optimizer, None)
+    known = {"initial_lr", *inspect.signature(kind).parameters} if isinstance(kind, type) else None
     return [
         {
-            "settings": {k: v for k, v in plain_settings(group.settings).items() if k not in _OF_THE_MACHINE},
+            "settings": {
+                name: value
+                for name, value in plain_settings(group.settings).items()
+                if name not in _OF_THE_MACHINE and (known is None or name in known)
+            },
             "parameters": list(group.names),
         }
         for group in foreign.groups

@@ -1,6 +1,6 @@
 """Masters and optimizer state into an engine, from a checkpoint of whichever format."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
+from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.settings import restore_settings
 from ...engine.engine import ZeroEngine
 from ...engine.engine_state import EngineState, KindsOf, Read
 from ...engine.units.split_model import read_part
 from ...layout.boxes import Box
 from ...layout.intervals import Interval
+from ...optimizer.state.state_kinds import state_names
 from .progress import progress_bar
 
 
@@ -46,6 +48,24 @@ class SavedOptimizers:
         return read_part(box, interval, partial(self.read, kind, name))
 
 
+def refuse_other_state(
+    path: Path, optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any], found: Iterable[str]
+) -> None:
+    """Raises `CheckpointError` where the state that a file has of a matrix is of another optimizer: files name no class.
+
+    Args:
+        group, settings: of the run's optimizer, and those of the file that it takes.
+        found: names of the state; none where it was saved before the first step.
+    """
+    there = set(found)
+    missing = state_names(optimizer, group | settings) - there
+    if there and missing:
+        raise CheckpointError(
+            f"hf_zero: {path} has {', '.join(sorted(there))} as state of a parameter, and {type(optimizer).__name__} needs "
+            f"{min(missing)!r}. Resume with the optimizer that it was made with, or start afresh from the saved model."
+        )
+
+
 Opens = Callable[[Path, EngineState], AbstractContextManager[SavedOptimizers]]
 """Opens a checkpoint of one format for this rank. Raises `CheckpointError` where it is damaged or does not fit the run."""
 
@@ -72,13 +92,15 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         for group, settings in saved.settings:
             restore_settings(group, settings)
         with progress_bar("reading optimizer state", is_main=engine.run.rank == 0) as show:
-            boxes = engine.state.boxes()
+            boxes, dtypes = engine.state.boxes(), engine.state.master_dtypes()
 
             def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
                 box = boxes.get(name)
                 values = saved.read(kind, name, interval) if box is None else saved.part(kind, name, box, interval)
                 show(values.nbytes)
-                return values
+                # As torch's own `load_state_dict` has it: state in the dtype that is stepped.
+                is_alike = saved.origin is None or not values.is_floating_point()
+                return values if is_alike else values.to(dtypes[name])
 
             engine.state.fill(read, saved.kinds_of, saved.scalars_of)
         return saved.origin

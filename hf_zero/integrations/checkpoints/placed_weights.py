@@ -22,7 +22,7 @@ from ...buckets.sharded_parameter import ShardedParametersError
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.format.manifest import WEIGHTS, SavedWeight
-from ...checkpoint.format.pieces import DTYPE_NAMES, Piece, lay_out
+from ...checkpoint.format.pieces import Piece, dtype_name, lay_out
 from ...checkpoint.writer import Row
 from ...comm.all_or_none import Exchange
 from ...engine.engine import ZeroEngine
@@ -133,7 +133,7 @@ class ShardedLayout(Layout):
             return None
         (folder / SAFE_WEIGHTS_INDEX_NAME).unlink(missing_ok=True)
         return {
-            first: (name, DTYPE_NAMES[tensors[first].dtype], list(tensors[first].shape))
+            first: (name, dtype_name(name, tensors[first].dtype), list(tensors[first].shape))
             for file in files
             for name, first in file.names.items()
         }

@@ -10,7 +10,7 @@ import torch
 from ...checkpoint.format.manifest import CheckpointError
 from ...engine.engine_state import EngineState
 from ...layout.intervals import Interval
-from .load_state import SavedOptimizers
+from .load_state import SavedOptimizers, refuse_other_state
 
 _TELLING = (
     *("betas", "momentum", "momentum_decay", "alpha", "rho", "lr_decay", "etas"),
@@ -55,6 +55,11 @@ def open_plain(file: Path, engine_state: EngineState) -> Iterator[SavedOptimizer
                     f"hf_zero: {file}: {kind} of {name!r} has shape {tuple(value.shape)}, and the parameter has {shapes[name]}. "
                     "Resume with the model that the checkpoint was made with."
                 )
+
+    for group, names, theirs in zip(optimizer.param_groups, group_names, saved["param_groups"]):
+        taken = {key: value for key, value in theirs.items() if key != "params"}
+        for name in [name for name in names if len(shapes[name]) == 2][:1]:
+            refuse_other_state(file, optimizer, group, taken, state[name])
 
     def read(kind: str, name: str, interval: Interval) -> torch.Tensor:
         return state[name][kind].reshape(-1)[interval.start : interval.stop].clone()

@@ -19,7 +19,7 @@ from ...checkpoint.format.files import is_inside
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import WEIGHTS, CheckpointError
-from ...checkpoint.format.pieces import DTYPE_NAMES, dtype_named
+from ...checkpoint.format.pieces import dtype_name, dtype_named
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.verify import newest_first
 from ...layout.boxes import Box
@@ -167,7 +167,7 @@ class ForeignWeights(Weights):
     def __init__(self, folder: Path):
         self._foreign = open_foreign(folder)
         self.tensors = [
-            SavedTensor.packed(name, folder.name, shape, DTYPE_NAMES[self._foreign.weight_dtype(name)])
+            SavedTensor.packed(name, folder.name, shape, dtype_name(name, self._foreign.weight_dtype(name)))
             for name, shape in self._foreign.weight_shapes().items()
         ]
 
@@ -190,7 +190,7 @@ class ShardWeights(Weights):
         for path in self._shards.entries:
             self._shards.refuse_uncovered(path)
         self.tensors = [
-            SavedTensor.packed(name, folder.name, shape, DTYPE_NAMES[dtype])
+            SavedTensor.packed(name, folder.name, shape, dtype_name(name, dtype))
             for name, (shape, dtype) in self._shards.weights.items()
         ]
 

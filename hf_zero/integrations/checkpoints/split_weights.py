@@ -3,7 +3,7 @@
 import torch
 
 from ...checkpoint.format.manifest import WEIGHTS, SavedWeight
-from ...checkpoint.format.pieces import DTYPE_NAMES
+from ...checkpoint.format.pieces import dtype_name
 from ...checkpoint.writer import Row
 from ...engine.engine import ZeroEngine
 from ...layout.intervals import Interval
@@ -15,7 +15,7 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
     with engine.sharded.gathered.lend_names():
         tensors = saved_tensors_of(engine.model)
         weights = {
-            name: SavedWeight(dtype=DTYPE_NAMES[tensor.dtype], shape=engine.state.box_of(tensor).shape)
+            name: SavedWeight(dtype=dtype_name(name, tensor.dtype), shape=engine.state.box_of(tensor).shape)
             for name, tensor in _each_once(tensors).items()
         }
     name_of = {id(tensor): name for name, tensor in _each_once(tensors).items()}

@@ -75,6 +75,7 @@ class CheckpointSaver:
         self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
+        self._writing: LivePieces | None = None
         self._written: tuple[str, LivePieces] | None = None
         for sharded in engine.optimizers:
             sharded.optimizer.register_step_pre_hook(WeakHook(self, CheckpointSaver._before_step))
@@ -157,13 +158,27 @@ class CheckpointSaver:
         finally:
             live.on_written, self._written = _not_told, None
 
-    def give_up(self) -> None:
-        """Lets a save behind training end, without waiting long for other ranks: an exception is ending this one."""
+    def give_up(self, error: BaseException) -> None:
+        """Lets a save behind training end, without waiting long for other ranks: `error` is ending this one.
+
+        One who interrupts the run by hand does not wait long for the disk either: the save is dropped then.
+        """
         self._store_exchange.hurry(_PATIENCE_S)
+        if isinstance(error, KeyboardInterrupt) and not self._background.is_done(_GLANCE_S):
+            logger.warning(
+                f"hf_zero: interrupted; the save under way is dropped if it takes {_PATIENCE_S:.0f} s more. {_THEN}"
+            )
+            if not self._background.is_done(_PATIENCE_S):
+                self._drop()
         try:
             self._background.finish()
         except (CheckpointError, CommunicationError) as error:
             logger.warning(str(error))
+
+    def _drop(self) -> None:
+        if self._writing is not None:
+            self._writing.drop()
+        self._store_exchange.hurry(1.0)
 
     @contextmanager
     def _on_failure(self) -> Iterator[None]:
@@ -215,7 +230,7 @@ class CheckpointSaver:
         self._written = (final.name, live)
         complete = partial(self._complete, manifest, live, temporary, there, disk=disk, best=best)
         if is_async:
-            self._live = live
+            self._live = self._writing = live
             self._background.start(partial(complete, exchange=self._store_exchange.exchange))
         else:
             with self._shown_from_here():

@@ -139,7 +139,7 @@ class ZeroTrainerMixin(_TrainerBase):
             self.accelerator.end_report(in_one_line(error))
             for saver in (self._checkpoint_saver, self._memory_saver):
                 if saver is not None:
-                    saver.give_up()
+                    saver.give_up(error)
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:

@@ -11,13 +11,13 @@ from ...device import Arrival
 from ...offload.tier import StateFiles, Tier
 from ..state.bucket_state import BucketState
 from ..state.placeholders import Placeholders
-from ..state.step_timing import DUE, StepTiming
+from ..state.step_timing import DUE, DUE_GRADIENT, StepTiming
 from .double import Stepped
 from .seen_step import Seen
 from .steps_beside import StepsBeside, memory_bytes, try_aside
 
-_GRADIENT = f"{DUE}gradient"
 _SETTING = f"{DUE}setting "
+_WARMED_UP = f"{DUE}after steps in time"
 
 
 class Late(StepTiming):
@@ -48,7 +48,8 @@ class Late(StepTiming):
         warmup: int,
     ):
         self._beside = StepsBeside(tier, files, placeholders)
-        self._in_time = {optimizer: warmup for optimizer in optimizers}
+        self._warmup = warmup
+        self._in_time = dict.fromkeys(optimizers, 0)
         self._due: dict[Bucket, tuple[Seen, Future[Stepped]]] = {}
         self._restored: dict[Bucket, dict[Row, tuple[torch.Tensor, dict[str, Any]]]] = {}
 
@@ -80,8 +81,8 @@ class Late(StepTiming):
                 stepped[bucket] = self._beside.start(bucket, now, Arrival()).result()
         self._beside.give_back_buffers()
         self._beside.take_over(stepped)
-        if self._in_time[optimizer]:
-            self._in_time[optimizer] -= 1
+        if self._in_time[optimizer] < self._warmup:
+            self._in_time[optimizer] += 1
             return ()
         for bucket in mine:
             seen = self._beside.doubles[bucket].seen()
@@ -94,20 +95,29 @@ class Late(StepTiming):
         self._due.pop(row.slot.bucket, None)
         restored = self._restored.setdefault(row.slot.bucket, {})
         restored.pop(row, None)
-        due = {name: value for name, value in state.items() if name.startswith(DUE)}
-        if due:
-            settings = {name.removeprefix(_SETTING): value for name, value in due.items() if name != _GRADIENT}
-            restored[row] = (due[_GRADIENT], settings)
-        return {name: value for name, value in state.items() if name not in due}
+        if _WARMED_UP in state:
+            self._in_time[self._beside.doubles[row.slot.bucket].optimizer] = state[_WARMED_UP]
+        if DUE_GRADIENT in state:
+            settings = {n.removeprefix(_SETTING): value for n, value in state.items() if n.startswith(_SETTING)}
+            restored[row] = (state[DUE_GRADIENT], settings)
+        return {name: value for name, value in state.items() if not name.startswith(DUE)}
 
     def beside(self, row: Row) -> dict[str, Any]:
-        if row.slot.bucket not in self._due:
+        bucket = row.slot.bucket
+        if bucket not in self._beside.doubles:
             return {}
-        seen, _ = self._due[row.slot.bucket]
+        warmed_up = {_WARMED_UP: self._in_time[self._beside.doubles[bucket].optimizer]}
+        if bucket in self._restored and row in self._restored[bucket]:
+            # No step has come since the checkpoint was read.
+            gradient, settings = self._restored[bucket][row]
+            return warmed_up | {DUE_GRADIENT: gradient} | {_SETTING + name: value for name, value in settings.items()}
+        if bucket not in self._due:
+            return warmed_up
+        seen, _ = self._due[bucket]
         for due, gradient, _ in seen.rows:
             if due is row:
-                return {_GRADIENT: gradient, **_flat(seen.settings)}
-        return {}
+                return warmed_up | {DUE_GRADIENT: gradient, **_flat(seen.settings)}
+        return warmed_up
 
     def report(self) -> None:
         return None
@@ -133,7 +143,7 @@ class Late(StepTiming):
         restored = self._restored.pop(bucket, None)
         if not restored:
             return
-        self._in_time[optimizer] = 0
+        self._in_time[optimizer] = self._warmup
         held = {row: row.tensor.grad for row in bucket.rows}
         for row in bucket.rows:
             row.tensor.grad = restored[row][0] if row in restored else None
@@ -149,15 +159,22 @@ def _flat(settings: dict[str, Any]) -> dict[str, float]:
     """The numbers in an optimizer group's settings by name, for a checkpoint; those of a tuple as `betas 0`, `betas 1`."""
     found: dict[str, float] = {}
     for name, value in settings.items():
-        parts = {f"{name} {i}": part for i, part in enumerate(value)} if isinstance(value, tuple) else {name: value}
+        parts = (
+            {f"{name} {i}": part for i, part in enumerate(value)} if isinstance(value, tuple | list) else {name: value}
+        )
         for part, number in parts.items():
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                found[_SETTING + part] = number
+            # A learning rate may be a tensor, which a scheduler writes into.
+            plain = number.item() if torch.is_tensor(number) and number.numel() == 1 else number
+            if isinstance(plain, int | float) and not isinstance(plain, bool):
+                found[_SETTING + part] = plain
     return found
 
 
 def _as_saved(name: str, value: Any, saved: dict[str, float]) -> Any:
     """A setting as it was saved by `_flat`; one that was not is as it is now."""
-    if isinstance(value, tuple):
-        return tuple(saved.get(f"{name} {i}", part) for i, part in enumerate(value))
+    if isinstance(value, tuple | list):
+        parts = [_as_saved(f"{name} {i}", part, saved) for i, part in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else parts
+    if torch.is_tensor(value) and name in saved:
+        return torch.full_like(value, saved[name])
     return saved.get(name, value)

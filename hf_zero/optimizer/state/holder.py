@@ -54,6 +54,11 @@ class StateHolder:
         self._lent_bytes = 0
 
     @property
+    def is_in_files(self) -> bool:
+        """Whether state lies in files, which go with this."""
+        return self._files is not None
+
+    @property
     def steps_early(self) -> bool:
         """Whether it wants to be told of gradients while backward goes on."""
         return self._timing.steps_early

@@ -13,6 +13,7 @@ from ...comm.groups.groups import Groups
 from ...disguise import look_only
 from ...engine_reference import engine_attached_to
 from ...hooks import WeakHook
+from ...layout.intervals import Interval
 from .holder import StateHolder
 from .state_kinds import with_dimensions
 
@@ -20,6 +21,9 @@ SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
 
 _MARK = "hf_zero_shard"
+
+RowStates = dict[nn.Parameter, dict[str, Any]]
+"""By the whole parameter, the state of the row that a rank has of it, with its values."""
 
 
 class ShardedOptimizer:
@@ -97,6 +101,26 @@ class ShardedOptimizer:
                 f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
                 f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
             )
+
+    @property
+    def is_in_files(self) -> bool:
+        """Whether the state of rows lies in files, which go with the engine."""
+        return self._holder.is_in_files
+
+    def places(self) -> dict[nn.Parameter, Interval]:
+        """Which elements of each whole parameter this rank has in a row."""
+        return {row.slot.parameter: row.layout.in_parameter for row in self.rows}
+
+    def row_states(self) -> RowStates:
+        """The state that rows have, taken out of wherever it is held."""
+        register = self.optimizer.state
+        return {r.slot.parameter: self._fetched(r, register[r.tensor]) for r in self.rows if r.tensor in register}
+
+    def put_row_states(self, states: RowStates) -> None:
+        """Replaces the state of rows; those that are not in `states` keep theirs."""
+        for row in self.rows:
+            if row.slot.parameter in states:
+                self.optimizer.state[row.tensor] = self._holder.put(row, states[row.slot.parameter])
 
     def release(self) -> None:
         """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""

@@ -73,11 +73,13 @@ class Trial:
 
     Attributes:
         kinds: (name, dtype) of each state tensor with one value an element.
+        names: of all state that the parameter has.
         has_factors: there are also state tensors of other shapes than the parameter's.
         hindrance: why a step cannot be taken before its time and on copies, in words; None if it can.
     """
 
     kinds: tuple[tuple[str, torch.dtype], ...]
+    names: frozenset[str]
     has_factors: bool
     hindrance: str | None
 
@@ -113,6 +115,7 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
         hindrance = f"{name} keeps state of no parameter ({loose[0]!r})"
     return Trial(
         kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == _SHAPE),
+        names=frozenset(kind for kind, value in state.items() if value is not None),
         has_factors=any(value.numel() > 1 and value.shape != _SHAPE for value in tensors.values()),
         hindrance=f"{name} draws random numbers" if draws else hindrance,
     )
@@ -159,6 +162,12 @@ def with_dimensions(
         if name in elementwise or name.startswith(DUE)
     )
     return held
+
+
+def state_names(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> frozenset[str]:
+    """What state a step of a matrix leaves, in a group with these settings; nothing where a trial step tells nothing."""
+    trial = _try_on_host(optimizer, settings, torch.float32)
+    return frozenset() if trial is None else trial.names
 
 
 def _try_on_host(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:

@@ -13,7 +13,10 @@ from ..reports import EarlyReport
 from .bucket_state import BucketState
 
 DUE = "delayed "
-"""Prefix of checkpoint keys for a delayed step not yet applied."""
+"""Prefix of checkpoint keys for what delayed steps keep beside a row's state."""
+
+DUE_GRADIENT = f"{DUE}gradient"
+"""The checkpoint key for the gradient of a delayed step not yet applied."""
 
 
 class StepTiming(ABC):
@@ -127,7 +130,7 @@ class InTime(StepTiming):
 def without_due(state: dict[str, Any]) -> dict[str, Any]:
     """A row's state without a step that was due when the checkpoint was made, for a run that takes steps in their time."""
     kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
-    if len(kept) < len(state):
+    if DUE_GRADIENT in state:
         warnings.warn(
             "The checkpoint was made with `offload.delay: 1`: the gradients of its last step, which were due, are dropped. Set "
             "`offload.delay: 1` to go on as that run would have.",

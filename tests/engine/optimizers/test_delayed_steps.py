@@ -39,7 +39,10 @@ def batches(rank: int, count: int, world_size: int) -> list[torch.Tensor]:
 
 def change_settings(event: str, optimizer: torch.optim.Optimizer) -> None:
     group = optimizer.param_groups[0]
-    if event == "lr":
+    if event == "lr" and torch.is_tensor(group["lr"]):
+        # As schedulers of torch do: in place.
+        group["lr"].mul_(0.5)
+    elif event == "lr":
         group["lr"] *= 0.5
     if event == "betas" and "betas" in group:
         group["betas"] = (0.5, group["betas"][1])
@@ -175,6 +178,46 @@ def test_several_ranks_do_too_and_resume_what_was_due_at_another_stage(world_siz
         assert len(found) == 2 * len(names)
         for what, is_same in found:
             assert is_same, what
+
+
+def resumed_after(cut: int, name: str, events: list[str], folder: Path) -> tuple[list, list]:
+    """What a run sees from the step `cut` on that goes on from a checkpoint made there, and what one does that just goes on."""
+    whole, *_ = delayed(0, name, 2, events)
+    _, _, engine = delayed(0, name, 2, events[:cut])
+    torch.save(engine.whole_state_dict(wanted=True), folder / "weights-0.pt")
+    seal_state(engine, folder, write_state(engine, folder / ZERO_FOLDER))
+    resumed, *_ = delayed(0, name, 3, events, first=cut, folder=folder)
+    return resumed, whole[cut:]
+
+
+@pytest.mark.parametrize("cut", range(1, WARMUP + 1))
+def test_a_warmup_goes_on_where_the_checkpoint_has_left_it(cut, tmp_path):
+    resumed, uninterrupted = resumed_after(cut, "adamw", ["nothing"] * (WARMUP + 4), tmp_path)
+    assert same(resumed, uninterrupted)
+
+
+def test_a_learning_rate_in_a_tensor_is_that_of_the_steps_own_call_also_when_resumed(tmp_path, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "tensor lr", lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2)))
+    events = ["lr"] * (WARMUP + 4)
+    assert same(delayed(0, "tensor lr", 2, events)[0], reference("tensor lr", events, 1))
+    resumed, uninterrupted = resumed_after(WARMUP + 2, "tensor lr", events, tmp_path)
+    assert same(resumed, uninterrupted)
+
+
+def state_saved_by(engine: ZeroEngine) -> list:
+    rows = {(row.kind, row.name, row.interval): row.tensor.clone() for row in engine.state.rows()}
+    return [*rows.items(), *engine.state.scalars().items()]
+
+
+def test_a_checkpoint_made_before_the_next_step_holds_what_the_one_before_it_held(tmp_path):
+    events = ["lr"] * (WARMUP + 2)
+    _, _, engine = delayed(0, "adamw", 2, events)
+    torch.save(engine.whole_state_dict(wanted=True), tmp_path / "weights-0.pt")
+    seal_state(engine, tmp_path, write_state(engine, tmp_path / ZERO_FOLDER))
+    _, _, resumed = delayed(0, "adamw", 2, events, first=len(events), folder=tmp_path)
+    before, after = state_saved_by(engine), state_saved_by(resumed)
+    assert [key for key, _ in before] == [key for key, _ in after]
+    assert same([value for _, value in before], [value for _, value in after])
 
 
 def test_a_delayed_run_is_another_one_and_its_checkpoint_says_so_to_a_run_without(tmp_path, capsys):

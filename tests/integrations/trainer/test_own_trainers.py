@@ -13,7 +13,7 @@ from trainer_job import as_launched, history, make_trainer
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_zero import engine_of
+from hf_zero import ZeroCallback, engine_of
 from hf_zero.checkpoint.verify import checkpoint_faults
 
 pytestmark = pytest.mark.timeout(120)
@@ -190,3 +190,46 @@ def follow_each_other(rank: int, world_size: int, folder: str) -> list[bool]:
 
 def test_a_second_trainer_computes_in_the_precision_of_its_own_arguments_and_a_plain_one_has_ddp(tmp_path):
     assert run_on_ranks(follow_each_other, folder=str(tmp_path)) == [[False, True, True]] * 2
+
+
+def taking_turns(door: str, folder: str, **settings) -> tuple[Trainer, Trainer]:
+    """Two Trainers of one model."""
+    settings |= {"max_steps": 2, "dropout": 0.0, "warmup_steps": 0}
+    first = make_trainer(door, "gpt2", folder, **settings)
+    return first, make_trainer(door, "gpt2", folder, adapt=lambda _: first.model, seed=1, **settings)
+
+
+def take_turns(rank: int, world_size: int, doors: list[str], folder: str) -> list[list[list[float]]]:
+    """Losses by each door where the first of two Trainers trains again after the second."""
+    as_launched(rank, world_size)
+    found = []
+    for door in doors:
+        first, second = taking_turns(door, f"{folder}/{door}")
+        found.append([])
+        for trainer in (first, second, first, second):
+            trainer.train()
+            found[-1].append(history(trainer)["losses"])
+    return found
+
+
+def test_trainers_that_take_turns_on_one_model_keep_their_optimizers_state_as_under_ddp(tmp_path):
+    doors = ["ddp", "flag 1", "flag 3", "flag stage=2,offload.optimizer=cpu"]
+    for plain, *ours in run_on_ranks(take_turns, doors=doors, folder=str(tmp_path)):
+        assert ours == [plain] * 3
+
+
+def take_turns_with_files(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    offload = {"optimizer": "nvme", "nvme_path": folder}
+    first, second = taking_turns("ddp", folder, callbacks=[ZeroCallback({"stage": 2, "offload": offload})])
+    for trainer in (first, second):
+        trainer.train()
+    with pytest.raises(
+        ValueError, match=r"AdamW has trained this model before.*its state lay in files\. Train with a new"
+    ):
+        first.train()
+    make_trainer("flag 2", "gpt2", folder, adapt=lambda _: first.model, max_steps=1).train()
+
+
+def test_a_trainer_whose_state_went_with_its_files_is_told_so_when_its_turn_comes_again(tmp_path):
+    run_on_ranks(take_turns_with_files, folder=str(tmp_path))
