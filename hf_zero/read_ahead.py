@@ -10,6 +10,9 @@ import mmap
 
 import torch
 
+_ASKED_BYTES = 128 << 10
+"""In one call: of more than the disk's read-ahead size, which is 128 KiB unless it is set, Linux reads the beginning alone."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -18,6 +21,7 @@ def ask_for(values: torch.Tensor) -> None:
     if values.device.type != "cpu" or not values.is_contiguous() or not values.nbytes:
         return
     begin = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    nbytes = values.data_ptr() + values.nbytes - begin
-    # Advice: where the system takes none, it reads a page at a time.
-    _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_WILLNEED)
+    end = values.data_ptr() + values.nbytes
+    for start in range(begin, end, _ASKED_BYTES):
+        # Advice: where the system takes none, it reads a page at a time.
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(_ASKED_BYTES, end - start)), mmap.MADV_WILLNEED)

@@ -15,6 +15,7 @@ from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..buckets.mapped_parameters import is_loaded
 from ..buckets.precision import resolve_casts
 from ..checkpoint.format.manifest import Manifest
 from ..config import ConfigError, ZeroConfig
@@ -25,6 +26,7 @@ from ..engine.turns import keep_state, take_up_state
 from ..engine_reference import engine_attached_to
 from ..optimizer.state.elementwise import refuse_wrapper
 from ..optimizer.state.optimizer import engine_stepped_by
+from ..read_ahead import ask_for
 from .accelerator.announce import announce
 from .accelerator.batch import micro_batches_of, rows_of_a_step
 from .accelerator.no_sync import add_no_sync
@@ -52,12 +54,14 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         zero_cast_owner: who casts, in words.
         zero_engines: one a model, in the order built.
         zero_run: of a script that `hf_zero.run` runs.
+        zero_goes_on: Trainer resumes a run, whose memory was forecast when it began.
     """
 
     zero_config: ZeroConfig
     zero_cast_owner: str
     zero_engines: list[ZeroEngine]
     zero_run: RunRecord | None = None
+    zero_goes_on: bool = False
     _zero_joined: JoinedRanks | None = None
     _models: list[nn.Module]
     _optimizers: list[Any]
@@ -96,6 +100,13 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             if engine_attached_to(model) is not None or self._is_sharded_next(model):
                 # Whole, the model may not fit the device: the engine moves this rank's shard there.
                 device_placement = False
+        if self.device.type == "cpu" and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+            # accelerate numbers the host's device by the rank, and `.to()` would copy the model.
+            device_placement = False
+        elif device_placement is not False:
+            # What moves comes out of the files that it still lies in.
+            for parameter in filter(is_loaded, model.parameters()):
+                ask_for(parameter.data)
         refuse_other_engines(model)
         settings = (self.mixed_precision, self.state.dynamo_plugin.backend)
         _mark_prepared(model, model.__dict__.get(_PREPARED) == settings)
@@ -169,7 +180,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         # Here, not above: what it traces with takes long to import.
         from .planning.at_start import forecast_at_start
 
-        at_start = forecast_at_start(self, model, optimizers, config) if optimizers else None
+        is_forecast = bool(optimizers) and not self.zero_goes_on
+        at_start = forecast_at_start(self, model, optimizers, config) if is_forecast else None
         try:
             with progress_of("building", is_main=self.is_main_process) as show:
                 engine = ZeroEngine(

@@ -24,6 +24,8 @@ from reports import tables_of
 from workload import WORKLOADS
 
 ENGINES = ("ddp", "fsdp2", "hf_zero1", "hf_zero2", "hf_zero3")
+ALSO_IN_PEAKS = ("zero_optimizer", "hf_zero3_no_prefetch")
+"""The peer of stage 1, and stage 3 with the least memory."""
 BYTES_IN_MIB = 1024 * 1024
 
 
@@ -50,7 +52,8 @@ def _of_model(comparison: Comparison, name: str) -> Comparison:
 
 def _of_model_and_ranks(comparison: Comparison, value: tuple[str, int]) -> Comparison:
     name, ranks = value
-    return replace(comparison, workload=WORKLOADS[name], world_size=ranks, rounds=0)
+    engines = (*comparison.engines, *(each for each in ALSO_IN_PEAKS if each not in comparison.engines))
+    return replace(comparison, engines=engines, workload=WORKLOADS[name], world_size=ranks, rounds=0)
 
 
 def _of_sequence(comparison: Comparison, length: int) -> Comparison:

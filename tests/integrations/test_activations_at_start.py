@@ -64,6 +64,7 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
         "failing": DataLoader(Texts(16), batch_size=2, collate_fn=failing),
         "talking": DataLoader(Texts(16), batch_size=2),
         "quiet": DataLoader(Texts(16), batch_size=2),
+        "resumed": DataLoader(Texts(16), batch_size=2),
     }
     said = {}
     for name, loader in loaders.items():
@@ -71,6 +72,7 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
         PartialState._reset_state()
         logging.getLogger("hf_zero").setLevel(logging.ERROR if name == "quiet" else logging.NOTSET)
         accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
+        accelerator.zero_goes_on = name == "resumed"
         model = Talking() if name == "talking" else gpt2()
         forwards = []
         model.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(1))
@@ -100,4 +102,5 @@ def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
     assert "not known: the data set has no rows to be asked for by number" in here["stream"]
     assert "cannot be collated (KeyError" in here["failing"]
     assert "not known: the model's forward talks to other ranks" in here["talking"]
-    assert "hf_zero plan: bytes" in here["quiet"] and "activations" not in here["quiet"]
+    for name in ("quiet", "resumed"):
+        assert "hf_zero plan: bytes" in here[name] and "activations" not in here[name]

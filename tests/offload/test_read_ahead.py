@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_what_is_asked_for_is_read_and_what_lies_beside_it_is_not(far):
     ask_for(own)
     assert torch.equal(own, own[0] + torch.arange(len(own), dtype=torch.float32))
     assert 0 < bytes_in_memory(far) <= own.nbytes + 2 * mmap.PAGESIZE
+
+
+def test_all_that_is_asked_for_comes_without_being_touched(far):
+    ask_for(far)
+    until_s = time.monotonic() + 20
+    while bytes_in_memory(far) < far.nbytes and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert bytes_in_memory(far) >= far.nbytes
 
 
 @pytest.mark.parametrize("values", [torch.ones(3), torch.empty(0), torch.ones(4, 4).t()], ids=["3", "none", "strided"])

@@ -108,6 +108,7 @@ class ZeroTrainerMixin(_TrainerBase):
                 checkpoint = newest_in_memory(self, self._memory)
             if checkpoint is None:
                 checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
+            self.accelerator.zero_goes_on = checkpoint is not None
             self._rows_of_a_step = RowsOfAStep(self)
             if goes_on and checkpoint is not None:
                 self._rows_of_a_step.go_on_from(checkpoint)
