@@ -107,6 +107,22 @@ def measure(curve: Curve, middle: Comparison, values: tuple[Any, ...]) -> dict[s
     return {"varied": curve.varied, "points": points}
 
 
+def _kept_in(path: Path) -> dict[str, Any]:
+    """The curves that are in a file, each with the commit that it was measured at."""
+    if not path.exists():
+        return {}
+    record = json.loads(path.read_text())
+    return {name: {"commit": record["commit"]} | curve for name, curve in record["curves"].items()}
+
+
+def _note_of(curves: dict[str, Any]) -> dict[str, str]:
+    """What is said of curves that were not measured together."""
+    if len({curve["commit"] for curve in curves.values()}) == 1:
+        return {}
+    commits = ", ".join(f"{name} {curve['commit']}" for name, curve in curves.items())
+    return {"note": f"Each curve is of a commit of its own: {commits}."}
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("curves", nargs="*", help=f"which: {', '.join(CURVES)} (default: all)")
@@ -138,15 +154,16 @@ def main() -> int:
         steps=options.steps,
         time_limit_s=options.time_limit_s,
     )
-    kept = json.loads(options.json.read_text())["curves"] if options.json.exists() else {}
+    kept = _kept_in(options.json)
     for name in options.curves or CURVES:
         curve = CURVES[name]
         values = curve.quick_values if options.quick else curve.values
         if name == "size" and not options.quick:
             values = values[: values.index(options.largest) + 1]
-        kept[name] = measure(curve, middle, values)
+        run = describe_run(options)
+        kept[name] = measure(curve, middle, values) | {"commit": run["commit"]}
         # After each curve: a run that is ended has what it measured.
-        write_record(options.json, describe_run(options) | {"kind": "curves", "curves": kept})
+        write_record(options.json, run | {"kind": "curves", "curves": kept, **_note_of(kept)})
     print("\n\n".join(tables_of(json.loads(options.json.read_text())).values()))
     return 0
 

@@ -70,13 +70,14 @@ def choices_in_words(found: dict) -> list[str]:
 
 
 def links_in_words(found: dict) -> list[str]:
-    nearly_all = [-run["error"] for run in found["runs"] if run["model"] == "30m-short" and run["mbit"] == 100]
-    others = [-run["error"] for run in found["runs"] if not (run["model"] == "30m-short" and run["mbit"] == 100)]
+    forecast = [run for run in found["runs"] if run["error"] is not None]
+    nearly_all = [run["error"] for run in forecast if run["model"] == "30m-short" and run["mbit"] == 100]
+    others = [run["error"] for run in forecast if not (run["model"] == "30m-short" and run["mbit"] == 100)]
 
     def span(errors: list[float]) -> str:
-        return f"by {100 * min(errors):.0f} to {100 * max(errors):.0f} %"
+        return f"between {-100 * min(errors):.0f} % below and {100 * max(errors):.0f} % above"
 
-    return [f"{span(nearly_all)} where a step is nearly all traffic", f"{span(others)} elsewhere"]
+    return [f"{span(nearly_all)} what was measured where a step is nearly all traffic", f"{span(others)} elsewhere"]
 
 
 def bf16_in_words(found: dict) -> list[str]:
