@@ -65,7 +65,7 @@ REPLACED_CLASSES: Mapping[str, str] = {
     "saving, resuming and preparing; test_trainer.py::test_every_door_has_ddps_losses_with_dropout_and_warmup",
     "optimizer/state/loss_scale": "GradScalers that a script or accelerate holds already; "
     "test_loss_scale.py::test_accelerate_skips_step_and_scheduler_and_saves_the_scale",
-    "buckets/sharded_parameter": "Parameters whose values are not there: reads raise, and no operation can pass; "
+    "disguise": "Parameters whose values are not there, or on their way: reads raise or wait, and no operation can pass; "
     "test_stage3_faults.py::test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently",
     "engine/gradients/row_gradients": "Gradients in an optimizer's groups, whose norm a script may take for that of the "
     "whole; test_uncommon_loops.py::test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused",
@@ -83,7 +83,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_disabled_torch_function_impl",),
-        where=("buckets", "engine/gradients/row_gradients"),
+        where=("buckets", "engine/gradients/row_gradients", "engine/travel/arriving_parameter"),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),

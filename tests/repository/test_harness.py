@@ -83,7 +83,7 @@ def test_a_curve_is_added_to_its_file_and_drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr("compare.measure_peaks", peaks)
     path = tmp_path / "curves.json"
-    path.write_text(json.dumps({"curves": {"kept": {"varied": "figures", "points": []}}}))
+    path.write_text(json.dumps({"commit": "0123abc", "curves": {"kept": {"varied": "figures", "points": []}}}))
     monkeypatch.setattr(
         sys, "argv", ["curves.py", "ranks", "--quick", "--engines", "ddp", "hf_zero2", "--json", str(path)]
     )
@@ -91,6 +91,7 @@ def test_a_curve_is_added_to_its_file_and_drawn(tmp_path, monkeypatch):
     record = tables.read_record(path)
     assert record["commit"] and record["command"].startswith("python") and record["load_before"] >= 0
     assert list(record["curves"]) == ["kept", "ranks"]
+    assert f"kept 0123abc, ranks {record['commit']}" in record["note"]
     assert [point["value"] for point in record["curves"]["ranks"]["points"]] == [1, 2]
     del record["curves"]["kept"]
     path.write_text(json.dumps(record))
