@@ -6,10 +6,16 @@ answers.
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    # Mixed into classes of tensors: a type checker takes their attributes for inherited.
+    from torch import Tensor as _TensorBase
+else:
+    _TensorBase = object
 
 look_only = torch._C.DisableTorchFunctionSubclass
 """A context in which torch asks nobody: for loops of the engine's own that look at many parameters and read none."""
@@ -49,7 +55,7 @@ LOOKS = _looks()
 """The operations that need no values."""
 
 
-class Disguised:
+class Disguised(_TensorBase):
     """What the mixins of disguises have in common."""
 
     __slots__ = ()

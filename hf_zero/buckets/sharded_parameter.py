@@ -6,7 +6,7 @@ gather the parameter inside a forward or backward, where all ranks come by, and 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,12 +14,6 @@ from torch import nn
 from ..disguise import LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
 from .nested import leaves
-
-if TYPE_CHECKING:
-    # Mixed into classes of tensors: a type checker takes their attributes for inherited.
-    from torch import Tensor as _TensorBase
-else:
-    _TensorBase = object
 
 _DATA: Any = torch.Tensor.data
 _ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
@@ -39,7 +33,7 @@ class ShardedParametersError(RuntimeError):
     """An operation that needs whole parameters met sharded ones."""
 
 
-class ShardedValues(Disguised, _TensorBase):
+class ShardedValues(Disguised):
     """Mixed into the class of a tensor whose values are sharded."""
 
     __slots__ = ()

@@ -3,7 +3,7 @@
 Modules wait when they are asked for a parameter. A list of parameters that a script took beforehand asks no module.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,14 +11,8 @@ from ...buckets.nested import leaves
 from ...disguise import LOOKS, Disguise, Disguised
 from ...engine_reference import engine_attached_to
 
-if TYPE_CHECKING:
-    # Mixed into classes of tensors: a type checker takes their attributes for inherited.
-    from torch import Tensor as _TensorBase
-else:
-    _TensorBase = object
 
-
-class ArrivingValues(Disguised, _TensorBase):
+class ArrivingValues(Disguised):
     """Mixed into the class of a parameter that an all-gather is writing to."""
 
     __slots__ = ()
