@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate_job import make_accelerator
 from peft import (
     LoraConfig,
@@ -145,9 +146,8 @@ def test_a_trainer_that_saves_parts_of_its_model_by_itself_finds_their_values(tm
 # ---- plain loops ----
 
 
-def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
-    as_launched(rank, world_size)
-    accelerator = make_accelerator("plugin stage=3,comm.gather_timeout_s=6")
+def with_a_step(accelerator: Accelerator, rank: int) -> nn.Module:
+    """A prepared model whose adapter trains a classifier whole, behind one step."""
     torch.manual_seed(0)
     model = with_classifier(bert())
     model, optimizer = accelerator.prepare(
@@ -155,6 +155,13 @@ def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
     )
     model(**bert_batch(torch.Generator().manual_seed(rank), 2)).loss.backward()
     optimizer.step()
+    return model
+
+
+def saves_in_a_loop(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator("plugin stage=3,comm.gather_timeout_s=6")
+    model = with_a_step(accelerator, rank)
     expected = get_peft_model_state_dict(model)
 
     def same(path: Path) -> None:
@@ -206,13 +213,7 @@ def test_savers_of_a_plain_loop_find_the_values_of_an_adapters_modules(tmp_path)
 def saves_below_stage_3(rank: int, world_size: int, folder: str, door: str) -> None:
     as_launched(rank, world_size)
     accelerator = make_accelerator(door)
-    torch.manual_seed(0)
-    model = with_classifier(bert())
-    model, optimizer = accelerator.prepare(
-        model, torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
-    )
-    model(**bert_batch(torch.Generator().manual_seed(rank), 2)).loss.backward()
-    optimizer.step()
+    model = with_a_step(accelerator, rank)
     state = accelerator.get_state_dict(model)
     unwrapped = accelerator.unwrap_model(model)
     assert state.keys() == unwrapped.state_dict().keys()
