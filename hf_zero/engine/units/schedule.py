@@ -49,17 +49,6 @@ class VisitOrder:
             self._successor[self._last] = None
         self._last = None
 
-    def ends_within(self, unit: Unit, count: int) -> bool:
-        """Whether the pass is known to be over after at most `count` units more."""
-        for _ in range(count + 1):
-            if unit not in self._successor:
-                return False
-            following = self._successor[unit]
-            if following is None:
-                return True
-            unit = following
-        return False
-
     def following(self, unit: Unit, count: int) -> list[Unit]:
         """Up to `count` different units expected after `unit`."""
         found: list[Unit] = []
@@ -121,7 +110,6 @@ class Unsharding:
         self._forward = VisitOrder()
         self._backward = VisitOrder()
         self._running: list[Unit] = []
-        self._turning: list[Unit] = []
         self._versions: dict[Unit, dict[int, int]] = {}
         self._is_backward_open = False
         self._builds_graph = False
@@ -145,7 +133,6 @@ class Unsharding:
             return
         if not self._running:
             self._forward.begin()
-            self._turning.clear()
             self._backward_follows = torch.is_grad_enabled()
         self._running.append(unit)
         self._use(unit, self._forward)
@@ -165,15 +152,14 @@ class Unsharding:
             return
         # Of the whole pass: reentrant checkpointing runs a layer without gradients, and its backward comes nevertheless.
         backward_follows = self._backward_follows
+        # Backward begins with the last layer, which stays. Those before it would lie beside the logits, where memory peaks, and
+        # are gathered again while the last one's backward runs.
+        may_be_last = backward_follows and not self._forward.following(unit, 1)
         if unit is self._root:
             self._drop([] if backward_follows else self.units)
-        elif unit not in self._lasting:
-            if backward_follows and self._forward.ends_within(unit, self._prefetch):
-                # Backward begins with the last layer's, and with the gathers ahead of it.
-                self._turning.append(unit)
-            elif len(unit.modules) == 1 and (not backward_follows or self._forward.following(unit, 1)):
-                # Without a known follower it may be the last: it goes when another comes, as units of several layers do.
-                self._drop([unit])
+        elif unit not in self._lasting and len(unit.modules) == 1 and not may_be_last:
+            # What stays although it was not the last goes when another comes, as units of several layers do.
+            self._drop([unit])
 
     def look_at_outputs(self, unit: Unit, outputs: object) -> None:
         """Keeps a unit whole with the root if nothing that it returned can announce its backward."""
@@ -241,7 +227,6 @@ class Unsharding:
     def go_back(self, state: ScheduleState) -> None:
         """Takes back a pass that an exception has ended, all but the values of what it has gathered or dropped."""
         self._running.clear()
-        self._turning.clear()
         self._versions.clear()
         self._is_backward_open = self._keeps_all = False
         self._fetch([])
@@ -304,8 +289,7 @@ class Unsharding:
         ahead = order.following(unit, self._prefetch)
         used = self._lasting if unit is self._root else [unit]
         if self.reshards_after_forward and unit is not self._root:
-            turning = self._turning if order is self._forward else []
-            wanted = {unit, *self._lasting, *ahead, *self._running, *turning}
+            wanted = {unit, *self._lasting, *ahead, *self._running}
             self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
         gather = self._wire.forward if order is self._forward else self._wire.backward
         for each in used:

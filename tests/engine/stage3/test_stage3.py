@@ -545,10 +545,9 @@ def weighs_steps(rank: int, world_size: int, cases: list[tuple]) -> None:
         ahead = settings.get("prefetch_units", 1)
         reduced = sum(bucket.flat.nbytes for bucket in run.engine.buckets)
         kept = reduced - root - sum(layers)
-        for step in range(3):
-            # Of the first step's forward only the last layer is known to be needed next.
-            turning = 1 + (ahead if step > 0 else 0)
-            again = sum(layers[turning:]) if schedule.reshards_after_forward else 0
+        for _ in range(3):
+            # The last layer stays for its backward.
+            again = sum(layers[1:]) if schedule.reshards_after_forward else 0
             before = run.engine.comm_report().bytes_by_verb()
             run.step()
             run.engine.finish_parameters()
@@ -661,8 +660,8 @@ def prefetches(rank: int, world_size: int) -> None:
 
         for layer in run.model.layers:
             layer.on_run = note
-        # The next ones are there already, and the last ones stay for the backward.
-        ahead = [[i for i in range(min(at, 3 - count), at + 1 + count) if i < 4] for at in range(4)]
+        # The next ones are there already, and those before have gone.
+        ahead = [[i for i in range(at, at + 1 + count) if i < 4] for at in range(4)]
         for evaluates in (False, True):
             if evaluates:
                 run.evaluate()
