@@ -97,7 +97,7 @@ links() {
     rm -rf "$folder"
     return $status
 }
-# Rate, delay one way (left out where the kernel has no netem), model.
+# Rate, delay one way, model.
 LINKS="10gbit 0ms 30m
 1gbit 0ms 30m
 1gbit 5ms 30m

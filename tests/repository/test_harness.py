@@ -1,15 +1,20 @@
 """The comparison with peers: engines in processes of their own, what is left out, curves, tables and pictures."""
 
+import argparse
 import json
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from multiprocessing import get_context
 
 import curves
 import memory
 import pytest
 import tables
 from compare import Comparison, compare
+from delayed_cable import carry, milliseconds
 from launching import ROOT
 from peers import ALL_PEERS, ENGINES, chosen_engines
 from ranks import RankFailedError, live_ranks
@@ -40,6 +45,34 @@ def test_live_ranks_keep_what_they_made_and_answer_until_one_fails():
             assert ranks_of_counter.call("add", 1) == [20, 21]
             assert ranks_of_counter.call("add", 2) == [40, 41]
             ranks_of_counter.call("fail")
+
+
+def test_packets_on_a_cable_arrive_in_their_order_and_after_its_delay():
+    left, left_plug = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    right, right_plug = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    delay_s = 0.2
+    cable = get_context("fork").Process(target=carry, args=(left_plug.fileno(), right_plug.fileno(), delay_s))
+    cable.start()
+    try:
+        for sender, receiver in ((left, right), (right, left)):
+            receiver.settimeout(TIME_LIMIT_S)
+            began = time.monotonic()
+            for number in range(5):
+                sender.send(b"%d" % number)
+            assert [receiver.recv(10) for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+            # Those that were sent together arrive together, not one delay after another.
+            assert delay_s <= time.monotonic() - began < 5 * delay_s
+    finally:
+        cable.terminate()
+        cable.join()
+        for end in (left, left_plug, right, right_plug):
+            end.close()
+
+
+def test_a_delay_without_its_unit_is_refused():
+    assert milliseconds("0.5ms") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match="'5' is no delay; write milliseconds, such as 5ms"):
+        milliseconds("5")
 
 
 def test_each_engine_comes_first_in_some_round():
