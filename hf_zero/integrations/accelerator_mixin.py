@@ -158,7 +158,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             if not mine:
                 continue
             waiting = [o for o in waiting if o not in mine]
-            self._build_engine(model, mine, prepared)
+            self._build_engine(model, [*self._going_on(model, mine), *mine], prepared)
             for optimizer in self._zero_early_optimizers.keys() & mine:
                 self._zero_early_optimizers.pop(optimizer).remove()
         for optimizer in waiting:
@@ -166,6 +166,19 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             if optimizer not in self._zero_early_optimizers:
                 hook = optimizer.register_step_pre_hook(refuse_step_without_engine)
                 self._zero_early_optimizers[optimizer] = hook
+
+    def _going_on(self, model: nn.Module, added: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """The optimizers prepared earlier that train the model beside `added`: those of other parameters."""
+        former = engine_attached_to(model)
+        if former is None:
+            return []
+        taken = {p for optimizer in added for group in optimizer.param_groups for p in group["params"]}
+        prepared = [_bare(optimizer) for optimizer in self._optimizers]
+        return [
+            sharded.optimizer
+            for sharded in former.optimizers
+            if sharded.optimizer in prepared and not any(p in taken for group in sharded.whole_groups for p in group)
+        ]
 
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
         refuse_replication_without_trainer(self.zero_config)

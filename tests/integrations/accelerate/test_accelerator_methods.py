@@ -142,3 +142,38 @@ def test_an_optimizer_around_another_and_one_of_two_models_are_refused(fresh_sta
         ValueError, match=r"2 parameters that are not in the model.*give each model an optimizer of its own"
     ):
         accelerator.prepare(first, second, both)
+
+
+def with_optimizers_apart(rank: int, world_size: int, door: str) -> list[float]:
+    """Losses of a model whose second optimizer is prepared later, and whose third takes the place of the first."""
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, cpu=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    of_the_first, of_the_second = list(model[0].parameters()), list(model[2].parameters())
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+
+    def train(*optimizers: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            loss = prepared_model(torch.randn(5, 6, generator=generator)).square().mean()
+            accelerator.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad()
+            losses.append(loss.item())
+
+    prepared_model, first = accelerator.prepare(model, torch.optim.AdamW(of_the_first, lr=1e-2))
+    second = torch.optim.AdamW(of_the_second, lr=1e-2)
+    train(first)
+    second = accelerator.prepare(second)
+    train(first, second)
+    third = accelerator.prepare(torch.optim.SGD(of_the_first, lr=1e-1))
+    train(second, third)
+    return losses
+
+
+@pytest.mark.parametrize("door", ["plugin 1", "plugin 2", "plugin 3"])
+def test_optimizers_that_are_prepared_one_after_the_other_train_together(door):
+    found, expected = (run_on_ranks(with_optimizers_apart, door=each) for each in (door, "ddp"))
+    assert found == expected
