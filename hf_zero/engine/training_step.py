@@ -327,8 +327,9 @@ class TrainingStep:
         parts.holder.after_step(buckets)
         parts.tier.cores.give_back()
         parts.outer.after_step(buckets)
-        for bucket in (bucket for bucket in buckets if not bucket.rows_are_parameters):
-            bucket.end_step()
+        for bucket in buckets:
+            if not bucket.rows_are_parameters:
+                bucket.end_step()
             self.store.release(bucket)
         self.share(reversed(buckets))
         self.row_writes.follow(buckets)

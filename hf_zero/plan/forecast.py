@@ -183,8 +183,8 @@ def forecast(
     kept = ("masters", "optimizer state")
     saved_in_checkpoint = sum(device[kind] + in_host.get(kind, 0) for kind in kept)
     saved = activations.saved_bytes if activations and offload.activations == "cpu" and not on_host else 0
-    # Gradients that come during backward; at stage 0 their buffers last.
-    coming = device["gradients"] if config.stage >= 1 and not accumulates else 0
+    # Gradients that come during backward, and have gone before the next forward.
+    coming = device["gradients"] if not accumulates else 0
     beside = coming + passing.received
     in_backward = activations.peak_beside(beside) if activations else beside
     in_step = coming + (passing.step if on_host or not offload.moves_state else 0) + (passing.window if on_host else 0)

@@ -33,10 +33,14 @@ def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: s
 
 
 def verdict(row: Row, rows: list[Row]) -> str:
-    """Each figure in which some peer is ahead of this row's engine, and the peer that is furthest; of peers nothing is said."""
+    """Each figure in which some peer is ahead of this row's engine, and the peer that is furthest; of peers nothing is said.
+
+    An engine that rounds nothing is compared with peers that round nothing, and one that does with all.
+    """
     if not row["is_ours"]:
         return ""
-    peers = [each for each in rows if not each["is_ours"]]
+    rounds = not row.get("is_exact", True)
+    peers = [each for each in rows if not each["is_ours"] and (rounds or each.get("is_exact", True))]
     found = []
     for what, figure in FIGURES.items():
         said = behind(figure(row), ((peer["title"], figure(peer)) for peer in peers), what)

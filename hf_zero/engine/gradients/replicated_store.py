@@ -6,8 +6,9 @@ import torch
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...comm.transport import Handle
-from ...device import Arrival, allocate
+from ...device import Arrival
 from ...offload.downlink import Downlink
+from ...offload.tier import DeviceTier
 from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
 from .store import FlatGradients, Landing, add_or_set, new_buffer
@@ -18,6 +19,9 @@ class ReplicatedGradients(FlatGradients):
 
     A view that is still there in the next backward has been accumulated into by autograd, so it is divided and reduced
     again: sum of (average / W) is the average.
+
+    From the step on only these views keep the memory, so that it goes when the script zeroes gradients, and the next forward's
+    activations do not come on top of it.
     """
 
     def __init__(self, reduction: Reduction, landing: Landing):
@@ -27,10 +31,10 @@ class ReplicatedGradients(FlatGradients):
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
         self._under_way: dict[Bucket, torch.Tensor] = {}
+        self._held_bytes: dict[Bucket, int] = {}
 
     def held_bytes(self) -> dict[str, int]:
-        held = (*(target.flat for target in self._lasting.values()), *self._reduced.values())
-        return {"gradients": sum(flat.nbytes for flat in held), "gradient buffers": 0}
+        return {"gradients": sum(self._held_bytes.values()), "gradient buffers": 0}
 
     def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         if gradient.dtype != slot.bucket.precision.reduce:
@@ -44,6 +48,8 @@ class ReplicatedGradients(FlatGradients):
 
     def release(self, bucket: Bucket) -> None:
         """`p.grad` lasts until the script zeroes it."""
+        self._lasting.pop(bucket, None)
+        self._reduced.pop(bucket, None)
 
     def end_pass(self) -> None:
         """All of it is in `p.grad`."""
@@ -72,6 +78,7 @@ class ReplicatedGradients(FlatGradients):
     def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
         if bucket not in self._lasting:
             self._lasting[bucket] = new_buffer(bucket)
+            self._count(bucket)
         return self._lasting[bucket]
 
     def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
@@ -88,5 +95,10 @@ class ReplicatedGradients(FlatGradients):
         if precision.reduce == precision.master:
             return add_or_set(bucket, flat, flat, Downlink(), going_on)
         if bucket not in self._reduced:
-            self._reduced[bucket] = allocate(bucket.layout.numel, precision.master, bucket.device)
+            self._reduced[bucket] = DeviceTier(bucket.device).scratch(bucket.layout.numel, precision.master)
+            self._count(bucket)
         return add_or_set(bucket, flat, self._reduced[bucket], Downlink(), going_on)
+
+    def _count(self, bucket: Bucket) -> None:
+        flat, reduced = self._lasting[bucket].flat, self._reduced.get(bucket)
+        self._held_bytes[bucket] = flat.nbytes + (0 if reduced is None else reduced.nbytes)

@@ -18,8 +18,9 @@ from torch.autograd.graph import increment_version
 from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...buckets.padding import clear_padding
 from ...comm.transport import Handle
-from ...device import Arrival, allocate
+from ...device import Arrival
 from ...offload.downlink import Downlink
+from ...offload.tier import DeviceTier
 from ...optimizer.clipped_gradient import widen
 from .buffer_pool import OpenBuffer
 
@@ -256,7 +257,7 @@ class FlatGradients(GradientStore):
 
 def new_buffer(bucket: Bucket) -> OpenBuffer:
     """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
-    flat = allocate(bucket.layout.numel, bucket.precision.reduce, bucket.device)
+    flat = DeviceTier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
     return OpenBuffer(bucket, clear_padding(flat, bucket.layout))
 
 

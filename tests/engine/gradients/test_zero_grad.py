@@ -8,6 +8,7 @@ import torch
 from cells import short_of
 from ranks import run_ranks
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.buckets.sharded_gradient import ShardedGradientError
@@ -202,3 +203,24 @@ def test_micro_batches_do_not_write_into_a_gradient_that_two_parameters_share():
     backward(plain, 3)
     for (name, found), expected in zip(model.named_parameters(), plain.parameters()):
         torch.testing.assert_close(engine.full_grad(found), expected.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def zeroes_whole_gradients(rank: int, world_size: int) -> None:
+    for reduce_dtype in ("float32", "bfloat16"):
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        engine = ZeroEngine(model, [optimizer], {"stage": 0, "reduce_dtype": reduce_dtype})
+        for _ in range(2):
+            model(torch.ones(1, WIDTH)).sum().backward()
+            storages = [StorageWeakRef(parameter.grad.untyped_storage()) for parameter in model.parameters()]
+            optimizer.step()
+            assert not any(storage.expired() for storage in storages)
+            optimizer.zero_grad()
+            assert all(storage.expired() for storage in storages)
+        engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_whole_gradients_leave_no_memory_behind_when_they_are_zeroed(world_size):
+    """As under plain torch: DDP's buckets stay, beside the next forward's activations."""
+    run_ranks(zeroes_whole_gradients, world_size=world_size, time_limit_s=60)
