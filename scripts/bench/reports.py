@@ -85,7 +85,6 @@ SHORT = (
     "hf_zero1",
     "hf_zero2",
     "hf_zero3",
-    "hf_zero3_kept",
 )
 """Engines of the table that fits beside others."""
 

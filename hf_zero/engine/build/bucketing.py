@@ -96,7 +96,12 @@ def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dic
                 )
             for p in group["params"]:
                 if p in owner and owner[p] != (-1, -1):
-                    raise ValueError("hf_zero: two optimizers hold the same parameter; give each parameter to one.")
+                    name = next(name for name, parameter in model.named_parameters() if parameter is p)
+                    first = optimizers[owner[p][0]]
+                    raise ValueError(
+                        f"hf_zero: {name!r} is held by two optimizers, {type(first).__name__} and {type(optimizer).__name__}. "
+                        "Give each parameter to one; a tied weight is one parameter, under its first name."
+                    )
                 if p in owner:
                     owner[p] = (index, group_index)
     return owner

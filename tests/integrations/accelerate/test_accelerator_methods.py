@@ -177,3 +177,12 @@ def with_optimizers_apart(rank: int, world_size: int, door: str) -> list[float]:
 def test_optimizers_that_are_prepared_one_after_the_other_train_together(door):
     found, expected = (run_on_ranks(with_optimizers_apart, door=each) for each in (door, "ddp"))
     assert found == expected
+
+
+def test_a_parameter_of_two_optimizers_is_refused_by_name(fresh_state):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    optimizers = torch.optim.AdamW(model.parameters()), torch.optim.SGD(model[1].parameters())
+    with pytest.raises(
+        ValueError, match=r"'1.weight' is held by two optimizers, AdamW and SGD. Give each parameter to one"
+    ):
+        Accelerator(parallelism_config=ZeroPlugin(2), cpu=True).prepare(model, *optimizers)
