@@ -75,7 +75,10 @@ def links_in_words(found: dict) -> list[str]:
     others = [run["error"] for run in forecast if not (run["model"] == "30m-short" and run["mbit"] == 100)]
 
     def span(errors: list[float]) -> str:
-        return f"between {-100 * min(errors):.0f} % below and {100 * max(errors):.0f} % above"
+        least, most = 100 * min(errors), 100 * max(errors)
+        if most < 0:
+            return f"between {-least:.0f} % and {-most:.0f} % below"
+        return f"between {-least:.0f} % below and {most:.0f} % above"
 
     return [f"{span(nearly_all)} what was measured where a step is nearly all traffic", f"{span(others)} elsewhere"]
 
