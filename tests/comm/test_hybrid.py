@@ -218,8 +218,8 @@ def steps_with_secondary_shards(rank: int, world_size: int, size: int, wires: li
         moved.append((forward[kind].bytes_between - ended, between - forward[kind].bytes_between, again))
         ended = between
         if step:
-            # All layers but the two that stay from forward to backward, each but this rank's part of it.
-            assert again == sum(bucket.layout.numel for bucket in layers) * 4 * (size - 1) // size // 3
+            # All layers but the last, which stays from forward to backward, each but this rank's part of it.
+            assert again == sum(bucket.layout.numel for bucket in layers) * 4 * (size - 1) // size * 2 // 3
             assert (
                 held["secondary shards"]
                 == sum(b.layout.numel * 4 for u in engine.sharded.schedule.units for b in u.buckets) // size
