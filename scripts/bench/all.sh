@@ -6,7 +6,7 @@
 #     bash scripts/bench/all.sh step curves        # some of the parts
 #     bash scripts/bench/all.sh --keep             # into scripts/bench/results, README.md and docs/
 #
-# Parts: step, curves, checkpoints, offload, host_time, first_step, axes, links (needs root, `ip` and `tc`). The quick form of
+# Parts: step, curves, checkpoints, offload, host_time, first_step, axes, links (needs root, `ip`, `tc` and /dev/net/tun). The quick form of
 # step has the usual engines and not every peer, that of curves one curve. Figures go to outputs/bench, or $RESULTS. Ends with
 # status 1 if a part failed; the others are measured all the same. Peers that `pip install -e .[bench]` has not installed are
 # named in the tables.
