@@ -4,6 +4,7 @@ The public names are loaded on first use, so that `import hf_zero` costs nothing
 """
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,19 @@ def __getattr__(name: str):
 def __dir__():
     return __all__
 
+
+def _nccl_may_have_run() -> bool:
+    """Whether the process has a group that goes through NCCL."""
+    dist = sys.modules.get("torch.distributed")
+    return (
+        dist is not None and dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    )
+
+
+# Two communicators at once hang where NCCL does not keep to one order of collectives. NCCL reads the variable once, with the
+# first communicator of the process, so the engine would set the variable too late.
+if not _nccl_may_have_run():
+    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 if os.environ.get("HF_ZERO_CONFIG"):
     import_module(".integrations.accelerator.first_step", __name__).watch_for_the_variable()

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 source scripts/venv.sh
 export TOKENIZERS_PARALLELISM=false
 
-gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
+gpus="$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')"
 case "$gpus" in
     0) launch=(--config_file configs/accelerate/cpu2.yaml) ;;
     1) launch=(--config_file configs/accelerate/one_gpu.yaml) ;;

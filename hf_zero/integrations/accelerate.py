@@ -13,7 +13,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
-from ..comm.groups.groups import order_launches
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from .accelerator.environment import check_environment, refuse_engines_of_the_launch
@@ -55,8 +54,6 @@ class ZeroPlugin(ParallelismConfig):
         else:
             self.config = ZeroConfig.of(config)
         super().__init__(dp_replicate_size=1, dp_shard_size=1, tp_size=tp_size, cp_size=1, sp_size=1)
-        # Here: accelerate talks by NCCL before there is an engine.
-        order_launches()
         self._watch = watch_for_steps_without(self, self.config)
 
     def attach(self, accelerator: Accelerator) -> Accelerator:

@@ -9,7 +9,7 @@
 # About ten minutes. The figures are kept in scripts/bench/results/. Ends with status 1 where losses are off or a way fails.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-ranks="${1:-$(python -c 'import torch; print(torch.cuda.device_count())')}"
+ranks="${1:-$(python -c 'import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)')}"
 shift || true
 if (( ranks < 2 )); then
     echo "skipped: $ranks GPUs here; scripts/gpu_day.sh is for one"

@@ -1,15 +1,21 @@
 """Ranks that make process groups: one that ends, or does not come, is named by the others at once."""
 
 import json
+import os
 import re
+import socket
 import subprocess
+import sys
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from fault_runs import why_no_namespaces
+from faulty_ranks import Namespaces
 from ranks import run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -140,3 +146,85 @@ def waits_for_a_late_one(rank: int, world_size: int) -> bool:
 @pytest.mark.slow
 def test_the_limit_of_a_groups_collectives_is_the_configs():
     assert on_two_ranks(waits_for_a_late_one) == [True, True]
+
+
+RANK_OF_A_HOST = """
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+# The default group connects as NCCL does, without the host's name.
+os.environ["GLOO_SOCKET_IFNAME"] = sys.argv[1]
+dist.init_process_group("gloo")
+del os.environ["GLOO_SOCKET_IFNAME"]
+from hf_zero import ZeroEngine
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+ZeroEngine(model, [optimizer], 2)
+model(torch.full((1, 4), 1.0 + dist.get_rank())).sum().backward()
+optimizer.step()
+assert "GLOO_SOCKET_IFNAME" not in os.environ
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(why_no_namespaces()), reason=str(why_no_namespaces()))
+@pytest.mark.parametrize("master", ["10.231.7.1", "first"])
+def test_ranks_connect_between_hosts_whose_names_stand_for_the_loopback(master, tmp_path):
+    networks, ranks = Namespaces(), []
+    try:
+        for rank, (space, name) in enumerate(zip(networks.names, ("first", "second"))):
+            # Debian gives a host's own name this address.
+            hosts = tmp_path / f"hosts {rank}"
+            hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n" + "10.231.7.1 first\n" * (name != "first"))
+            as_host = f'hostname {name} && mount --bind "{hosts}" /etc/hosts && exec "$@"'
+            inside = ["ip", "netns", "exec", space, "unshare", "--uts", "--mount", "sh", "-c", as_host, "sh"]
+            here = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": master, "MASTER_PORT": "29511"}
+            call = [*inside, sys.executable, "-c", RANK_OF_A_HOST, networks.links[rank]]
+            ranks.append(subprocess.Popen(call, env=os.environ | here | meeting, stderr=subprocess.PIPE, text=True))
+        said = [rank.communicate(timeout=100)[1] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+    finally:
+        for rank in ranks:
+            rank.kill()
+        networks.remove()
+
+
+def interfaces_asked_for(rank: int, world_size: int) -> None:
+    """Of hosts with a loopback, a bridge of containers and two cards; gloo is what NCCL's default group would be."""
+    stats = dict.fromkeys(["lo", "docker0", "eth0", "ib0"], SimpleNamespace(isup=True))
+    addresses = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    cards = {name: [SimpleNamespace(family=socket.AF_INET, address=each)] for name, each in addresses.items()}
+    os.environ.pop("GLOO_SOCKET_IFNAME")
+    to_master = {"10.0.0.9": "10.0.0.1", "10.1.0.9": "10.1.0.1", "own name": "127.0.1.1"}
+    of = mock.patch.multiple(
+        own_groups,
+        _address_of=lambda host, is_route=False: to_master.get(host, "127.0.1.1"),
+    )
+    with of, mock.patch("psutil.net_if_stats", lambda: stats), mock.patch("psutil.net_if_addrs", lambda: cards):
+        for more, wanted in (
+            ({"MASTER_ADDR": "10.0.0.9"}, "eth0"),
+            ({"MASTER_ADDR": "10.1.0.9"}, "ib0"),
+            ({"MASTER_ADDR": "own name", "LOCAL_WORLD_SIZE": "1"}, "eth0"),
+            ({"MASTER_ADDR": "10.0.0.9", "NCCL_SOCKET_IFNAME": "ib"}, "ib0"),
+            ({"MASTER_ADDR": "10.0.0.9", "NCCL_SOCKET_IFNAME": "=ib"}, "eth0"),
+            ({"MASTER_ADDR": "10.0.0.9", "NCCL_SOCKET_IFNAME": "^docker"}, "eth0"),
+            ({"MASTER_ADDR": "10.0.0.9", "GLOO_SOCKET_IFNAME": "chosen"}, "chosen"),
+        ):
+            with mock.patch.dict(os.environ, more):
+                with own_groups._reachable() as interface:
+                    assert interface == wanted == os.environ["GLOO_SOCKET_IFNAME"], more
+                assert os.environ.get("GLOO_SOCKET_IFNAME") == more.get("GLOO_SOCKET_IFNAME")
+        # A default group that has connected by the host's name needs nothing else.
+        to_master[socket.gethostname()] = "10.0.0.1"
+        with own_groups._reachable() as interface:
+            assert interface is None
+
+
+def test_the_host_interface_is_the_one_that_reaches_the_first_rank():
+    on_two_ranks(interfaces_asked_for)

@@ -29,6 +29,7 @@ from hf_zero.diagnose.checks.links import links, placement
 from hf_zero.diagnose.checks.tensor_parallelism import tensor_parallelism
 from hf_zero.diagnose.checks.versions import driver, versions
 from hf_zero.diagnose.finding import Finding
+from hf_zero.integrations.unmodified.launcher import launch_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -253,6 +254,19 @@ def test_a_torch_without_cuda_beside_a_driver_is_found(monkeypatch):
     said.returncode, said.stderr = 9, "Driver/library version mismatch"
     said.stdout = ""
     assert driver().status == "bad" and "mismatch" in driver().value
+
+
+def test_gpus_that_the_driver_counts_and_cuda_cannot_start_are_found(monkeypatch):
+    with_gpus(monkeypatch, 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bad_ones(devices())["GPUs"].value == "2, and CUDA does not start"
+    assert "ACCELERATE_USE_CPU" in launch_of(["--zero", "2", __file__]).environment
+
+
+def test_a_torch_beyond_the_tested_ones_is_told(monkeypatch):
+    assert "newest torch" not in of_status("hint", versions())
+    monkeypatch.setattr(torch, "__version__", "2.15.0+cu130")
+    assert "2.14" in of_status("hint", versions())["newest torch"].advice
 
 
 def test_little_shared_memory_is_found(monkeypatch):

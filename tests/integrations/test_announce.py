@@ -1,6 +1,7 @@
 """The plan that rank 0 prints: what is there is named, what is not is not, and DDP stands beside it."""
 
 import re
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -142,6 +143,15 @@ def test_a_trial_step_sees_the_values_of_state_an_element(make, values):
     settings, before = optimizer.param_groups[0], {p: dict(state) for p, state in optimizer.state.items()}
     assert state_itemsizes(optimizer, settings, torch.float32) == (4,) * values
     assert {p: dict(state) for p, state in optimizer.state.items()} == before
+
+
+@pytest.mark.parametrize(("stage", "order", "is_told"), [(2, None, True), (2, "1", False), (0, None, False)])
+def test_the_plan_tells_of_gathers_that_wait_behind_gradients(stage, order, is_told, two_ranks, capsys, monkeypatch):
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", order or "0")
+    engine = engine_of_adapters(stage)
+    engine.groups = replace(engine.groups, backend="nccl")
+    said, _ = plan_rows(engine, capsys)["transport"]
+    assert ("one communicator: NCCL ran before hf_zero was imported" in said) is is_told
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

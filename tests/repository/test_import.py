@@ -1,11 +1,13 @@
 """What importing the package costs, and that the command line of an install without extras is enough."""
 
+import importlib
 import importlib.resources
 import os
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from cells import slow
 
 import hf_zero
@@ -23,6 +25,8 @@ hf_zero.ZeroPlugin(2)
 assert 'transformers.trainer' not in sys.modules
 """
 
+
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 
 MOST_SECONDS, MOST_OF_ACCELERATES = 0.3, 0.15
 """Either will do: a core that does other work too, takes longer for both."""
@@ -58,6 +62,21 @@ def test_every_public_name_is_there_and_an_unknown_one_is_an_attribute_error():
     assert all(hasattr(hf_zero, name) for name in hf_zero.__all__)
     with pytest.raises(AttributeError, match="no attribute 'ZeroPluggin'"):
         hf_zero.ZeroPluggin  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("backends", "before", "after"),
+    [(None, None, "1"), (None, "0", "0"), ("cpu:gloo,cuda:nccl", None, None), ("gloo", None, "1")],
+)
+def test_importing_asks_nccl_for_one_order_of_launches_while_nccl_can_still_heed(backends, before, after, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: backends is not None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    # Where the variable is not set, the test's own process keeps none.
+    monkeypatch.setenv(LAUNCH_ORDER, before or "")
+    if before is None:
+        monkeypatch.delenv(LAUNCH_ORDER)
+    importlib.reload(hf_zero)
+    assert os.environ.get(LAUNCH_ORDER) == after
 
 
 def test_type_checkers_are_told_that_the_package_is_typed():

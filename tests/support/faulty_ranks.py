@@ -308,11 +308,11 @@ class Namespaces:
     def __init__(self):
         number = f"{os.getpid()}n{next(_numbers)}"
         self.names = [f"hfz{number}{end}" for end in "ab"]
-        self._links = [f"v{number}{end}" for end in "ab"]
+        self.links = [f"v{number}{end}" for end in "ab"]
         for name in self.names:
             _ip("netns", "add", name)
-        _ip("link", "add", self._links[0], "type", "veth", "peer", "name", self._links[1])
-        for end, (name, link) in enumerate(zip(self.names, self._links)):
+        _ip("link", "add", self.links[0], "type", "veth", "peer", "name", self.links[1])
+        for end, (name, link) in enumerate(zip(self.names, self.links)):
             _ip("link", "set", link, "netns", name)
             _ip("-n", name, "addr", "add", f"10.231.7.{end + 1}/24", "dev", link)
             _ip("-n", name, "link", "set", link, "up")
@@ -323,10 +323,10 @@ class Namespaces:
         with open(f"/run/netns/{self.names[rank]}") as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
-        return self._links[rank]
+        return self.links[rank]
 
     def cut(self) -> None:
-        _ip("-n", self.names[0], "link", "set", self._links[0], "down")
+        _ip("-n", self.names[0], "link", "set", self.links[0], "down")
 
     def remove(self) -> None:
         for name in self.names:

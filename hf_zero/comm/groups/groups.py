@@ -11,7 +11,9 @@ there a second group has gained nothing, and all go through one.
 
 Two communicators may hang where one would not: a rank runs the first's collective and has no room for the second's, and its
 peer the other way round. NCCL 2.26 and later keep to the order in which the host has asked, where NCCL_LAUNCH_ORDER_IMPLICIT is
-1, and that order is the same on all ranks; `order_launches` asks for it. `comm.communicators: 1` does without the second.
+1, and that order is the same on all ranks. NCCL reads the variable once, with the first communicator of the process: `import
+hf_zero` sets the variable, unless the environment has another value or NCCL may have run before. Without the variable all
+collectives share one communicator, as with `comm.communicators: 1`.
 """
 
 import os
@@ -25,14 +27,6 @@ import torch.distributed as dist
 
 from ...config import AUTO, CommConfig, ConfigError
 from .own_groups import own_group
-
-
-def order_launches() -> None:
-    """Has NCCL keep to the host's order over communicators, unless the environment says otherwise; see [Note: two communicators].
-
-    NCCL reads this once, with the first communicator of the process.
-    """
-    os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +140,7 @@ class Groups:
         world = _make(sets, rank, timeout, kind)
         shard = gather = _make(shards, rank, timeout, kind)
         replicate = _make([ranks[start::size] for ranks in sets for start in range(size)], rank, timeout, kind)
-        if has_queue and stage > 0 and comm.communicators > 1:
-            order_launches()
+        if has_queue and stage > 0 and comm.communicators > 1 and (backend != "nccl" or keeps_launch_order()):
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
         if comm.sync_every > 1:
@@ -212,6 +205,11 @@ class Groups:
         """How many of a group's other ranks are on other nodes."""
         here = self.nodes[group.ranks[group.place]]
         return sum(self.nodes[rank] != here for rank in group.ranks)
+
+
+def keeps_launch_order() -> bool:
+    """Whether NCCL runs the collectives of several communicators in the host's order; see [Note: two communicators]."""
+    return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
 
 
 def _shard_size(stage: int, comm: CommConfig, nodes: Sequence[int]) -> int:

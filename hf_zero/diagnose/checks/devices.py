@@ -13,11 +13,19 @@ _SLOW_GB = 3.0
 
 
 def devices() -> Iterator[Finding]:
+    count = torch.cuda.device_count()
     if not torch.cuda.is_available():
-        for subject in ("GPUs", "access between GPUs", "pinned memory"):
+        if count:
+            # NVML counts GPUs also where the driver is too old for this torch.
+            advice = (
+                f"torch is built for CUDA {torch.version.cuda}: update the driver, or install an older build of torch."
+            )
+            yield bad("GPUs", f"{count}, and CUDA does not start", advice)
+        else:
+            yield absent("GPUs", "no GPU")
+        for subject in ("access between GPUs", "pinned memory"):
             yield absent(subject, "no GPU")
         return
-    count = torch.cuda.device_count()
     names = [torch.cuda.get_device_properties(index) for index in range(count)]
     listed = ", ".join(f"{each.name} ({each.total_memory / 2**30:.0f} GiB)" for each in names)
     if len({(each.name, each.total_memory) for each in names}) > 1:

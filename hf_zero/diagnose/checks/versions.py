@@ -10,9 +10,12 @@ from collections.abc import Iterator
 
 import torch
 
-from ..finding import Finding, absent, bad, good
+from ..finding import Finding, absent, bad, good, hint
 
 _LEAST = {"torch": (2, 11), "transformers": (5, 17), "accelerate": (1, 15)}
+_NEWEST_TORCH = (2, 14)
+"""The newest release with which the tests have passed."""
+
 _LEAST_PYTHON = (3, 10)
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _PATIENCE_S = 10.0
@@ -22,6 +25,11 @@ def versions() -> Iterator[Finding]:
     yield _python()
     for name, least in _LEAST.items():
         yield library(name, least)
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) > _NEWEST_TORCH:
+        advice = (
+            f"The newest release tested with hf_zero is {_in_words(_NEWEST_TORCH)}: compare losses by `hf-zero parity`."
+        )
+        yield hint("newest torch", torch.__version__, advice)
     yield _optional("triton")
     yield _nccl()
     yield driver()

@@ -9,6 +9,7 @@ from torch import nn
 
 from ...buckets.bucket import Bucket
 from ...buckets.memory import GatheredMemory
+from ...comm.groups.groups import keeps_launch_order
 from ...engine.engine import ZeroEngine
 from ...engine.report_tables import IN_FILES, in_units, render
 from ...engine.travel.outer import anchor_numel
@@ -69,7 +70,7 @@ def announce(
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         *_split_rows(engine),
         *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
-        ("transport", f"{engine.groups.backend}, {engine.transport.name}"),
+        ("transport", f"{engine.groups.backend}, {engine.transport.name}{_shared_communicator(engine)}"),
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
         ("dtypes", _dtypes(engine)),
@@ -88,6 +89,14 @@ def announce(
         render("hf_zero plan: bytes", ("state", "a rank holds", "DDP would hold"), state),
     ]
     print("".join(tables), file=sys.stderr, flush=True)
+
+
+def _shared_communicator(engine: ZeroEngine) -> str:
+    """Why gathers wait behind gradients, where the settings ask for a communicator of their own."""
+    wants_two = engine.config.stage > 0 and engine.config.comm.communicators > 1
+    if engine.groups.backend != "nccl" or keeps_launch_order() or not wants_two:
+        return ""
+    return "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
 
 
 def _plan_of(

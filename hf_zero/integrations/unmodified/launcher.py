@@ -47,7 +47,8 @@ def launch_of(
         ConfigError: the words are not valid, or there are fewer GPUs than ranks.
     """
     script_call(words)
-    gpus = 0 if cpu else torch.cuda.device_count()
+    # A driver that is too old for this torch still counts its GPUs.
+    gpus = 0 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
     ranks = processes if processes is not None else max(gpus, 1)
     allowed = (
         f"1 to {gpus}, as this machine has {gpus} GPUs, or any number with --cpu" if gpus else "a number from 1 on"
