@@ -4,6 +4,31 @@ from dataclasses import dataclass
 
 _GB = 10**9
 
+_ACCELERATORS = {
+    # By a part of the device's name, the longer names of one family first.
+    "B200": (2250, 1125, 8000),
+    "H200": (989, 67, 4800),
+    "H100 NVL": (835, 60, 3900),
+    "H100 PCIe": (756, 51, 2000),
+    "H100": (989, 67, 3350),
+    "A100-PCIE-40GB": (312, 19.5, 1555),
+    "A100-SXM4-40GB": (312, 19.5, 1555),
+    "A100": (312, 19.5, 2039),
+    "L40S": (362, 91.6, 864),
+    "L4": (121, 30.3, 300),
+    "A10G": (70, 35, 600),
+    "A10": (125, 31.2, 600),
+    "RTX 4090": (165, 82.6, 1008),
+    "RTX 3090": (71, 35.6, 936),
+    "RTX A6000": (155, 38.7, 768),
+    "V100": (125, 15.7, 900),
+    "T4": (65, 8.1, 320),
+}
+"""What makers' data sheets say, without sparsity: TFLOPS of 16-bit and of 32-bit matrix products, GB/s of memory."""
+
+_REACHED_FLOPS, _REACHED_BANDWIDTH = 0.45, 0.75
+"""The parts of these that kernels reach."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -37,6 +62,24 @@ class Machine:
     host_bytes_a_second: float = 20 * _GB
     host_step_bytes_a_second: float = 10 * _GB
     disk_bytes_a_second: float = 3 * _GB
+
+    @classmethod
+    def of(cls, accelerator: str, *, nodes: int, ranks_a_node: int, is_16_bit: bool) -> "Machine":
+        """Hosts with accelerators of a name, as the driver says the name; an unknown one counts as an A100.
+
+        Args:
+            is_16_bit: matrix products are of bfloat16 or float16.
+        """
+        name = next((each for each in _ACCELERATORS if each in accelerator), "A100")
+        in_16_bit, in_32_bit, gb_a_second = _ACCELERATORS[name]
+        peak = 1e12 * (in_16_bit if is_16_bit else in_32_bit)
+        return cls(
+            nodes=nodes,
+            ranks_a_node=ranks_a_node,
+            peak_flops=peak,
+            flops=_REACHED_FLOPS * peak,
+            memory_bytes_a_second=_REACHED_BANDWIDTH * gb_a_second * _GB,
+        )
 
     @property
     def ranks(self) -> int:

@@ -67,6 +67,24 @@ def test_all_ranks_choose_alike_by_the_one_that_has_least():
     assert (units[0].stage, units[0].prefetch_units) == (3, 3)
 
 
+@pytest.mark.parametrize(
+    ("name", "peak", "bandwidth"),
+    [("NVIDIA H100 80GB HBM3", 989e12, 3350e9), ("NVIDIA H200", 989e12, 4800e9), ("NVIDIA L40S", 362e12, 864e9)],
+)
+def test_an_accelerators_rates_are_those_of_its_name(name, peak, bandwidth, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    machine = auto._machine(torch.device("cuda", 0), 4, True)
+    assert machine.peak_flops == peak and machine.memory_bytes_a_second == pytest.approx(0.75 * bandwidth)
+    assert auto._machine(torch.device("cuda", 0), 4, False).peak_flops < peak / 3
+
+
+def test_what_libraries_take_behind_the_plan_is_counted_on_accelerators():
+    one, several = (auto._still_to_come_bytes(torch.device("cuda", 0), ranks) for ranks in (1, 2))
+    # Workspaces of cuBLAS alone are 32 MiB on Hopper; NCCL's buffers are there on several ranks.
+    assert 32 * 2**20 < one < several
+    assert auto._still_to_come_bytes(CPU, 2) is None
+
+
 def trained(rank: int, world_size: int, *, flags: list[str]) -> list:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(world_size), "ACCELERATE_USE_CPU": "true"}

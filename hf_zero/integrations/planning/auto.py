@@ -26,7 +26,7 @@ from ...plan.machine import Machine
 from ...plan.request import host_machine
 from ...plan.room import CLOSE, FITS, RESERVE, Room, of, size
 from ...plan.setups import SetUp, set_ups
-from .forecasts import Job
+from .forecasts import COMMUNICATORS_BYTES, WORKSPACES_BYTES, Job
 from .free_memory import free_for_training, free_on_host, reserve_on
 from .inputs import batch_of, inner_model, longest
 from .models import optimizer_like_trainers
@@ -185,8 +185,7 @@ def _answer(
             ranks_a_node=ranks_on_this_host(),
             activations=activations,
             accumulates=batch.micro_batches > 1,
-            # What libraries take is taken already.
-            runtime_bytes=None if device.type == "cpu" else 0,
+            runtime_bytes=_still_to_come_bytes(device, len(free)),
         )
         disks = [each.disk for each in free if each.disk is not None]
         room = Room(
@@ -195,7 +194,8 @@ def _answer(
             disk=min(disks, default=0),
             reserve=reserve_on(device) if activations is not None else RESERVE["activations unknown"],
         )
-        machine = _machine(device, len(free))
+        is_16_bit = mixed_precision != "no" or any(p.itemsize == 2 for p in model.parameters())
+        machine = _machine(device, len(free), is_16_bit or config.param_dtype in ("bfloat16", "float16"))
         wanted = set_ups(
             kept,
             world_size=len(free),
@@ -259,14 +259,23 @@ def _activations(
     return traced, None
 
 
-def _machine(device: torch.device, ranks: int) -> Machine:
+def _machine(device: torch.device, ranks: int, is_16_bit: bool) -> Machine:
     here = min(ranks, ranks_on_this_host())
     nodes = max(1, ranks // max(1, here))
-    return (
-        host_machine(nodes=nodes, ranks_a_node=here)
-        if device.type == "cpu"
-        else Machine(nodes=nodes, ranks_a_node=here)
-    )
+    if device.type == "cpu":
+        return host_machine(nodes=nodes, ranks_a_node=here)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Machine.of(name, nodes=nodes, ranks_a_node=here, is_16_bit=is_16_bit)
+
+
+def _still_to_come_bytes(device: torch.device, ranks: int) -> int | None:
+    """Of a device's memory that libraries take behind the plan; None on the host, where the forecast has its own figure.
+
+    The context of the device is there when free memory is read.
+    """
+    if device.type == "cpu":
+        return None
+    return WORKSPACES_BYTES + (COMMUNICATORS_BYTES if ranks > 1 else 0)
 
 
 def _tune(
