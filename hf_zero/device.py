@@ -20,6 +20,7 @@ from torch.utils.dlpack import to_dlpack
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGE_BYTES = 2 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _HostArena:
@@ -114,6 +115,9 @@ def pin(tensor: torch.Tensor, device: torch.device) -> bool:
             f"hf_zero: {tensor.nbytes} bytes of host memory cannot be pinned (CUDA error {code}). Raise the limit of locked "
             "memory (ulimit -l), or offload less."
         )
+    # A fork, such as of a data loader's workers, marks pages to be copied at the next write. The device would go on with the old
+    # page, and the process with the copy.
+    _advise(tensor, "MADV_DONTFORK")
     return True
 
 
@@ -123,6 +127,15 @@ def unpin(tensor: torch.Tensor, device: torch.device) -> None:
     if runtime is not None:
         with current(device):
             runtime.cudaHostUnregister(tensor.data_ptr())
+        _advise(tensor, "MADV_DOFORK")
+
+
+def _advise(tensor: torch.Tensor, advice: str) -> None:
+    """Advises the system about the pages of a tensor; on Linux alone."""
+    if hasattr(mmap, advice):
+        start = _page_below(tensor.data_ptr())
+        nbytes = _page_below(tensor.data_ptr() + tensor.nbytes + PAGE_BYTES - 1) - start
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), getattr(mmap, advice))
 
 
 def pinned(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..config import ConfigLike, ZeroConfig
+from ..config import AUTO, ConfigLike, ZeroConfig
 from ..engine.engine import ZeroEngine
 from .parity_report import ParityReport, compare, repeats
 from .recorder import Recorder
@@ -68,7 +68,8 @@ def parity(
     Args:
         model: in train mode or not, on the device to train on.
         batches: this rank's, each what `loss` takes; the ranks of one copy of a split model need the same.
-        config: anything `ZeroConfig.of` takes.
+        config: anything `ZeroConfig.of` takes. On an accelerator gradients are added in float32, unless `reduce_dtype` or
+            `comm.gradients` has another dtype.
         optimizer: makes one for a copy of the model; by default AdamW with learning rate 1e-3.
         loss: of a model and a batch; by default the loss that the model returns for `model(**batch)`, or `model(*batch)` where a
             batch is no mapping.
@@ -85,7 +86,7 @@ def parity(
     Raises:
         ParityError: there are fewer batches than one step takes. ConfigError, ValueError: the engine does not train this model.
     """
-    settings = ZeroConfig.of(config)
+    settings = _adding_in_float32(ZeroConfig.of(config), model)
     taken = list(islice(batches, steps * accumulation))
     job = _Job(
         model=model,
@@ -152,6 +153,14 @@ def _with_engine(model: nn.Module, made: torch.optim.Optimizer, config: ZeroConf
     return _Trained(
         entry=model, no_sync=engine.no_sync, clip=engine.clip_grad_norm_, close=engine.close, place=engine.groups.rank
     )
+
+
+def _adding_in_float32(config: ZeroConfig, model: nn.Module) -> ZeroConfig:
+    """NCCL adds 16-bit gradients in 16 bits, which would read as a fault of the engine; gloo adds them in float32."""
+    is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if is_on_host or config.reduce_dtype != AUTO or config.comm.quantises:
+        return config
+    return dataclasses.replace(config, reduce_dtype="float32")
 
 
 def _record(

@@ -42,6 +42,9 @@ MAX_NORM = 1.0
 WARMUP_STEPS = 3
 TRACED_STEPS = 2
 
+_SPREADS = 4
+"""So many times as far off as the reference is from itself, a way may be: two runs show a part of the spread."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
@@ -189,8 +192,13 @@ def measure(way: Way, model: str, *, steps: int, rounds: int, cpu: bool) -> Figu
         job.close()
 
 
-def tried(way: Way, model: str, reference: list[float] | None, **options) -> Figures:
-    """`measure`, with an error in place of figures where the way fails, and beside the reference's losses."""
+def tried(way: Way, model: str, reference: list[float] | None, spread: float = 0.0, **options) -> Figures:
+    """`measure`, with an error in place of figures where the way fails, and beside the reference's losses.
+
+    Args:
+        spread: relative difference between two runs of the reference. A device that adds in another order each time lets a way
+            be as far off.
+    """
     try:
         found = measure(way, model, **options)
     except Exception as error:
@@ -199,7 +207,8 @@ def tried(way: Way, model: str, reference: list[float] | None, **options) -> Fig
         return Figures(model=model, way=way.name, losses=[], error=f"{type(error).__name__}: {lines[0][:300]}")
     expected = found.losses if reference is None else reference
     difference = max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected, strict=True))
-    return replace(found, loss_difference=difference, is_as_expected=difference <= way.tolerance)
+    allowed = max(way.tolerance, _SPREADS * spread)
+    return replace(found, loss_difference=difference, is_as_expected=difference <= allowed)
 
 
 def table(figures: Sequence[Figures], title: str) -> Table:
@@ -258,20 +267,24 @@ def main(arguments: list[str] | None = None) -> int:
     figures: list[Figures] = []
     options.nvme_path.mkdir(parents=True, exist_ok=True)
     for model in options.models:
-        reference = None
+        reference, spread = None, 0.0
         for way in ways(world_size, str(options.nvme_path)):
             if reference is not None and options.ways is not None and way.name not in options.ways:
                 continue
             if time.monotonic() > deadline_s:
                 print(f"{model}, {way.name}: not measured, for want of time (--minutes)")
                 continue
-            found = tried(way, model, reference, steps=options.steps, rounds=options.rounds, cpu=is_cpu)
-            if found.error is None:
-                reference = reference or found.losses
+            size = {"steps": options.steps, "rounds": options.rounds, "cpu": is_cpu}
+            found = tried(way, model, reference, spread, **size)
             figures.append(found)
-            gc.collect()
-            if not is_cpu:
-                torch.get_device_module(options.device).empty_cache()
+            _give_back(options.device)
+            if reference is None and found.error is None:
+                reference = found.losses
+                again = replace(tried(way, model, reference, **size), way=f"{way.name}, again")
+                # No way is to blame for the reference's own spread.
+                spread = again.loss_difference or 0.0
+                figures.append(replace(again, is_as_expected=again.error is None))
+                _give_back(options.device)
     if int(os.environ.get("RANK", 0)) == 0:
         report(options, figures, world_size)
     if dist.is_initialized():
@@ -279,6 +292,12 @@ def main(arguments: list[str] | None = None) -> int:
         dist.barrier()
         dist.destroy_process_group()
     return 0 if all(each.is_as_expected for each in figures) else 1
+
+
+def _give_back(device: str) -> None:
+    gc.collect()
+    if device != "cpu":
+        torch.get_device_module(device).empty_cache()
 
 
 def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: int) -> None:

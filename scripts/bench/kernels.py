@@ -1,6 +1,6 @@
 """What the kernels reach of a copy's bandwidth, beside torch's own optimizers, in one command.
 
-    python scripts/bench/kernels.py                      # on a GPU, 2^28 elements
+    python scripts/bench/kernels.py                      # on a GPU, 2^28 elements or what its free memory holds
     python scripts/bench/kernels.py --device cpu --numel 4194304
 
 Each round measures a copy and then every kernel once, so that a clock that drifts moves all of them; a figure is the median
@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hf_zero.device import free_bytes
 from hf_zero.kernels.adamw import AdamW, adamw
 from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
 from hf_zero.kernels.block_format import BlockFormat
@@ -40,6 +41,9 @@ from hf_zero.kernels.stochastic import round_stochastically
 from hf_zero.layout.blocks import BLOCK_NUMEL, blocks
 
 WARMUP_ROUNDS = 3
+
+_BYTES_AN_ELEMENT = 88
+"""Of all tensors together: 16 of float32, 2 of bfloat16 and codes, with what foreach loops take meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +193,11 @@ def summarise(task: Task, taken_s: list[float], copy: Task, copy_s: list[float],
     )
 
 
+def fitting_numel(free: int) -> int:
+    """The elements that `kernel_tasks`, `torch_tasks` and the copy hold in half of `free` bytes; 2^28 at most."""
+    return min(1 << 28, 1 << (free // 2 // _BYTES_AN_ELEMENT).bit_length() - 1)
+
+
 def print_table(figures: list[Figure], title: str) -> None:
     table = Table(title=title, title_justify="left")
     table.add_column("operation")
@@ -202,7 +211,7 @@ def print_table(figures: list[Figure], title: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--numel", type=int, default=1 << 28)
+    parser.add_argument("--numel", type=int, help="by default 2^28, or as many as half of the free memory holds")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="writes the figures there")
     options = parser.parse_args(arguments)
@@ -210,6 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("skipped: no CUDA device on this machine; --device cpu measures the torch references")
         return 0
     device = torch.device(options.device)
+    if options.numel is None:
+        options.numel = fitting_numel(free_bytes(device))
     tasks = kernel_tasks(options.numel, device) + torch_tasks(options.numel, device)
     form = "Triton" if runs_triton(device) else "torch references"
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -96,6 +96,7 @@ def test_a_plain_environment_is_good():
         ("NCCL_DEBUG", "info", "NCCL_DEBUG", "info"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
         ("CUDA_LAUNCH_BLOCKING", "1", "CUDA_LAUNCH_BLOCKING", "1"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "CUDA_DEVICE_MAX_CONNECTIONS", "1"),
         ("GLOO_SOCKET_IFNAME", "wlan77", "GLOO_SOCKET_IFNAME", "no such network interface"),
         ("NCCL_SOCKET_IFNAME", "=nothing0", "NCCL_SOCKET_IFNAME", "no such network interface"),
     ],
@@ -111,6 +112,7 @@ def test_a_variable_that_hurts_is_found_with_what_to_do(variable, value, subject
     [
         ("NCCL_P2P_DISABLE", "0"),
         ("NCCL_DEBUG", "WARN"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8"),
         ("GLOO_SOCKET_IFNAME", "lo"),
         ("NCCL_SOCKET_IFNAME", "^docker"),
     ],

@@ -10,7 +10,9 @@ from torch import nn
 from training import bert, bert_batch, gpt2, gpt2_batch
 
 import hf_zero
+from hf_zero import ZeroConfig
 from hf_zero.buckets.bucket import Bucket
+from hf_zero.diagnose.parity import _adding_in_float32
 from hf_zero.diagnose.parity_report import ParityError, ParityReport
 from hf_zero.engine.gradients.store import FlatGradients
 
@@ -154,3 +156,17 @@ def test_a_report_is_plain_json():
     report = hf_zero.parity(bert(), batches(0, 2, bert_batch), 2)
     told = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert told["passed"] and told["bitwise_expected"] and told["first"] is None
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "added_in"),
+    [
+        ("meta", {"stage": 3, "gather_dtype": "bfloat16"}, "float32"),
+        ("meta", {"reduce_dtype": "bfloat16"}, "bfloat16"),
+        ("meta", {"comm": {"gradients": "int8"}}, "auto"),
+        ("cpu", {"param_dtype": "bfloat16"}, "auto"),
+    ],
+)
+def test_an_accelerators_gradients_are_compared_as_added_in_float32(device, settings, added_in):
+    model = torch.nn.Linear(2, 2, device=device)
+    assert _adding_in_float32(ZeroConfig.of(settings), model).reduce_dtype == added_in

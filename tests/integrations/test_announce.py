@@ -97,9 +97,9 @@ def test_ddp_of_two_ranks_keeps_its_gradient_buckets(two_ranks, capsys):
 def test_no_master_is_named_where_none_is_kept(two_ranks, capsys):
     rows = plan_rows(engine_of_adapters(2), capsys)
     assert "masters" not in rows
-    assert rows["dtypes"][0] == "param float32, reduce float32, step float32, master none"
+    assert rows["dtypes"][0] == "param float32, reduce float32, add float32, step float32, master none"
     rows = plan_rows(engine_of_adapters(2, param_dtype="bfloat16"), capsys)
-    assert rows["dtypes"][0] == "param bfloat16, reduce bfloat16, step float32, master float32"
+    assert rows["dtypes"][0] == "param bfloat16, reduce bfloat16, add bfloat16, step float32, master float32"
     assert rows["masters"][0].endswith("KiB")
 
 
@@ -152,6 +152,10 @@ def test_the_plan_tells_of_gathers_that_wait_behind_gradients(stage, order, is_t
     engine.groups = replace(engine.groups, backend="nccl")
     said, _ = plan_rows(engine, capsys)["transport"]
     assert ("one communicator: NCCL ran before hf_zero was imported" in said) is is_told
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in said
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    said, _ = plan_rows(engine, capsys)["transport"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels" in said
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -32,6 +32,7 @@ _SLOW: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_DEBUG": (("INFO", "TRACE"), "each collective is logged"),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "each collective is preceded by another one that compares it"),
     "CUDA_LAUNCH_BLOCKING": ((), "the host waits for every kernel, so that nothing overlaps"),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (("1",), "all streams share one queue, so that collectives wait for kernels"),
     "TORCH_NCCL_BLOCKING_WAIT": ((), "the host waits for every collective, so that nothing overlaps"),
     "NCCL_BLOCKING_WAIT": ((), "the host waits for every collective, so that nothing overlaps"),
 }

@@ -1,5 +1,6 @@
 """The plan that rank 0 prints when an engine is built."""
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -70,7 +71,7 @@ def announce(
         ("stage", f"{config.stage}, state over {engine.groups.shard_size} of {engine.groups.world_size} ranks"),
         *_split_rows(engine),
         *([("rows a step", rows_of_a_step)] if rows_of_a_step is not None and engine.buckets else []),
-        ("transport", f"{engine.groups.backend}, {engine.transport.name}{_shared_communicator(engine)}"),
+        ("transport", f"{engine.groups.backend}, {engine.transport.name}{_hindrances(engine)}"),
         *_quantised_rows(engine, plan),
         *_outer_rows(engine),
         ("dtypes", _dtypes(engine)),
@@ -91,12 +92,16 @@ def announce(
     print("".join(tables), file=sys.stderr, flush=True)
 
 
-def _shared_communicator(engine: ZeroEngine) -> str:
-    """Why gathers wait behind gradients, where the settings ask for a communicator of their own."""
-    wants_two = engine.config.stage > 0 and engine.config.comm.communicators > 1
-    if engine.groups.backend != "nccl" or keeps_launch_order() or not wants_two:
+def _hindrances(engine: ZeroEngine) -> str:
+    """Why collectives overlap less than the settings ask for."""
+    if engine.groups.backend != "nccl":
         return ""
-    return "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
+    found = ""
+    if engine.config.stage > 0 and engine.config.comm.communicators > 1 and not keeps_launch_order():
+        found += "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        found += "; CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels: unset the variable"
+    return found
 
 
 def _plan_of(
@@ -169,12 +174,14 @@ def _peak(forecast: Forecast) -> str:
 
 
 def _dtypes(engine: ZeroEngine) -> str:
-    """Of parameters, of gradients as they travel, of the step, and of the masters that are kept from step to step."""
+    """Of parameters, of gradients as they travel and as they are added, of the step, and of masters kept from step to step."""
     precisions = [bucket.precision for bucket in engine.buckets]
     masters = [b.precision.master if b.keeps_master or b.precision.casts else None for b in engine.buckets]
     kinds: dict[str, list] = {
         "param": [precision.param for precision in precisions],
         "reduce": [precision.reduce for precision in precisions],
+        # NCCL adds 16-bit gradients in 16 bits, gloo in float32.
+        "add": [precision.reduced for precision in precisions],
         "step": [precision.master for precision in precisions],
         "master": masters,
     }
