@@ -149,7 +149,7 @@ def _stock(model: nn.Module, made: torch.optim.Optimizer) -> _Trained:
 
 
 def _with_engine(model: nn.Module, made: torch.optim.Optimizer, config: ZeroConfig) -> _Trained:
-    engine = ZeroEngine(model, [made], dataclasses.replace(config, report=False))
+    engine = ZeroEngine(model, [made], dataclasses.replace(config, report=False), find_unused_parameters=True)
     return _Trained(
         entry=model, no_sync=engine.no_sync, clip=engine.clip_grad_norm_, close=engine.close, place=engine.groups.rank
     )

@@ -41,6 +41,8 @@ class ZeroEngine:
         device: that it is trained on; by default where its parameters are. At stage 3 they may be elsewhere: each rank
             then moves its shard only.
         on_progress: called with the bytes of parameters that are in buckets, and those of the model.
+        find_unused_parameters: DDP's. It decides one case: autograd runs past a parameter and leaves its gradient undefined on
+            all ranks. False gives the parameter a gradient of zeros, True leaves it without one, so that it is not stepped.
 
     Raises:
         ValueError: a model or optimizer that cannot be trained so; ranks that differ. ConfigError for settings.
@@ -60,8 +62,10 @@ class ZeroEngine:
         entry: nn.Module | None = None,
         device: torch.device | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        find_unused_parameters: bool = False,
     ):
         self.model = model
+        self._find_unused_parameters = find_unused_parameters
         self.entry = entry or model
         self._trials: tuple[Trial, ...] = ()
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
@@ -75,7 +79,9 @@ class ZeroEngine:
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._trials += meeting.trials
-        self._step = TrainingStep(self, self.model, parts, optimizers)
+        self._step = TrainingStep(
+            self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters
+        )
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
         self._handles = self._step.install(self.entry, self.state)

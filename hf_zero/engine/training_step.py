@@ -37,6 +37,7 @@ class TrainingStep:
 
     Args:
         engine: lives as long as the optimizers, whose hooks keep this object.
+        find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
         optimizers: the user's, each over this rank's rows.
@@ -48,7 +49,15 @@ class TrainingStep:
         catch_up: how a rank takes part in the rest of a pass that has failed there, where the others would wait in its middle.
     """
 
-    def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(
+        self,
+        engine: object,
+        model: nn.Module,
+        parts: Parts,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        find_unused_parameters: bool,
+    ):
         self._engine = engine
         self._model = model
         self._parts = parts
@@ -65,6 +74,7 @@ class TrainingStep:
             step_transport,
             parts.meeting.peers.world_size,
             self._end_backward,
+            find_unused_parameters=find_unused_parameters,
         )
         self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()

@@ -204,6 +204,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     entry=prepared if prepared is not model else None,
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
+                    find_unused_parameters=bool(self.ddp_handler and self.ddp_handler.find_unused_parameters),
                 )
             take_up_state(engine)
         except Exception:

@@ -9,7 +9,9 @@ import torch
 from cells import slow
 from ddp_outcomes import assert_bitwise, assert_close, checkpoint_activations, outcomes
 from ranks import run_ranks
+from shared_ranks import shared_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import (
     VOCABULARY,
@@ -24,6 +26,8 @@ from training import (
     gpt2_batch,
 )
 from transformers import BertForQuestionAnswering
+
+from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -158,6 +162,91 @@ def test_unused_twice_used_tied_and_frozen_parameters_are_bitwise(sleeping):
     stages = [*STAGES[:3], {**STAGES[3], **kept}]
     assert_bitwise(job, stages)
     assert_bitwise(replace(job, accumulation=2), [*STAGES[:2], LOCAL, {**stages[3], "grad_accumulation": "local"}])
+
+
+class NoGradient(torch.autograd.Function):
+    """Returns its input, whose gradient it leaves undefined."""
+
+    @staticmethod
+    def forward(_ctx, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx, _gradient: torch.Tensor) -> None:
+        return None
+
+
+class Undefined(nn.Module):
+    """Layers behind which a gradient ends undefined: always, on odd ranks, or in every other forward."""
+
+    def __init__(self, when: str = "always", reentrant: bool | None = None):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 24)
+        self.side = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(2))
+        self.large = nn.Linear(24, 2400)
+        self.layer = nn.Linear(24, 24)
+        self.head = nn.Linear(24, VOCABULARY)
+        self.when, self.reentrant = when, reentrant
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Answer:
+        self.calls += 1
+        rank = torch.distributed.get_rank()
+        ends = {"always": True, "odd ranks": rank % 2 == 1, "odd forwards": self.calls % 2 == 1}[self.when]
+        embedded = self.embed(input_ids).mean(1)
+        hidden = embedded
+        for layer in self.side:
+            hidden = (
+                layer(hidden) if self.reentrant is None else checkpoint(layer, hidden, use_reentrant=self.reentrant)
+            )
+        beside = hidden + self.large(hidden).view(-1, 100, 24).mean(1)
+        hidden = self.layer(embedded) + (NoGradient.apply(beside) if ends else beside)
+        return Answer(nn.functional.cross_entropy(self.head(hidden), labels[:, 0]))
+
+
+UNDEFINED = [{"stage": stage, "bucket_bytes": "3KiB"} for stage in (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("when", "accumulation", "reentrant"),
+    [("always", 1, None), ("odd ranks", 1, False), ("odd forwards", 2, None), ("always", 2, True)],
+)
+def test_undefined_gradients_are_bitwise(when, accumulation, reentrant):
+    job = Job(make_model=Undefined, model_arguments={"when": when, "reentrant": reentrant}, accumulation=accumulation)
+    local = {"grad_accumulation": "local"} if accumulation > 1 else {}
+    assert_bitwise(job, [{**settings, **local} for settings in UNDEFINED])
+    if when == "odd ranks":
+        offloaded = {**UNDEFINED[3], "offload": {"optimizer": "cpu", "params": "cpu"}}
+        assert_bitwise(job, [{**UNDEFINED[2], "offload": {"optimizer": "cpu"}}, offloaded])
+    if accumulation > 1:
+        assert_close(job, UNDEFINED[2:])
+
+
+def of_found_unused_parameters(rank: int, world_size: int) -> list[list[torch.Tensor]]:
+    """Parameters after two steps under DDP and at each stage, where parameters without gradients are not stepped."""
+    found = []
+    for settings in (None, *UNDEFINED):
+        torch.manual_seed(0)
+        model = entry = Undefined()
+        optimizer = adamw_in_two_groups(model)
+        if settings is None:
+            entry = DistributedDataParallel(model, find_unused_parameters=True)
+        else:
+            engine = ZeroEngine(model, [optimizer], settings, find_unused_parameters=True)
+        for step in range(2):
+            entry(**gpt2_batch(torch.Generator().manual_seed(10 * step + rank), 2)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if settings is not None:
+            engine.close()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    return found
+
+
+def test_where_unused_parameters_are_found_an_undefined_gradient_is_none():
+    for expected, *found in shared_ranks.run(of_found_unused_parameters):
+        for stage, parameters in enumerate(found):
+            assert all(map(torch.equal, parameters, expected)), f"stage {stage}"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ class Gradients:
 
     Args:
         after_pass: called at the end of each backward, when all gradients are reduced.
+        find_unused_parameters: see `ZeroEngine`.
 
     Attributes:
         hooked: the slots of all trained parameters, each with how far its bucket is filled.
@@ -61,8 +62,12 @@ class Gradients:
         transport: Transport,
         world_size: int,
         after_pass: Callable[[], None],
+        *,
+        find_unused_parameters: bool,
     ):
         self._world_size = world_size
+        # One rank alone does as a plain loop, which leaves such a parameter without a gradient.
+        self._fills_undefined = world_size > 1 and not find_unused_parameters
         self._buckets = list(buckets)
         # Not the layout's index: that counts buckets of frozen parameters, too.
         self._fillings = [_Filling(bucket, place) for place, bucket in enumerate(self._buckets)]
@@ -162,9 +167,12 @@ class Gradients:
 
     def take(self, slot: ParameterSlot) -> None:
         """Called when autograd has accumulated a gradient in `slot.parameter.grad`, for each parameter in each backward."""
-        gradient, bucket = cast(torch.Tensor, slot.parameter.grad), slot.bucket
+        gradient, bucket = slot.parameter.grad, slot.bucket
         if not self.end.armed:
             self.end.arm()
+        if gradient is None or (isinstance(gradient, ShardedGradient) and gradient.pending is None):
+            self._take_undefined(slot)
+            return
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"hf_zero: the gradient of {slot.name!r} was computed by backward(create_graph=True), and cannot be "
@@ -183,17 +191,11 @@ class Gradients:
                 "The layer returned tensors that hf_zero cannot see: return them in a tuple, list, dict, ModelOutput or "
                 "dataclass, not in an object of another kind or through an attribute."
             )
-        if isinstance(gradient, ShardedGradient) and gradient.is_spent:
-            # A step has been taken with it, and nobody may step with it again before it has been zeroed.
-            return
         if not self.reducing:
             self._store.hold(slot, gradient)
             self._held.add(slot)
             return
-        if not self._touched:
-            self._touched = True
-            for filling in self._fillings:
-                filling.collects = True
+        self._touch()
         slot.used = True
         if isinstance(gradient, ShardedGradient):
             gradient = cast(torch.Tensor, gradient.take_pending())
@@ -208,6 +210,36 @@ class Gradients:
         self._store.put(slot, gradient)
         if not filling.awaited:
             self._start_full(up_to=len(self._buckets))
+
+    def _take_undefined(self, slot: ParameterSlot) -> None:
+        """Called where autograd has run past a parameter without a gradient for it, and has accumulated nothing.
+
+        As under DDP: the parameter counts as used, with zeros. Where unused parameters are found, it is unused in this pass.
+        """
+        gradient = slot.parameter.grad
+        # The gradient of a spent one was dropped; see `ShardedGradient`.
+        if not self.reducing or (isinstance(gradient, ShardedGradient) and gradient.is_spent):
+            return
+        # The other ranks may have a gradient for the parameter, and reduce.
+        self._touch()
+        if not self._fills_undefined:
+            return
+        slot.used = True
+        filling = self._filling_of[slot.bucket]
+        if slot.arrived or filling.place < self._next:
+            return
+        filling.awaited -= 1
+        zero = torch.zeros((), dtype=slot.parameter.dtype, device=slot.bucket.device)
+        self._store.put(slot, zero.expand(slot.parameter.shape))
+        if not filling.awaited:
+            self._start_full(up_to=len(self._buckets))
+
+    def _touch(self) -> None:
+        """Notes that gradients of this pass are reduced."""
+        if not self._touched:
+            self._touched = True
+            for filling in self._fillings:
+                filling.collects = True
 
     def take_small(self, slot: ParameterSlot, filling: _Filling) -> None:
         """`take` of a small slot, most of a model's, where little is to be asked: its first gradient in a pass that reduces."""
