@@ -68,6 +68,14 @@ BREAKS = (
         only="undefined_gradients",
     ),
     Break(
+        name="buffers-sent-behind-steps-alone",
+        place="ModelBuffers.before_forward",
+        old="if self.is_due:",
+        new="if self._is_due_behind_step:",
+        tests=("test_several_forwards.py",),
+        only="script_writes",
+    ),
+    Break(
         name="reduction-never-waited-for",
         place="FlatGradients.finish",
         old="            handle.finish()\n",

@@ -201,6 +201,7 @@ class TrainingStep:
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
         """See `ZeroEngine.drop_failed`."""
         self.has_rescue = True
+        self._parts.model_buffers.after_pass(failed=failed)
         if failed and self._gradients.ended == ended_before:
             self._gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)

@@ -145,6 +145,29 @@ def test_the_micro_batches_before_the_one_that_fails_are_taken_again_too(variant
     run_ranks(later_micro_batch, world_size=2, time_limit_s=90, keyword_arguments={"variants": variants})
 
 
+def fails_before_its_forward(rank: int, world_size: int) -> None:
+    saved, by_hand = Run(rank, world_size, {"stage": 2, **HALVE}), Run(rank, world_size, {"stage": 2})
+    for run in (saved, by_hand):
+        # All ranks have rank 0's from the forward on, in which the rank that fails takes no part.
+        run.model.register_buffer("temperature", torch.ones(()))
+    part = saved.part
+    attempts = []
+
+    def fails_once(inputs: dict, weight: float) -> torch.Tensor:
+        attempts.append(inputs)
+        if rank == 1 and len(attempts) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return part(inputs, weight)
+
+    saved.part = fails_once
+    for number, parts in enumerate((1, 2)):
+        assert saved.step(number, 4, 1) == by_hand.step(number, 4, 1, parts=parts)
+
+
+def test_a_rank_that_fails_before_its_forward_takes_part_in_the_broadcast_of_buffers():
+    run_ranks(fails_before_its_forward, world_size=2, time_limit_s=60)
+
+
 def ends_at_one_row(rank: int, world_size: int) -> str:
     run = Run(rank, world_size, {"stage": 2, **HALVE})
     runs_out(run.model.transformer.h[0], 0, here=rank == 1)

@@ -10,6 +10,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_job import make_accelerator
 from cells import short_of
 from ranks import run_ranks
+from shared_ranks import shared_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trainer_job import as_launched
@@ -125,6 +126,123 @@ def keeps_what_backward_needs(rank: int, world_size: int) -> None:
 
 def test_buffers_that_no_forward_changes_are_not_edited_and_statistics_are_rank_0s_before_each_forward():
     run_ranks(keeps_what_backward_needs, world_size=2, time_limit_s=60)
+
+
+class Tempered(nn.Module):
+    """Buffers that no forward changes: saved ones, in the model and in a part of it, and one that is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.head = nn.Linear(6, 8), nn.Linear(8, 2)
+        self.register_buffer("temperature", torch.ones(()))
+        self.head.register_buffer("shift", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(8, dtype=torch.bool), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.where(self.mask, self.entry(inputs), 0.5)
+        return (self.head(hidden) + self.head.shift.float()) * self.temperature
+
+
+class Passing(nn.Module):
+    """Only buffers that are not saved, as those of most language models."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 2)
+        self.register_buffer("temperature", torch.ones(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(inputs) * self.temperature
+
+
+def in_place(model: nn.Module, value: float) -> None:
+    for buffer in model.buffers():
+        buffer.fill_(value > 2.5)
+    model.temperature.mul_(value)
+
+
+def by_data(model: nn.Module, value: float) -> None:
+    model.temperature.data.fill_(value)
+    next(reversed(list(model.buffers()))).data.fill_(value < 2.5)
+
+
+def by_assignment(model: nn.Module, value: float) -> None:
+    model.temperature = torch.full((), value)
+    if isinstance(model, Tempered):
+        model.head.shift = torch.full((2,), value, dtype=torch.float64)
+        model.mask = torch.arange(8) > value
+
+
+def buffers_edited(rank: int, make: type, edit, writers: tuple[int, ...], settings: dict | None) -> list[list[float]]:
+    """Losses and buffers behind each forward, where `writers` edit buffers before it, also between micro-batches."""
+    torch.manual_seed(0)
+    model = entry = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = None
+    if settings is None:
+        entry = DistributedDataParallel(model)
+    else:
+        engine = ZeroEngine(model, [optimizer], settings)
+    generator = torch.Generator().manual_seed(rank)
+    seen = []
+
+    def forward(value: float, *, edits: bool = True) -> torch.Tensor:
+        if edits and rank in writers:
+            edit(model, value + rank)
+        loss = entry(torch.randn(5, 6, generator=generator)).square().mean()
+        seen.append([loss.item(), *(buffer.double().sum().item() for buffer in model.buffers())])
+        return loss
+
+    for step in range(3):
+        with (entry if engine is None else engine).no_sync():
+            forward(step + 1.0).backward()
+            forward(step + 1.5).backward()
+        # Two forwards of one backward, which needs what an edit in place would overwrite.
+        (forward(step + 2.0) + forward(step + 2.5, edits=edit is not in_place)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if engine is not None:
+        engine.close()
+    return seen
+
+
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13),
+    reason="DistributedDataParallel of torch 2.11 writes into buffers that its backward needs",
+)
+@pytest.mark.parametrize(
+    ("make", "edit", "writers"),
+    [(Tempered, in_place, (0,)), (Tempered, by_assignment, (1,)), (Passing, by_data, (0, 1)), (Normed, None, ())],
+)
+def test_buffers_that_a_script_writes_on_any_rank_are_rank_0s_in_a_training_forward_as_under_ddp(make, edit, writers):
+    shared_ranks.run(edited_like_ddp, make=make, edit=edit, writers=writers)
+
+
+def edited_like_ddp(rank: int, world_size: int, make: type, edit, writers: tuple[int, ...]) -> None:
+    expected = buffers_edited(rank, make, edit, writers, None)
+    for stage in STAGES:
+        settings = {"stage": stage, "grad_accumulation": "local"}
+        assert buffers_edited(rank, make, edit, writers, settings) == expected, f"stage {stage}"
+
+
+def evaluates_alone(rank: int, world_size: int) -> None:
+    model, _, optimizer = prepared(Tempered, {"stage": 2})
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    by_assignment(model, 3.0 + rank)
+    model.eval()
+    if rank == 1:
+        with torch.no_grad():
+            model(torch.ones(1, 6))
+        assert model.temperature == 4.0
+    model.train()
+    model(torch.ones(1, 6))
+    assert model.temperature == 3.0
+
+
+def test_an_evaluation_on_one_rank_sends_no_buffers():
+    run_ranks(evaluates_alone, world_size=2, time_limit_s=60)
 
 
 def accumulated(rank: int, world_size: int, door: str, way: str) -> list[float]:

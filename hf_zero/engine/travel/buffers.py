@@ -8,7 +8,12 @@ then, as batch-norm statistics do, no backward may read.
 [Note: buffers behind a step]
 DDP also broadcasts before the first forward of an evaluation, which so sees rank 0's buffers. Here the script may have called it
 on one rank alone, with the model that all ranks train, and no forward without gradients is collective. A step is, so they
-are sent behind it.
+are sent behind it, too: those of a model that saves some, as batch norms do. Others (position ids, rotary frequencies) are
+constants that training does not change.
+
+[Note: buffers before a forward]
+A script may write a buffer on any rank, in place, by `.data` or by assignment, and no rank sees another's write. So nothing
+is left out because this rank has seen no change: a training forward sends all buffers wherever DDP's would.
 """
 
 from collections.abc import Sequence
@@ -24,46 +29,64 @@ _BUFFERS = attrgetter("_buffers")
 
 
 class ModelBuffers:
-    """Broadcasts all buffers of a model in one message: behind each step, and where forwards lie in between as DDP does.
+    """Broadcasts all buffers of a model in one message: before training forwards as DDP does, and behind steps.
 
     Args:
         device: that the transport sends from.
         wanted: False leaves every rank its own (`broadcast_buffers: false`, or one rank alone).
 
     Attributes:
-        is_due: the next collective sends them.
+        is_due: the next training forward sends them; DDP's `require_forward_param_sync`.
     """
 
     def __init__(self, model: nn.Module, transport: Transport, device: torch.device, wanted: bool):
         self._model = model
         self._modules = list(model.modules())
+        self._are_saved = any(module._buffers.keys() - module._non_persistent_buffers_set for module in self._modules)
         self._transport = transport
         self._device = device
         self._wanted = wanted and next(iter(model.buffers()), None) is not None
         self.is_due = self._wanted
+        self._is_due_behind_step = False
+        # Training forwards that have begun, and how many of them had when the last pass ended.
+        self._begun = self._begun_before = 0
 
     def before_forward(self) -> None:
-        """Collective where it is due: a training forward behind one that was not under no_sync, without a step in between."""
+        """Collective for a training forward, but for those behind one under no_sync; see [Note: buffers before a forward]."""
         if self._is_training:
-            self._send()
+            self._begun += 1
+            if self.is_due:
+                self._send()
 
     def after_forward(self, *, under_no_sync: bool) -> None:
-        """Notes whether ranks' buffers may differ now, and rank 0's are to be sent."""
+        """Notes whether the next training forward is to send."""
         if self._is_training:
             self.is_due = self._wanted and not under_no_sync
+            self._is_due_behind_step = self.is_due and self._are_saved
 
     def after_step(self) -> None:
         """Collective where a training forward came before; see [Note: buffers behind a step]."""
-        self._send()
+        self._begun_before = self._begun
+        if self._is_due_behind_step:
+            self._send()
+
+    def after_pass(self, *, failed: bool) -> None:
+        """Called behind a forward and backward that may have failed on some rank.
+
+        Args:
+            failed: they did on this one, which then takes part in the broadcast that the others' forward has begun with.
+        """
+        if failed and self._begun == self._begun_before and self.is_due and self._is_training:
+            self._send()
+        self._begun_before = self._begun
 
     @property
     def _is_training(self) -> bool:
         return self._model.training and torch.is_grad_enabled()
 
     def _send(self) -> None:
-        if self.is_due:
-            self.is_due = False
-            _broadcast(self._modules, self._transport, self._device)
+        self._is_due_behind_step = False
+        _broadcast(self._modules, self._transport, self._device)
 
 
 def start_buffers(model: nn.Module, transport: Transport, device: torch.device, *, placed: bool) -> None:
