@@ -76,6 +76,14 @@ BREAKS = (
         only="script_writes",
     ),
     Break(
+        name="ignored-parameters-start-as-rank-0s",
+        place="BucketBuilder.build",
+        old="ignored = ignored_parameters(model)",
+        new="ignored = frozenset()",
+        tests=("test_uncommon_loops.py",),
+        only="ddp_is_told",
+    ),
+    Break(
         name="reduction-never-waited-for",
         place="FlatGradients.finish",
         old="            handle.finish()\n",

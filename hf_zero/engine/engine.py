@@ -22,7 +22,7 @@ from .gradients.bad_steps import BadSteps
 from .memory_report import Places, report_memory
 from .report_tables import CommReport, MemoryReport
 from .training_step import TrainingStep
-from .travel.buffers import broadcast_buffers
+from .travel.buffers import broadcast_buffers, ignored_parameters
 from .units.gathered import IN_GATHERED, parameters_in
 from .units.split_model import whole_tensors
 
@@ -183,7 +183,8 @@ class ZeroEngine:
 
         Args:
             target: a module of the model, a parameter or several; None is the whole model.
-            writeback: keep edits; what rank 0 wrote is what all ranks have afterwards.
+            writeback: keep edits; what rank 0 wrote is what all ranks have afterwards. Parameters that a script has told DDP to
+                ignore keep each rank's edits.
 
         Raises:
             CommunicationError: some rank did not come within `comm.gather_timeout_s`.
@@ -198,7 +199,8 @@ class ZeroEngine:
         with self.sharded.gathered.gathered(parameters, writeback=writeback), parts.exact.at_hand("hf_zero.gathered"):
             yield
             if writeback:
-                for parameter in (p for p in parameters if p not in self.sharded.unit_of):
+                ignored = ignored_parameters(self.model)
+                for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
                     transport = parts.meeting.sharers.of_parameter(parameter).transport
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:

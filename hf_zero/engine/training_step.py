@@ -63,6 +63,7 @@ class TrainingStep:
         self._parts = parts
         self._config = parts.meeting.config
         self._no_sync_depth = 0
+        self._entry = model
         self.has_rescue = False
         self.last_norm: torch.Tensor | None = None
         step_transport = parts.meeting.step_transport
@@ -110,6 +111,7 @@ class TrainingStep:
         Args:
             state: of the engine, that `nonfinite: rewind` goes back to.
         """
+        self._entry = entry
         is_first_rank = self._parts.meeting.groups.is_first_of_run
         self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
@@ -142,19 +144,22 @@ class TrainingStep:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the script is inside of `no_sync`."""
-        return self._no_sync_depth > 0
+        """Whether the script is inside of `no_sync`, or has set on the model what `no_sync` sets on DDP."""
+        return self._no_sync_depth > 0 or not self._entry.__dict__.get("require_backward_grad_sync", True)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Passes that only accumulate; see `ZeroEngine.no_sync`."""
         self._no_sync_depth += 1
-        self._gradients.reducing = not self._config.accumulates_locally
+        self._choose_reducing()
         try:
             yield
         finally:
             self._no_sync_depth -= 1
-            self._gradients.reducing = self._no_sync_depth == 0 or not self._config.accumulates_locally
+            self._choose_reducing()
+
+    def _choose_reducing(self) -> None:
+        self._gradients.reducing = not (self.is_accumulating and self._config.accumulates_locally)
 
     @contextmanager
     def sync(self) -> Iterator[None]:
@@ -244,9 +249,11 @@ class TrainingStep:
         self._parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
             self._log.site = "backward"
+            # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
+            self._choose_reducing()
             self._gradients.end.watch(outputs)
             self._batches.forward(outputs)
-            self._parts.model_buffers.after_forward(under_no_sync=self._no_sync_depth > 0)
+            self._parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 
     # ---- backward ----
 
@@ -259,7 +266,7 @@ class TrainingStep:
 
     def _goes_on(self) -> bool:
         """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
-        return self._no_sync_depth > 0
+        return self.is_accumulating
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         if not self._goes_on():

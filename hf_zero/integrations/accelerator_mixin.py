@@ -188,7 +188,8 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             former.close()
             self.zero_engines.remove(former)
         config = replace(resolve_casts(self.zero_config, self.mixed_precision), report=False)
-        if self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers:
+        ddp = self.ddp_handler
+        if ddp is not None and not ddp.broadcast_buffers:
             config = replace(config, broadcast_buffers=False)
         # Here, not above: what it traces with takes long to import.
         from .planning.at_start import forecast_at_start
@@ -204,7 +205,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
                     entry=prepared if prepared is not model else None,
                     device=self.device if self.zero_config.stage == 3 else None,
                     on_progress=show,
-                    find_unused_parameters=bool(self.ddp_handler and self.ddp_handler.find_unused_parameters),
+                    find_unused_parameters=ddp is not None and (ddp.find_unused_parameters or ddp.static_graph),
                 )
             take_up_state(engine)
         except Exception:

@@ -103,6 +103,90 @@ def test_a_step_in_the_middle_of_a_backward_is_refused():
     run_ranks(steps_in_a_hook, world_size=2, time_limit_s=100)
 
 
+class WithOwnParts(nn.Module):
+    """Each rank has a trained and a frozen layer, a buffer and statistics of its own."""
+
+    def __init__(self, rank: int):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 2)
+        torch.manual_seed(rank)
+        self.blocks[1].own = nn.Linear(WIDTH, WIDTH)
+        self.blocks[1].frozen = nn.Linear(WIDTH, 2).requires_grad_(False)
+        self.blocks[1].register_buffer("scale", torch.full((), 1.0 + rank))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[1]
+        hidden = self.norm(self.blocks(hidden) + block.own(hidden)) * block.scale
+        return self.head(hidden) + block.frozen(hidden)
+
+
+OWN = ["blocks.1.own.weight", "blocks.1.own.bias", "blocks.1.frozen.weight", "blocks.1.scale", "norm.running_mean"]
+
+
+def with_own_parts(rank: int, settings: dict | None) -> dict[str, torch.Tensor]:
+    """The model behind three steps of two micro-batches, of which the first is not reduced."""
+    model = entry = WithOwnParts(rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, OWN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if settings is None:
+        entry = DistributedDataParallel(model)
+    else:
+        engine = ZeroEngine(model, [optimizer], {**settings, "check_replicas_every": 1})
+    losses = []
+    for number, batch in enumerate(batches(rank, 6)):
+        # What no_sync sets, and what scripts without it set.
+        entry.require_backward_grad_sync = number % 2 == 1
+        loss = entry(batch).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    if settings is None:
+        # DDP sends rank 0's buffers before the first forward of an evaluation, the engine behind each step.
+        entry.eval()(batch)
+    else:
+        assert not any(map(engine.trains, model.blocks[1].own.parameters()))
+        engine.close()
+    return {**model.state_dict(), "losses": torch.tensor(losses)}
+
+
+def keeps_what_ddp_ignores(rank: int, world_size: int, variants: list[dict]) -> dict[str, torch.Tensor]:
+    expected = with_own_parts(rank, None)
+    for settings in variants:
+        found = with_own_parts(rank, {"grad_accumulation": "local", **settings})
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (settings, name)
+    return {name: expected[name] for name in OWN}
+
+
+def test_what_ddp_is_told_to_ignore_stays_each_ranks_own():
+    offload = {"stage": 3, "unit_bytes": 0, "offload": {"optimizer": "cpu", "params": "cpu"}}
+    variants = [*({"stage": stage, "bucket_bytes": "1KiB"} for stage in STAGES), {**offload, "persist_below_numel": 20}]
+    first, second = shared_ranks.run(keeps_what_ddp_ignores, variants=variants)
+    assert not any(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def edits_its_own(rank: int, world_size: int) -> None:
+    for stage in STAGES:
+        model = WithOwnParts(rank)
+        model._ddp_params_and_buffers_to_ignore = OWN
+        engine = ZeroEngine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], stage)
+        with engine.gathered(writeback=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank)
+        with engine.gathered():
+            assert model.blocks[1].own.weight.eq(rank).all() and model.head.weight.eq(0).all()
+        engine.close()
+
+
+def test_edits_of_what_ddp_ignores_stay_each_ranks_own():
+    shared_ranks.run(edits_its_own)
+
+
 def builds_a_graph(rank: int, world_size: int) -> None:
     for stage in STAGES:
         model = chain()

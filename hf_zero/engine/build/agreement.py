@@ -11,6 +11,7 @@ from torch import nn
 from ...buckets.mapped_parameters import wanted_dtype
 from ...comm.transport import Transport
 from ...config import ZeroConfig
+from ..travel.buffers import ignored_parameters
 
 FILES_ATTRIBUTE = "_hf_zero_files"
 """Of a model whose weights still lie in files: what these are, in words."""
@@ -25,14 +26,17 @@ def describe(
     facts = {"config": json.dumps(config.to_dict(), sort_keys=True)}
     facts["files of the weights"] = model.__dict__.get(FILES_ATTRIBUTE, "none")
     named_parameters = list(model.named_parameters())
-    for name, p in named_parameters:
+    ignored = ignored_parameters(model)
+    # Left to each rank, they may differ in shape and dtype, too.
+    facts["parameters that DDP would ignore"] = repr([name for name, p in named_parameters if p in ignored])
+    for name, p in ((name, p) for name, p in named_parameters if p not in ignored):
         held = "trained" if p.requires_grad else "frozen"
         facts[f"parameter {name}"] = f"shape {tuple(p.shape)}, {wanted_dtype(p)}, {held}"
     facts["order of parameters"] = hashlib.sha256(json.dumps([n for n, _ in named_parameters]).encode()).hexdigest()[
         :16
     ]
     for index, optimizer in enumerate(optimizers):
-        sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+        sizes = [sum(p.numel() for p in group["params"] if p not in ignored) for group in optimizer.param_groups]
         facts[f"optimizer {index}"] = f"{type(optimizer).__name__} over groups of {sizes} elements"
     return facts
 

@@ -28,7 +28,7 @@ from ...optimizer.state.holder import StateHolder
 from ...optimizer.state.replicas import ReplicaCheck
 from ..gradients.nonfinite import NonFiniteCheck
 from ..gradients.norm import GradientNorm, NormOfCopies, choose_norm
-from ..travel.buffers import ModelBuffers, start_buffers
+from ..travel.buffers import ModelBuffers, ignored_parameters, start_buffers
 from ..travel.expert_wire import wire_with_experts
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
@@ -318,8 +318,8 @@ def _adopting(
 
 
 def _frozen_whole(model: nn.Module, all_buckets: Sequence[Bucket]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that are in no bucket: every rank has them whole."""
-    held = {slot.parameter for bucket in all_buckets for slot in bucket.slots}
+    """The parameters that are in no bucket: every rank has them whole, and alike."""
+    held = {slot.parameter for bucket in all_buckets for slot in bucket.slots} | ignored_parameters(model)
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter not in held]
 
 

@@ -18,6 +18,7 @@ from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
 from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...optimizer.state.elementwise import keeps_intact, refuse_wrapper
+from ..travel.buffers import ignored_parameters
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
 from .other_engines import refuse_other_engines, refuse_second_engine
 
@@ -42,7 +43,8 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
             f"hf_zero: {len(on_meta)} parameters are on the meta device and have no values (first: {on_meta[0]!r}). Load "
             "the model with from_pretrained, or build it outside `torch.device('meta')`, before accelerator.prepare."
         )
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    ignored = ignored_parameters(model)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
     if not trained and config.stage < 3:
         raise ValueError(
             "hf_zero: no parameter of the model requires a gradient, so there is nothing to train or shard."
@@ -59,7 +61,7 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
                 f"hf_zero config: `comm.weights` and `comm.gradients` quantise float32 and 16-bit parameters, and "
                 f"{other[0][0]!r} is {other[0][1].dtype}. Leave them at none, or train in float32 or bfloat16."
             )
-    packed = [(name, p) for name, p in model.named_parameters() if not p.dtype.is_floating_point]
+    packed = [(name, p) for name, p in model.named_parameters() if not (p.dtype.is_floating_point or p in ignored)]
     if config.stage == 3 and packed:
         name, p = packed[0]
         if type(p) is nn.Parameter and p.dtype not in _QUANTISED:
@@ -77,11 +79,13 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
 def owners(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[nn.Parameter, tuple[int, int]]:
     """(optimizer index, group index) of each trained parameter; (-1, -1) for one that no optimizer has.
 
+    Without those that are left to each rank (`ignored_parameters`).
+
     Raises:
         ValueError: an optimizer has parameters that are not the model's, or wraps another; or two have the same.
     """
-    of_model = set(model.parameters())
-    owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad}
+    of_model, ignored = set(model.parameters()), ignored_parameters(model)
+    owner = {p: (-1, -1) for p in model.parameters() if p.requires_grad and p not in ignored}
     for index, optimizer in enumerate(optimizers):
         refuse_wrapper(optimizer)
         for group_index, group in enumerate(optimizer.param_groups):
@@ -134,7 +138,7 @@ def parts_of(
     device: torch.device,
     unshared: Collection[nn.Parameter] = (),
 ) -> list[Part]:
-    """What goes into buckets, in the order in which gradients arrive.
+    """What goes into buckets, in the order in which gradients arrive: all but `ignored_parameters`.
 
     Below stage 3, and for one rank that keeps its parameters on the device, all trained parameters in one part. Else a part
     for each unit, frozen parameters too, the last layers first and the root last; then what `persist_below_numel` keeps whole.
@@ -144,11 +148,14 @@ def parts_of(
     Args:
         unshared: what no other rank has, and is not sharded: it is in a part behind that of its unit.
     """
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    ignored = ignored_parameters(model)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p not in ignored]
     if config.stage < 3 or (groups.shard_size == 1 and not config.offload.moves_params):
         return [Part(modules=(), parameters=trained, sharded=False)]
     units = find_unit_modules(model, config.unit_modules)
-    own = own_parameters(model, units)
+    own = {
+        unit: [(name, p) for name, p in held if p not in ignored] for unit, held in own_parameters(model, units).items()
+    }
     least = config.persist_below_numel
     values = {name: [p for _, p in held] for name, held in own.items()}
     layers = reversed(group_layers(units, values, least_unit_bytes(config, device)))

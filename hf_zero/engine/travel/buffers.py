@@ -17,7 +17,6 @@ is left out because this rank has seen no change: a training forward sends all b
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 import torch
 from torch import nn
@@ -25,7 +24,46 @@ from torch import nn
 from ...comm.transport import Label, Transport
 
 _LABEL = Label(kind="broadcast buffers", subject="the model")
-_BUFFERS = attrgetter("_buffers")
+
+
+def ignored_by_ddp(model: nn.Module) -> frozenset[str]:
+    """Names of parameters and buffers that a script has told DDP to leave to each rank.
+
+    DDP reads `_ddp_params_and_buffers_to_ignore` of the module that it wraps. torch's own example names what the module itself
+    holds with a leading dot.
+    """
+    return frozenset(name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def ignored_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
+    """The parameters among `ignored_by_ddp`: in no bucket, so that each rank initialises, trains and keeps its own."""
+    names = ignored_by_ddp(model)
+    return frozenset(parameter for name, parameter in model.named_parameters() if name in names)
+
+
+class _SharedBuffers:
+    """The buffers of a model that all ranks have alike. They are looked up anew each time: a script may assign others."""
+
+    def __init__(self, model: nn.Module):
+        ignored = ignored_by_ddp(model)
+        # Each module, and the names of its buffers that are left out.
+        self._places = [
+            (module, frozenset(name for name in module._buffers if f"{path}.{name}".removeprefix(".") in ignored))
+            for path, module in model.named_modules()
+        ]
+
+    def held(self) -> list[torch.Tensor]:
+        """Each once."""
+        places = ((module._buffers, ignored) for module, ignored in self._places if module._buffers)
+        held = (b for own, ignored in places for name, b in own.items() if b is not None and name not in ignored)
+        return list({id(buffer): buffer for buffer in held}.values())
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether some are in the state dict."""
+        return any(
+            module._buffers.keys() - module._non_persistent_buffers_set - ignored for module, ignored in self._places
+        )
 
 
 class ModelBuffers:
@@ -41,11 +79,11 @@ class ModelBuffers:
 
     def __init__(self, model: nn.Module, transport: Transport, device: torch.device, wanted: bool):
         self._model = model
-        self._modules = list(model.modules())
-        self._are_saved = any(module._buffers.keys() - module._non_persistent_buffers_set for module in self._modules)
+        self._buffers = _SharedBuffers(model)
+        self._are_saved = self._buffers.are_saved
         self._transport = transport
         self._device = device
-        self._wanted = wanted and next(iter(model.buffers()), None) is not None
+        self._wanted = wanted and bool(self._buffers.held())
         self.is_due = self._wanted
         self._is_due_behind_step = False
         # Training forwards that have begun, and how many of them had when the last pass ended.
@@ -86,7 +124,7 @@ class ModelBuffers:
 
     def _send(self) -> None:
         self._is_due_behind_step = False
-        _broadcast(self._modules, self._transport, self._device)
+        _broadcast(self._buffers.held(), self._transport, self._device)
 
 
 def start_buffers(model: nn.Module, transport: Transport, device: torch.device, *, placed: bool) -> None:
@@ -123,13 +161,12 @@ def broadcast_buffers(model: nn.Module, transport: Transport, device: torch.devi
     Args:
         device: that the transport sends from.
     """
-    _broadcast(list(model.modules()), transport, device)
+    _broadcast(_SharedBuffers(model).held(), transport, device)
 
 
-def _broadcast(modules: Sequence[nn.Module], transport: Transport, device: torch.device) -> None:
-    held = [buffer for own in map(_BUFFERS, modules) if own for buffer in own.values() if buffer is not None]
+def _broadcast(held: Sequence[torch.Tensor], transport: Transport, device: torch.device) -> None:
     # By the size of an element: then each begins, among bytes, where its dtype can be read.
-    buffers = sorted({id(buffer): buffer for buffer in held}.values(), key=lambda buffer: -buffer.itemsize)
+    buffers = sorted(held, key=lambda buffer: -buffer.itemsize)
     if not buffers:
         return
     flat = torch.cat([buffer.detach().reshape(-1).view(torch.uint8).to(device) for buffer in buffers])

@@ -11,6 +11,7 @@ from ...buckets.bucket import Bucket, ParameterSlot
 from ...buckets.sharded_parameter import show_values
 from ...disguise import look_only
 from ...hooks import WeakHook
+from ..travel.buffers import ignored_parameters
 from ..travel.in_flight import is_compiled
 
 _PARAMETERS = attrgetter("_parameters")
@@ -46,7 +47,8 @@ class ParameterPlaces:
         ]
         trained = {parameter for parameter, slot in slot_of.items() if slot.bucket.trained}
         self._name_of_frozen = {p: name for name, p in model.named_parameters() if p not in trained}
-        self._frozen = list(self._name_of_frozen)
+        ignored = ignored_parameters(model)
+        self._frozen = [parameter for parameter in self._name_of_frozen if parameter not in ignored]
         # The same by column, for loops of C.
         self._modules = [module for module, _, _ in self._places]
         self._names = [name for _, name, _ in self._places]
@@ -89,7 +91,7 @@ class ParameterPlaces:
         with look_only():
             is_thawed = any(map(attrgetter("requires_grad"), self._frozen))
         if is_thawed:
-            thawed = next(name for parameter, name in self._name_of_frozen.items() if parameter.requires_grad)
+            thawed = next(self._name_of_frozen[parameter] for parameter in self._frozen if parameter.requires_grad)
             raise RuntimeError(
                 f"hf_zero: {thawed!r} was frozen when the model was prepared and has requires_grad now, so its gradient would "
                 "stay on each rank. Prepare model and optimizer anew after unfreezing. (Freezing a trained parameter needs "

@@ -301,6 +301,36 @@ def test_several_models_and_optimizers_in_one_accelerator():
     run_on_ranks(several_models)
 
 
+def saves_what_ddp_ignores(rank: int, world_size: int, folder: str) -> None:
+    as_launched(rank, world_size)
+    for settings in ({"stage": 2}, {"stage": 3}, {"stage": 3, "checkpoint": {"layout": "sharded"}}):
+        accelerator = ZeroPlugin(settings).attach(Accelerator())
+        saved = f"{folder}/{settings}"
+        for resumes in (False, True):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False))
+            model[1].weight.data.fill_(rank - 0.5)
+            model._ddp_params_and_buffers_to_ignore = ["1.weight"]
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            if resumes:
+                accelerator.load_state(saved)
+                # Rank 0's on all ranks, and state for the shared parameters alone.
+                assert torch.equal(model[1].weight, own[0].view(4, 4)) and model[1].weight not in optimizer.state
+                assert sum(state["exp_avg"].numel() for state in optimizer.state.values()) == (20 if rank == 0 else 0)
+            accelerator.backward(model(torch.ones(2, 4)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            if not resumes:
+                accelerator.save_state(saved)
+                own = accelerator.gather(model[1].weight.detach().view(1, 16))
+                assert not torch.equal(own[0], own[1])
+            accelerator.free_memory()
+
+
+def test_a_checkpoint_has_rank_0s_values_of_what_ddp_ignores(tmp_path):
+    run_on_ranks(saves_what_ddp_ignores, folder=str(tmp_path))
+
+
 def prepared_again(rank: int, world_size: int) -> None:
     as_launched(rank, world_size)
     accelerator = Accelerator(parallelism_config=ZeroPlugin(stage=2))
