@@ -41,6 +41,7 @@ class BucketKey(NamedTuple):
         is_expert: they are split over more ranks than the rest of the model, so that fewer ranks share their state.
         is_split: tensor or expert parallelism has split them, where what travels is quantised: a block that had elements of both
             kinds would round those that all ranks of a copy have in another way on each.
+        stays: they are kept in `dtype`, whatever `param_dtype` and `rounding` say.
     """
 
     trained: bool
@@ -50,6 +51,7 @@ class BucketKey(NamedTuple):
     group: int
     is_expert: bool = False
     is_split: bool = False
+    stays: bool = False
 
 
 @dataclass(eq=False)

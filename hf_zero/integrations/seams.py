@@ -330,6 +330,7 @@ SEAMS = (
         owner="transformers:PreTrainedModel",
         names=(
             "_no_split_modules",
+            "_keep_in_fp32_modules",
             "_keep_in_fp32_modules_strict",
             "_hf_peft_config_loaded",
             "_load_pretrained_model",

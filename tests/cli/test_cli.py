@@ -28,6 +28,8 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -388,6 +390,18 @@ def test_what_cannot_be_consolidated_is_refused_in_one_line(plain, tmp_path):
     [line] = refusals("consolidate", plain, tmp_path / "out", "--max-shard-size", "many")
     assert "`--max-shard-size` is 'many'; allowed: a number of bytes above 0" in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("dtype", "kept"), [("float16", "wo"), ("bfloat16", "shared")])
+def test_consolidate_casts_what_the_configs_model_lets_it_cast(dtype, kept, tmp_path, monkeypatch):
+    config = T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(T5ForConditionalGeneration, "_keep_in_fp32_modules_strict", ["shared"])
+    assert hf_zero("consolidate", tmp_path / "model", tmp_path / "out", "--dtype", dtype).exit_code == 0
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    wide = {name for name, values in written.items() if values.dtype == torch.float32}
+    parts = ("shared",) if dtype == "bfloat16" else ("shared", ".wo.")
+    assert wide == {name for name in written if any(part in name for part in parts)} and any(kept in n for n in wide)
 
 
 MEASURE = """

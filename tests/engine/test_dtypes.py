@@ -129,3 +129,86 @@ def test_whole_gradients_may_travel_in_another_dtype():
 def test_the_table_of_dtypes_is_what_a_step_holds(share):
     found = run_ranks(all_combinations, world_size=2, time_limit_s=110, keyword_arguments={"share": share})
     assert found == [110, 110]
+
+
+class Routed(nn.Module):
+    """Keeps a gate in float32, and a projection where the others are float16, as models of transformers say it."""
+
+    _keep_in_fp32_modules_strict = ("gate.weight",)
+    _keep_in_fp32_modules = ("wo",)
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.wo = nn.Linear(24, 16), nn.Linear(16, 8)
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(16, 4, bias=False), "experts": nn.Linear(16, 64)})
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.entry(inputs.to(self.entry.weight.dtype)))
+        gate, experts = self.mlp["gate"], self.mlp["experts"]
+        weights = torch.softmax(gate(hidden.to(gate.weight.dtype)), -1).to(experts.weight.dtype)
+        mixed = (experts(hidden).view(-1, 4, 16) * weights.unsqueeze(-1)).sum(1)
+        return self.wo(mixed.to(self.wo.weight.dtype)).float()
+
+
+KEPT = {
+    BF16: {"model.mlp.gate.weight", "model.norm.weight", "model.norm.bias"},
+    FP16: {"model.mlp.gate.weight", "model.norm.weight", "model.norm.bias", "model.wo.weight", "model.wo.bias"},
+}
+
+
+def routed(rank: int, settings: dict, dtype: str, *, is_cast: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """A wrapped model and its losses behind three steps, and the names of what is float32 in a forward.
+
+    Args:
+        is_cast: the script has cast the model, so that the engine has nothing to cast.
+    """
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"model": Routed()})
+    for name, parameter in model.named_parameters():
+        if name not in KEPT[dtype]:
+            # Digits that a cast does not take.
+            rounded = parameter.detach().to(getattr(torch, dtype))
+            parameter.data = rounded if is_cast else rounded.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wanted = {} if is_cast else {"param_dtype": dtype}
+    engine = ZeroEngine(model, [optimizer], {**settings, **wanted, "bucket_bytes": "1KiB"}, entry=model["model"])
+    scaler = GradScaler("cpu", init_scale=8.0, enabled=dtype == FP16)
+    losses, wide = [], set()
+    handle = model["model"].wo.register_forward_hook(
+        lambda *_: wide.update(name for name, p in model.named_parameters() if p.dtype == torch.float32)
+    )
+    for step in range(3):
+        loss = (
+            model["model"](torch.randn(6, 24, generator=torch.Generator().manual_seed(10 * step + rank))).square().sum()
+        )
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    handle.remove()
+    engine.close()
+    return {**model.state_dict(), "losses": torch.tensor(losses)}, wide
+
+
+ROUTED = [
+    *((dtype, {"stage": stage}) for dtype in (BF16, FP16) for stage in (0, 1, 2, 3)),
+    (BF16, {"stage": 2, "offload": {"optimizer": "cpu"}}),
+    (BF16, {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}),
+]
+
+
+def what_a_model_keeps_stays(rank: int, world_size: int) -> None:
+    for dtype, settings in ROUTED:
+        expected, wide = routed(rank, settings, dtype, is_cast=True)
+        found, seen = routed(rank, settings, dtype, is_cast=False)
+        assert seen == wide == KEPT[dtype], (dtype, settings)
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), (dtype, settings, name)
+    _, seen = routed(rank, {"stage": 2, "rounding": "stochastic"}, BF16, is_cast=False)
+    assert seen == KEPT[BF16]
+
+
+def test_param_dtype_leaves_what_a_model_keeps_in_float32():
+    run_ranks(what_a_model_keeps_stays, world_size=2, time_limit_s=100)

@@ -1,7 +1,7 @@
 """Which parameters of a model share a bucket: by unit, dtype and optimizer group."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from ...buckets.gathered_dtypes import GatheredDtypes
 from ...buckets.mapped_parameters import wanted_dtype
 from ...buckets.precision import Precision, resolve_precision, untrained_precision
 from ...comm.groups.groups import Groups
-from ...config import ConfigError, ZeroConfig
+from ...config import AUTO, ConfigError, ZeroConfig
 from ...kernels.checks import FLOAT_DTYPES
 from ...kernels.quantise import BlockFormat
 from ...layout.blocks import IN_BLOCKS
@@ -249,8 +249,9 @@ class Division:
         gathered = self._gathered.of(parameter, sharded=sharded)
         is_expert = parameter in self._split.experts
         is_split = self._quantises and parameter in self._split.parts
+        stays = parameter.requires_grad and self._gathered.stays(parameter)
         key = BucketKey(
-            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split
+            parameter.requires_grad, wanted_dtype(parameter), gathered, optimizer, group, is_expert, is_split, stays
         )
         intact = optimizer >= 0 and self._intact[optimizer]
         shards = self._split.expert_shards if is_expert else None
@@ -269,6 +270,10 @@ def precision_of(
     """
     if not key.trained:
         return untrained_precision(key.dtype, key.gathered_dtype)
+    if key.stays:
+        # What is float32 needs no rounding by chance.
+        rounding = "nearest" if key.dtype == torch.float32 else config.rounding
+        config = replace(config, param_dtype=AUTO, rounding=rounding)
     return resolve_precision(
         config, key.dtype, gathered=key.gathered_dtype, apart=apart, weights=weights, adds_in_master=adds_in_master
     )

@@ -2,9 +2,11 @@
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +16,7 @@ from transformers.utils import (
     SAFE_WEIGHTS_NAME,
 )
 
+from ...buckets.gathered_dtypes import float32_names
 from ...checkpoint.foreign.dcp import METADATA_NAME as DCP_METADATA_NAME
 from ...checkpoint.foreign.weight_shards import weight_shards_of
 from ...checkpoint.format.files import Progress, untold
@@ -25,7 +28,7 @@ from ...checkpoint.structure import POSITION_NAME
 from ...checkpoint.verify import checkpoint_faults, in_words
 from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER
-from .config_model import CONFIG_NAME, expected_tensors
+from .config_model import CONFIG_NAME, expected_tensors, model_class, read_config
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
 
 RUN_NAME = "training_run.json"
@@ -125,7 +128,8 @@ def consolidate(
         others: the checkpoint's folders on other hosts' disks.
         masters: the fp32 masters in the place of 16-bit weights.
         out: made if it is not there; must hold nothing.
-        dtype: of the floating-point weights; None keeps the saved ones.
+        dtype: of the floating-point weights, but for those that the model of the folder's config keeps in float32; None keeps
+            the saved ones.
         on_progress: called with bytes written and bytes in all.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -139,21 +143,22 @@ def consolidate(
         raise CheckpointError(f"hf_zero: {checkpoint} is no checkpoint of ours, so it has no masters.")
     copied = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and not is_of_the_run(path.name)]
     refuse_links(checkpoint, copied)
+    dtype_of = partial(_written_dtype, dtype=dtype, kept=_float32_names(checkpoint, dtype))
     opened = open_weights(checkpoint, others)
     if not opened.as_in_files and (checkpoint / CONFIG_NAME).is_file():
         opened = InFiles(opened, checkpoint)
     with MasterWeights(opened, checkpoint, others) if masters else opened as weights:
         out.mkdir(parents=True, exist_ok=True)
-        shards = list(_shards(weights.tensors, dtype, max_shard_bytes))
-        total = sum(_written_bytes(tensor, dtype) for tensor in weights.tensors)
+        shards = list(_shards(weights.tensors, dtype_of, max_shard_bytes))
+        total = sum(_written_bytes(tensor, dtype_of) for tensor in weights.tensors)
         done = 0
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             file = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            places = {tensor.name: (_written_dtype(tensor, dtype), tensor.shape) for tensor in shard}
+            places = {tensor.name: (dtype_of(tensor), tensor.shape) for tensor in shard}
             begins = lay_out(out / file, places, {"format": "pt"})
             for tensor in shard:
-                values = weights.read(tensor).to(_written_dtype(tensor, dtype)).reshape(-1)
+                values = weights.read(tensor).to(dtype_of(tensor)).reshape(-1)
                 Piece(path=out / file, offset=begins[tensor.name], values=values).write()
                 done += values.nbytes
                 on_progress(done, total)
@@ -173,19 +178,34 @@ def consolidate(
     return sorted(set(weight_map.values()))
 
 
-def _written_dtype(tensor: SavedTensor, dtype: torch.dtype | None) -> torch.dtype:
+def _float32_names(folder: Path, dtype: torch.dtype | None) -> re.Pattern[str] | None:
+    """What the names of weights have in them that are not cast to `dtype`; None where all are."""
+    if dtype is None or not (folder / CONFIG_NAME).is_file():
+        return None
+    try:
+        kind = model_class(read_config(folder), folder)
+    except CheckpointError:
+        # Of no model of transformers, whose files are written all the same: then nothing says what is to stay.
+        return None
+    return float32_names([kind], dtype)
+
+
+def _written_dtype(tensor: SavedTensor, dtype: torch.dtype | None, kept: re.Pattern[str] | None) -> torch.dtype:
     saved = dtype_named(tensor.dtype)
-    return saved if dtype is None or not saved.is_floating_point else dtype
+    stays = dtype is None or not saved.is_floating_point or (kept is not None and kept.search(tensor.name) is not None)
+    return saved if stays else dtype
 
 
-def _written_bytes(tensor: SavedTensor, dtype: torch.dtype | None) -> int:
-    return math.prod(tensor.shape) * _written_dtype(tensor, dtype).itemsize
+def _written_bytes(tensor: SavedTensor, dtype_of: Callable[[SavedTensor], torch.dtype]) -> int:
+    return math.prod(tensor.shape) * dtype_of(tensor).itemsize
 
 
-def _shards(tensors: list[SavedTensor], dtype: torch.dtype | None, max_shard_bytes: int) -> Iterator[list[SavedTensor]]:
+def _shards(
+    tensors: list[SavedTensor], dtype_of: Callable[[SavedTensor], torch.dtype], max_shard_bytes: int
+) -> Iterator[list[SavedTensor]]:
     shard: list[SavedTensor] = []
     for tensor in tensors:
-        if shard and sum(_written_bytes(t, dtype) for t in [*shard, tensor]) > max_shard_bytes:
+        if shard and sum(_written_bytes(t, dtype_of) for t in [*shard, tensor]) > max_shard_bytes:
             yield shard
             shard = []
         shard.append(tensor)

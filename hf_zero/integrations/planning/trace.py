@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from ...buckets.gathered_dtypes import uncast_parameters
 from ...config import AUTO
 from ...plan.errors import PlanError
 from ...plan.forecast import Activations
@@ -119,9 +120,11 @@ def _without_memory(
     It has no hooks on modules: a script's own would count, log or keep what is no step of training.
     """
     copies: dict[int, Any] = {}
+    uncast = frozenset() if dtype is None else uncast_parameters(model, dtype)
     with mode:
         for parameter in model.parameters():
-            copies[id(parameter)] = nn.Parameter(_like(parameter, dtype), requires_grad=parameter.requires_grad)
+            like = _like(parameter, None if parameter in uncast else dtype)
+            copies[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             copies[id(buffer)] = _like(buffer)
     for each in copies.values():

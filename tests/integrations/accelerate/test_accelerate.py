@@ -303,6 +303,7 @@ def test_several_models_and_optimizers_in_one_accelerator():
 
 def saves_what_ddp_ignores(rank: int, world_size: int, folder: str) -> None:
     as_launched(rank, world_size)
+    own = torch.empty(0)
     for settings in ({"stage": 2}, {"stage": 3}, {"stage": 3, "checkpoint": {"layout": "sharded"}}):
         accelerator = ZeroPlugin(settings).attach(Accelerator())
         saved = f"{folder}/{settings}"
