@@ -187,6 +187,46 @@ def test_edits_of_what_ddp_ignores_stay_each_ranks_own():
     shared_ranks.run(edits_its_own)
 
 
+class Scaled(torch.optim.SGD):
+    """A step with arguments of its own."""
+
+    def step(self, closure=None, scale: float = 1.0, *, offset: torch.Tensor | None = None):
+        for group in self.param_groups:
+            group["lr"] = 0.1 * scale + (0.0 if offset is None else offset.item())
+        return super().step(closure)
+
+
+def with_arguments(rank: int, settings: dict | None) -> list[torch.Tensor]:
+    model = entry = chain()
+    optimizer = Scaled(model.parameters(), lr=0.1, momentum=0.9)
+    if settings is None:
+        entry = DistributedDataParallel(model)
+    else:
+        engine = ZeroEngine(model, [optimizer], {**settings, "bucket_bytes": "1KiB"})
+    for batch, (args, kwargs) in zip(
+        batches(rank, 6), [((), {}), ((None, 0.5), {}), ((), {"scale": 2.0})] * 2, strict=True
+    ):
+        entry(batch).square().mean().backward()
+        optimizer.step(*args, **kwargs, **({"offset": torch.tensor(0.01)} if kwargs else {}))
+        optimizer.zero_grad()
+    if settings is not None:
+        engine.close()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def steps_with_arguments(rank: int, world_size: int, folder: str) -> None:
+    expected = with_arguments(rank, None)
+    places = [{"optimizer": "nvme", "nvme_path": folder}, {"optimizer": "cpu", "speculate_bytes": "1MiB"}]
+    for settings in [*({"stage": stage} for stage in STAGES), *({"stage": 2, "offload": place} for place in places)]:
+        assert all(map(torch.equal, with_arguments(rank, settings), expected)), settings
+    with pytest.raises(ValueError, match=r"Scaled\.step was given arguments.*`offload\.delay` at 0"):
+        with_arguments(rank, {"stage": 2, "offload": {"optimizer": "cpu", "delay": 1, "delay_warmup": 0}})
+
+
+def test_arguments_of_an_optimizers_own_step_are_passed_on(tmp_path):
+    run_ranks(steps_with_arguments, world_size=2, time_limit_s=60, keyword_arguments={"folder": str(tmp_path)})
+
+
 def builds_a_graph(rank: int, world_size: int) -> None:
     for stage in STAGES:
         model = chain()

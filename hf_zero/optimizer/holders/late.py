@@ -11,6 +11,7 @@ from ...device import Arrival
 from ...offload.tier import StateFiles, Tier
 from ..state.bucket_state import BucketState
 from ..state.placeholders import Placeholders
+from ..state.state_kinds import NO_ARGUMENTS, arguments_of
 from ..state.step_timing import DUE, DUE_GRADIENT, StepTiming
 from .double import Stepped
 from .seen_step import Seen
@@ -69,6 +70,11 @@ class Late(StepTiming):
         """The step is begun when the script asks for it."""
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+        if arguments_of(optimizer) != NO_ARGUMENTS:
+            raise ValueError(
+                f"hf_zero: {type(optimizer).__name__}.step was given arguments, and `offload.delay: 1` takes the step behind the "
+                "call, or after a checkpoint, which has no place for them. Leave `offload.delay` at 0, or the arguments out."
+            )
         mine = self._beside.of(optimizer)
         for bucket in mine:
             self._start_restored(bucket, optimizer)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket, Row
-from ..state.state_kinds import double_of, own_step, settings_of
+from ..state.state_kinds import Arguments, arguments_of, double_of, note_arguments, own_step, settings_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +18,14 @@ class Seen:
     Attributes:
         rows: those with a gradient, in their group's order, each with its gradient and its state.
         settings: of the group.
+        arguments: that the script has given to the step.
         marks: (object, version) of every tensor and dict that the step reads. The objects are kept, so that none of their
             addresses is given to another.
     """
 
     rows: tuple[tuple[Row, torch.Tensor, dict[str, Any]], ...]
     settings: dict[str, Any]
+    arguments: Arguments
     marks: tuple[tuple[Any, Any], ...]
 
     def equals(self, other: "Seen") -> bool:
@@ -32,6 +34,7 @@ class Seen:
             len(self.marks) == len(other.marks)
             and all(a is b and old == new for (a, old), (b, new) in zip(self.marks, other.marks))
             and _are_equal(self.settings, other.settings)
+            and _are_equal(self.arguments, other.arguments)
         )
 
     def with_marks(self, *marks: tuple[Any, Any]) -> "Seen":
@@ -50,13 +53,13 @@ def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     rows = [has[id(tensor)] for tensor in group["params"] if id(tensor) in has]
     # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
-    return Seen(found, settings_of(group), _marks(bucket, optimizer, found))
+    return Seen(found, settings_of(group), arguments_of(optimizer), _marks(bucket, optimizer, found))
 
 
 def seen_again(bucket: Bucket, optimizer: torch.optim.Optimizer, seen: Seen) -> Seen:
     """What a step with the gradients and settings of `seen` would depend on now."""
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient, _ in seen.rows)
-    return Seen(found, seen.settings, _marks(bucket, optimizer, found))
+    return Seen(found, seen.settings, seen.arguments, _marks(bucket, optimizer, found))
 
 
 def _marks(
@@ -109,5 +112,6 @@ def step_on(
     # An empty entry would look like a step taken.
     register: dict[torch.Tensor, dict[str, Any]] = {doubles[row]: state for row, state in states.items() if state}
     twin = double_of(optimizer, group, register)
+    note_arguments(twin, seen.arguments)
     own_step(twin)
     return {row: dict(twin.state[double]) for row, double in doubles.items()}

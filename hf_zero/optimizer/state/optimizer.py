@@ -15,7 +15,7 @@ from ...engine_reference import engine_attached_to
 from ...hooks import WeakHook
 from ...layout.intervals import Interval
 from .holder import StateHolder
-from .state_kinds import with_dimensions
+from .state_kinds import NO_ARGUMENTS, note_arguments, with_dimensions
 
 SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
@@ -175,17 +175,20 @@ class ShardedOptimizer:
 
     def _on_step(self, _optimizer, args: tuple, kwargs: dict) -> None:
         # args[0] is the optimizer itself.
-        if any(value is not None for value in (*args[1:], *kwargs.values())):
+        if any(callable(value) and not torch.is_tensor(value) for value in (*args[1:], *kwargs.values())):
             raise ValueError(
                 "hf_zero: optimizer.step(closure) is not supported: the closure would run backward in the middle of the "
                 "step. Call backward first, then optimizer.step()."
             )
+        is_given = any(value is not None for value in (*args[1:], *kwargs.values()))
+        note_arguments(self.optimizer, (args[1:], kwargs) if is_given else NO_ARGUMENTS)
         self._end_skip()
         self.refuse_strangers()
         if not self._before_step():
             self._begin_skip()
 
     def _on_stepped(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        note_arguments(self.optimizer, NO_ARGUMENTS)
         is_taken = self._skipped_groups is None
         self._end_skip()
         self._after_step(is_taken)

@@ -23,8 +23,29 @@ _OF_THE_DEVICE = ("capturable", "fused")
 """Settings that a step on the host may refuse, and that change nothing of what is kept."""
 
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a script gives to `optimizer.step`: positional and keyword arguments."""
+
+NO_ARGUMENTS: Arguments = ((), {})
+
+_ARGUMENTS = "_hf_zero_arguments"
+
+
+def arguments_of(optimizer: torch.optim.Optimizer) -> Arguments:
+    """What the script has given to the step that is under way."""
+    return optimizer.__dict__.get(_ARGUMENTS, NO_ARGUMENTS)
+
+
+def note_arguments(optimizer: torch.optim.Optimizer, arguments: Arguments) -> None:
+    """Has `own_step` of this optimizer called with them, until others are noted."""
+    if arguments != NO_ARGUMENTS:
+        optimizer.__dict__[_ARGUMENTS] = arguments
+    else:
+        optimizer.__dict__.pop(_ARGUMENTS, None)
+
+
 def own_step(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's arithmetic without the step hooks around it.
+    """The optimizer's arithmetic without the step hooks around it, with the arguments noted for it.
 
     torch wraps the step of each optimizer class in the calls of its hooks when the first of the class is made. A class whose
     step calls its parent's comes by a second wrapper, which finds no hooks of this optimizer for the moment.
@@ -34,7 +55,8 @@ def own_step(optimizer: torch.optim.Optimizer) -> None:
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
-        inner(optimizer)
+        args, kwargs = arguments_of(optimizer)
+        inner(optimizer, *args, **kwargs)
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = hooks
 
