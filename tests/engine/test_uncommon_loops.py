@@ -187,6 +187,52 @@ def test_edits_of_what_ddp_ignores_stay_each_ranks_own():
     shared_ranks.run(edits_its_own)
 
 
+class Spectral(nn.Module):
+    """Multiplies frequencies by complex weights, which it keeps as such or as pairs of real numbers."""
+
+    def __init__(self, *, is_complex: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(WIDTH // 2 + 1, dtype=torch.complex64)
+        self.weight = nn.Parameter(weight if is_complex else torch.view_as_real(weight))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return self.head(torch.fft.irfft(torch.fft.rfft(hidden) * weight, WIDTH))
+
+
+def in_real_form(rank: int, world_size: int) -> None:
+    model = Spectral(is_complex=True)
+    with pytest.raises(
+        ValueError, match=r"'weight' is trained in torch\.complex64.*torch\.view_as_complex\(self\.weight\)"
+    ):
+        ZeroEngine(model, [torch.optim.AdamW(model.parameters())], 1)
+    found = []
+    for stage in (None, *STAGES):
+        model = entry = Spectral(is_complex=stage is None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if stage is None:
+            entry = DistributedDataParallel(model)
+        else:
+            engine = ZeroEngine(model, [optimizer], stage)
+        losses = []
+        for batch in batches(rank, 3):
+            loss = entry(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if stage is not None:
+            engine.close()
+        found.append(losses)
+    assert all(losses == found[0] for losses in found)
+
+
+def test_complex_parameters_are_refused_and_train_in_real_form_as_complex_ones_do_under_ddp():
+    shared_ranks.run(in_real_form)
+
+
 class Scaled(torch.optim.SGD):
     """A step with arguments of its own."""
 

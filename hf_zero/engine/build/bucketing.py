@@ -51,7 +51,11 @@ def check_parameters(model: nn.Module, config: ZeroConfig) -> None:
         )
     strange = [(name, p.dtype) for name, p in trained if not p.dtype.is_floating_point]
     if strange:
-        raise ValueError(f"hf_zero: {strange[0][0]!r} is trained in {strange[0][1]}; only floating-point dtypes are.")
+        name, dtype = strange[0]
+        raise ValueError(
+            f"hf_zero: {name!r} is trained in {dtype}, and buckets hold real numbers. Keep it as "
+            "nn.Parameter(torch.view_as_real(weight)), and compute with torch.view_as_complex(self.weight) in forward."
+        )
     if config.comm.quantises:
         other = [
             (name, p) for name, p in model.named_parameters() if p.is_floating_point() and p.dtype not in FLOAT_DTYPES
