@@ -92,6 +92,22 @@ BREAKS = (
         only="keeps_in_float32",
     ),
     Break(
+        name="what-an-optimizer-keeps-by-parameter-is-not-found",
+        place="_stand_in",
+        old="for key in list(held):",
+        new="for key in ():",
+        tests=("test_whole_parameters.py",),
+        only="asking",
+    ),
+    Break(
+        name="parts-of-parameters-for-state-in-blocks",
+        place="_looks_at_size",
+        old="return not _same(pieces, cut(whole))",
+        new="return False",
+        tests=("test_whole_parameters.py",),
+        only="asking or how_far",
+    ),
+    Break(
         name="reduction-never-waited-for",
         place="FlatGradients.finish",
         old="            handle.finish()\n",

@@ -11,7 +11,7 @@ from ...offload.stored import Kind, StoredShard
 from ...offload.tier import StateFiles, Tier
 from ..state.bucket_state import BucketState, MasterPlace, StatePlace
 from ..state.placeholders import Placeholders
-from ..state.state_kinds import state_kinds
+from ..state.state_kinds import kinds_by_size, state_kinds
 from .block_state import StateInBlocks
 from .file_state import MomentsInFile, StateInFile, kinds_in_blocks
 from .masters import MasterInFile, MasterInMemory
@@ -98,6 +98,11 @@ def _kinds_in_file(bucket: Bucket, optimizer: torch.optim.Optimizer, moments: Pa
     if moments.codes:
         return kinds_in_blocks(moments.codes, numel)
     kinds = state_kinds(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master)
+    if kinds_by_size(optimizer, optimizer.param_groups[bucket.key.group], bucket.precision.master):
+        raise ValueError(
+            f"hf_zero: {type(optimizer).__name__} keeps other state for large parameters than for small ones, and a file has one "
+            "place for both. Use `offload.optimizer: cpu`, or torch.optim.AdamW with `moments: 8bit`."
+        )
     if kinds is None:
         raise ValueError(
             f"hf_zero: what state {type(optimizer).__name__} keeps cannot be seen by a trial step, so no file can be laid out "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket, Row
-from ..state.state_kinds import Arguments, arguments_of, double_of, note_arguments, own_step, settings_of
+from ..state.state_kinds import Arguments, arguments_of, double_of, group_with, note_arguments, own_step, settings_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,8 @@ def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
     group = optimizer.param_groups[bucket.key.group]
     has = {id(row.tensor): (row, gradient) for row in bucket.rows if (gradient := row.tensor.grad) is not None}
-    rows = [has[id(tensor)] for tensor in group["params"] if id(tensor) in has]
+    group = group_with(group, lambda tensor: id(tensor) in has)
+    rows = [has[id(tensor)] for tensor in group["params"]]
     # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
     return Seen(found, settings_of(group), arguments_of(optimizer), _marks(bucket, optimizer, found))

@@ -14,7 +14,7 @@ from ...offload.files import OffloadError
 from ...offload.stored import StoredShard
 from ...offload.window import Window
 from ..clipped_gradient import widen
-from .state_kinds import own_step
+from .state_kinds import group_with, own_step
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
 
@@ -102,9 +102,7 @@ class OwnStep(BucketStep):
             widen(row)
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
-        group = groups[bucket.key.group]
-        part = [tensor for tensor in group["params"] if id(tensor) in mine]
-        self._optimizer.param_groups = [{**group, "params": part}]
+        self._optimizer.param_groups = [group_with(groups[bucket.key.group], lambda tensor: id(tensor) in mine)]
         try:
             own_step(self._optimizer)
         finally:

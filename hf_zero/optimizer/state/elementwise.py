@@ -1,5 +1,6 @@
 """Whether an optimizer updates each element by itself, and so may be given parts of parameters."""
 
+from collections.abc import Iterable
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -37,6 +38,13 @@ _NOT_STEPPED_SO = {
 
 _SHAPE = (4, 6)
 _CUT = 10
+
+_LARGE_SHAPE = (128, 96)
+"""A multiple of the usual 256 elements of a block, and above the usual 4096 below which state is not in blocks."""
+
+_LARGE_CUT = 4105
+_SCALES = (1.0, 0.1, 0.3)
+"""Of the gradients of three steps on it: a sign of their average then hangs on the digits of each."""
 
 
 def refuse_wrapper(optimizer: torch.optim.Optimizer) -> None:
@@ -84,16 +92,33 @@ def keeps_intact(optimizer: torch.optim.Optimizer, config: ZeroConfig, *, shards
     return scope is not UpdateScope.ELEMENT if split == AUTO else not split
 
 
+def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it finds a Parameter's settings as bitsandbytes does: by identity, and by the place in `param_groups`."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("get_config", "check_overrides"))
+
+
+def kept_by_parameter(optimizer: torch.optim.Optimizer) -> list[dict[Any, Any] | set[Any]]:
+    """Dicts and sets that the optimizer keeps beside its state, and in which a parameter of it, or its `id`, is a key."""
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = (value for name, value in vars(optimizer).items() if name != "state" and isinstance(value, dict | set))
+    return [held for held in own if any((id(key) if torch.is_tensor(key) else key) in ids for key in held)]
+
+
 def update_scope_of(optimizer: torch.optim.Optimizer) -> UpdateScope:
     """How far the optimizer looks by the settings of any of its groups, seen by trial steps of copies that leave it alone.
 
-    Two matrices are stepped together, each alone, and cut into flat pieces; whatever gives the same values does not tell
-    those cases apart.
+    Two matrices are stepped together, each alone, and cut into flat pieces, and so is a larger one; whatever gives the same
+    values does not tell those cases apart. What a step finds by a Parameter's identity, no trial shows: that is looked for.
     """
     if type(optimizer) in [getattr(torch.optim, name) for name in _OF_TORCH]:
         return UpdateScope.ELEMENT
+    # What a script has said of a parameter is said of the whole.
+    least = UpdateScope.ELEMENT
+    if is_of_bitsandbytes(optimizer) or kept_by_parameter(optimizer):
+        least = UpdateScope.PARAMETER
     # An optimizer may do in some groups only what it is chosen for: Muon's step, GaLore's projection, LAMB's trust ratio.
-    return max((_scope_with(optimizer, settings) for settings in _unlike_settings(optimizer)), key=_REACH.index)
+    scopes = (_scope_with(optimizer, settings) for settings in _unlike_settings(optimizer))
+    return max((least, *scopes), key=_REACH.index)
 
 
 _REACH = (UpdateScope.ELEMENT, UpdateScope.UNKNOWN, UpdateScope.PARAMETER, UpdateScope.MODEL)
@@ -103,6 +128,9 @@ def _unlike_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Those of the optimizer's groups, once each. A group for each layer, with a learning rate of its own, is no other trial."""
     # A learning rate of 0 (warm-up) would hide every difference.
     found = [settings_of(group) | {"lr": 0.1, "initial_lr": 0.1} for group in optimizer.param_groups]
+    for settings in found:
+        # A trial has parameters of its own.
+        settings.pop("param_names", None)
     return list({repr(sorted(settings.items())): settings for settings in found}.values()) or [{"lr": 0.1}]
 
 
@@ -112,7 +140,10 @@ def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> U
     # Unlike each other in each piece, so that whatever is taken over a parameter or several (a sign, a norm) differs.
     gradients[0].abs_().view(-1)[_CUT:].mul_(-3.0)
     gradients[1].mul_(0.1)
-    stepped = partial(_stepped, optimizer, settings)
+
+    def stepped(values: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        return _stepped(optimizer, settings, values, [gradients, gradients])
+
     try:
         together = stepped(matrices, gradients)
         alone = [*stepped(matrices[:1], gradients[:1]), *stepped(matrices[1:], gradients[1:])]
@@ -129,12 +160,27 @@ def _scope_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> U
     except Exception:
         # Made for matrices.
         return UpdateScope.PARAMETER
-    return UpdateScope.ELEMENT if _same(pieces, _cut(alone[0])) else UpdateScope.PARAMETER
+    is_of_elements = _same(pieces, _cut(alone[0])) and not _looks_at_size(optimizer, settings)
+    return UpdateScope.ELEMENT if is_of_elements else UpdateScope.PARAMETER
 
 
-def _cut(whole: torch.Tensor) -> list[torch.Tensor]:
+def _looks_at_size(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> bool:
+    """Whether pieces of a larger matrix are stepped otherwise than the whole, as by optimizers that keep state in blocks."""
+    generator = torch.Generator().manual_seed(0)
+    matrix, *gradients = (torch.randn(_LARGE_SHAPE, generator=generator) * scale for scale in (1.0, *_SCALES))
+    try:
+        [whole] = _stepped(optimizer, settings, [matrix], [[gradient] for gradient in gradients])
+        cut = partial(_cut, at=_LARGE_CUT)
+        pieces = _stepped(optimizer, settings, cut(matrix), list(map(cut, gradients)))
+    except Exception:
+        # It can step a small matrix and its pieces, and these not.
+        return True
+    return not _same(pieces, cut(whole))
+
+
+def _cut(whole: torch.Tensor, at: int = _CUT) -> list[torch.Tensor]:
     flat = whole.reshape(-1)
-    return [flat[:_CUT], flat[_CUT:]]
+    return [flat[:at], flat[at:]]
 
 
 def _same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -145,13 +191,14 @@ def _stepped(
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
     values: list[torch.Tensor],
-    gradients: list[torch.Tensor],
+    passes: Iterable[list[torch.Tensor]],
 ) -> list[torch.Tensor]:
+    """The values behind a step with the gradients of each of `passes`."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     trial = double_of(optimizer, settings_of(settings) | {"params": parameters}, {})
     with torch.random.fork_rng(devices=[]):
         enter_training(trial)
-        for _ in range(2):
+        for gradients in passes:
             for parameter, gradient in zip(parameters, gradients):
                 parameter.grad = gradient.clone()
             own_step(trial)

@@ -1,7 +1,8 @@
 """The user's own optimizer object, given this rank's rows instead of whole parameters."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from ...disguise import look_only
 from ...engine_reference import engine_attached_to
 from ...hooks import WeakHook
 from ...layout.intervals import Interval
+from .elementwise import is_of_bitsandbytes, kept_by_parameter
 from .holder import StateHolder
-from .state_kinds import NO_ARGUMENTS, note_arguments, with_dimensions
+from .state_kinds import NO_ARGUMENTS, group_with, note_arguments, with_dimensions
 
 SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
@@ -66,11 +68,17 @@ class ShardedOptimizer:
         self._after_step = after_step
         self._skipped_groups: list[dict[str, Any]] | None = None
         self.whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._whole_names = [group.get("param_names") for group in optimizer.param_groups]
         self.rows = [rows[p] for group in self.whole_groups for p in group if p in rows]
-        for group, whole in zip(optimizer.param_groups, self.whole_groups):
-            group["params"] = [rows[p].tensor if p in rows else p for p in whole if p in rows or p not in trained]
+        kept = kept_by_parameter(optimizer)
+        for group in optimizer.param_groups:
+            group.update(group_with(group, lambda p: p in rows or p not in trained))
+            group["params"] = [rows[p].tensor if p in rows else p for p in group["params"]]
         for row in self.rows:
             self._cut_state(row)
+        self._stand_ins = [(held, _stand_in(held, [row for row in self.rows if not row.is_parameter])) for held in kept]
+        if is_of_bitsandbytes(optimizer):
+            self._look_up_whole(rows)
         self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._hooks = [
             optimizer.register_step_pre_hook(WeakHook(self, ShardedOptimizer._on_step)),
@@ -126,8 +134,18 @@ class ShardedOptimizer:
         """Gives the optimizer its whole parameters back. Its state, which exists in rows only, is dropped."""
         for hook in self._hooks:
             hook.remove()
-        for group, whole in zip(self.optimizer.param_groups, self.whole_groups):
+        for group, whole, names in zip(self.optimizer.param_groups, self.whole_groups, self._whole_names, strict=True):
             group["params"] = whole
+            if names is not None:
+                group["param_names"] = names
+        for held, added in self._stand_ins:
+            for key in added:
+                if isinstance(held, dict):
+                    held.pop(key, None)
+                else:
+                    held.discard(key)
+        for method in ("get_config", "check_overrides") if is_of_bitsandbytes(self.optimizer) else ():
+            self.optimizer.__dict__.pop(method, None)
         if not self._is_whole:
             self.optimizer.state.clear()
         del self.optimizer.__dict__[SCALES_ITSELF]
@@ -136,6 +154,40 @@ class ShardedOptimizer:
         changed: Any = self.optimizer
         del changed.zero_grad
         del changed._hf_zero_keeps
+
+    def _look_up_whole(self, rows: Mapping[nn.Parameter, Row]) -> None:
+        """Has an optimizer of bitsandbytes look a row up where its whole parameter is in the groups that the script made.
+
+        What a script has said of a Parameter to `GlobalOptimManager` is found by identity and by that place. Rows are other
+        tensors, and a rank's groups have fewer.
+        """
+        changed: Any = self.optimizer
+        groups = [{"params": whole} for whole in self.whole_groups]
+        place_of = {
+            id(rows[p].tensor): (number, place)
+            for number, whole in enumerate(self.whole_groups)
+            for place, p in enumerate(whole)
+            if p in rows
+        }
+
+        @contextmanager
+        def in_whole_groups() -> Iterator[None]:
+            changed.param_groups, own = groups, changed.param_groups
+            try:
+                yield
+            finally:
+                changed.param_groups = own
+
+        def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            place = place_of.get(id(changed.param_groups[gindex]["params"][pindex]), (gindex, pindex))
+            with in_whole_groups():
+                return type(changed).get_config(changed, *place, group)
+
+        def check_overrides() -> None:
+            with in_whole_groups():
+                type(changed).check_overrides(changed)
+
+        changed.get_config, changed.check_overrides = get_config, check_overrides
 
     def _make_zero_grad(self) -> Callable[..., None]:
         """The optimizer's own zero_grad for its rows, and the same for the whole parameters.
@@ -196,7 +248,7 @@ class ShardedOptimizer:
     def _begin_skip(self) -> None:
         """Lets the step that has begun run over groups without parameters. What it counts in them goes with these copies."""
         self._skipped_groups = self.optimizer.param_groups
-        self.optimizer.param_groups = [{**group, "params": []} for group in self._skipped_groups]
+        self.optimizer.param_groups = [group_with(group, lambda _: False) for group in self._skipped_groups]
 
     def _end_skip(self) -> None:
         if self._skipped_groups is not None:
@@ -224,6 +276,22 @@ class ShardedOptimizer:
                 f"{self._identity}. optimizer.state_dict() holds one rank's shard and fits that shard alone; to move state "
                 "between runs use accelerator.save_state/load_state or Trainer's checkpoints."
             )
+
+
+def _stand_in(held: dict[Any, Any] | set[Any], rows: Iterable[Row]) -> list[Any]:
+    """Has rows found in a dict or set of an optimizer's own where their parameters are; returns the keys that they have there."""
+    row_of = {id(row.slot.parameter): row for row in rows}
+    added: list[Any] = []
+    for key in list(held):
+        row = row_of.get(id(key) if torch.is_tensor(key) else key)
+        if row is None:
+            continue
+        added.append(row.tensor if torch.is_tensor(key) else id(row.tensor))
+        if isinstance(held, dict):
+            held[added[-1]] = held[key]
+        else:
+            held.add(added[-1])
+    return added
 
 
 def identity_of(groups: Groups, stage: int, buckets: Sequence[Bucket]) -> str:

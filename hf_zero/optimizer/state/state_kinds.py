@@ -17,6 +17,8 @@ from .step_timing import DUE
 
 _SHAPE = (4, 4)
 """Of the trial parameter: a matrix, for optimizers that are made for those."""
+_LARGE_SHAPE = (128, 96)
+"""Of one that optimizers with state in blocks take for large: such blocks have 256 elements as a rule."""
 _PLAIN = (torch.Tensor, int, float, str, type(None))
 """Kinds of state that can be copied, and seen to be as it was."""
 _OF_THE_DEVICE = ("capturable", "fused")
@@ -89,6 +91,13 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
+def group_with(group: Mapping[str, Any], wanted: Callable[[torch.Tensor], bool]) -> dict[str, Any]:
+    """A copy of an optimizer group that has some of its parameters, and of their names, if it has names."""
+    chosen = [place for place, tensor in enumerate(group["params"]) if wanted(tensor)]
+    parallel = [name for name in ("params", "param_names") if name in group]
+    return {**group, **{name: [group[name][place] for place in chosen] for name in parallel}}
+
+
 @dataclass(frozen=True)
 class Trial:
     """What one step of an optimizer shows.
@@ -106,14 +115,22 @@ class Trial:
     hindrance: str | None
 
 
-def try_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> Trial | None:
-    """One step on a small matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one like it.
+def try_step(
+    optimizer: torch.optim.Optimizer,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, int] = _SHAPE,
+) -> Trial | None:
+    """One step on a matrix of `dtype` in a group with these settings, by a double of the optimizer or a new one like it.
 
     None where neither can step.
     """
-    parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    trial = double_of(optimizer, settings_of(settings) | {"params": [parameter]}, {})
+    group = settings_of(settings) | {"params": [parameter]}
+    # Those of the settings' own parameters.
+    group.pop("param_names", None)
+    trial = double_of(optimizer, group, {})
     try:
         with torch.random.fork_rng(devices=[]):
             enter_training(trial)
@@ -136,9 +153,9 @@ def _trial_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, draw
     if loose:
         hindrance = f"{name} keeps state of no parameter ({loose[0]!r})"
     return Trial(
-        kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == _SHAPE),
+        kinds=tuple((kind, value.dtype) for kind, value in tensors.items() if value.shape == parameter.shape),
         names=frozenset(kind for kind, value in state.items() if value is not None),
-        has_factors=any(value.numel() > 1 and value.shape != _SHAPE for value in tensors.values()),
+        has_factors=any(value.numel() > 1 and value.shape != parameter.shape for value in tensors.values()),
         hindrance=f"{name} draws random numbers" if draws else hindrance,
     )
 
@@ -152,6 +169,14 @@ def state_kinds(
     """
     trial = try_step(optimizer, settings, dtype)
     return None if trial is None else trial.kinds
+
+
+def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Whether a large parameter has other kinds of state than a small one, as where only large ones have it in blocks."""
+    if type(optimizer).__module__.startswith("torch.optim."):
+        return False
+    small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, _LARGE_SHAPE))
+    return small is not None and large is not None and (small.kinds, small.names) != (large.kinds, large.names)
 
 
 def state_itemsizes(

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from cells import short_of, slow
+from plain_lion import Lion
 from ranks import run_ranks
 from saved_engines import save_engine
 from torch import nn
@@ -95,6 +96,66 @@ class SignOfTheMean(torch.optim.Optimizer):
                     p.sub_(group["lr"] * p.grad.mean().sign())
 
 
+class InBlocks(torch.optim.Optimizer):
+    """Keeps the momentum of large parameters in 8-bit blocks of 256 elements; torchao does so where they fill whole blocks."""
+
+    def __init__(self, params, lr=1e-2, least=4096, whole_blocks=False, signs=False):
+        super().__init__(params, {"lr": lr})
+        self.least, self.whole_blocks, self.signs = least, whole_blocks, signs
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].get("momentum", torch.zeros_like(p))
+                update = momentum.lerp(p.grad, 0.1) if self.signs else momentum
+                momentum = momentum.lerp(p.grad, 0.01 if self.signs else 0.1)
+                if p.numel() >= self.least and not (self.whole_blocks and p.numel() % 256):
+                    blocks = nn.functional.pad(momentum.reshape(-1), (0, -p.numel() % 256)).view(-1, 256)
+                    scale = blocks.abs().amax(1, keepdim=True).clamp_min(1e-12) / 127
+                    momentum = (blocks / scale).round().mul(scale).view(-1)[: p.numel()].view(p.shape)
+                self.state[p]["momentum"] = momentum
+                p.sub_((update.sign() if self.signs else momentum) * group["lr"])
+
+
+class Asking(torch.optim.Optimizer):
+    """Finds what it has been told of a parameter by the Parameter, by its id, and by its place among the group's names."""
+
+    def __init__(self, named, lr=1e-2):
+        named = list(named)
+        super().__init__(named, {"lr": lr})
+        self.factor_of = {id(p): 0.5 for name, p in named if "mlp" in name}
+        self.mask_of = {p: torch.linspace(0, 1, p.numel()).view(p.shape) for name, p in named if "c_attn" in name}
+        self.still = {p for name, p in named if "ln_1" in name}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None and p not in self.still:
+                    update = p.grad * self.factor_of.get(id(p), 1.0) * (2.0 if "wte" in name else 1.0)
+                    p.sub_(update * self.mask_of.get(p, 1.0) * group["lr"])
+
+
+class NamedAdamW(torch.optim.AdamW):
+    """Element by element, by names: parts of parameters have the names of the whole."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                if p.grad is not None and "wte" in name:
+                    p.grad.mul_(0.5)
+        return super().step()
+
+
+def named_groups(make, model: nn.Module) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    return make([{"params": named[::2], "lr": 2e-2}, {"params": named[1::2]}])
+
+
 def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Muon for the layers' matrices, AdamW for embeddings and all else, as Muon's authors advise."""
     matrices = [p for name, p in model.named_parameters() if ".h." in name and p.dim() == 2]
@@ -122,6 +183,10 @@ OPTIMIZERS = {
     ),
     "adafactor of transformers, scaled": partial(of_all, partial(Adafactor, lr=1e-2, relative_step=False)),
     "lamb": partial(of_all, Lamb),
+    "in blocks": partial(of_all, InBlocks),
+    "in whole blocks": partial(of_all, partial(InBlocks, whole_blocks=True, least=1)),
+    "asking": lambda model: Asking(model.named_parameters()),
+    "asking for names": partial(named_groups, NamedAdamW),
     "lars of matrices, which come last": matrices_last,
 }
 
@@ -144,19 +209,21 @@ def assert_equal(found: list[tuple[str, dict, Outcome, Outcome]]) -> None:
 
 
 EVERYWHERE = ["muon and adamw", "adafactor of torch"]
-OTHERS = [name for name in OPTIMIZERS if name not in EVERYWHERE]
+ASKING = ["in blocks", "asking", "asking for names"]
+OTHERS = [name for name in OPTIMIZERS if name not in (*EVERYWHERE, *ASKING)]
 
 
-@pytest.mark.short_cells("muon")
+@pytest.mark.short_cells("muon", "asking")
 @pytest.mark.parametrize(
     ("names", "variants"),
     [
         (EVERYWHERE[:1], STAGES[1:]),
         (EVERYWHERE[1:] + OTHERS, STAGES[3:]),
+        (ASKING, [STAGES[1], STAGES[3], {**STAGES[2], "offload": {"optimizer": "cpu", "speculate_bytes": "1MiB"}}]),
         slow(EVERYWHERE, STAGES),
         slow(OTHERS, STAGES[2:]),
     ],
-    ids=["muon", "others at stage 3", "everywhere", "others"],
+    ids=["muon", "others at stage 3", "asking", "everywhere", "others"],
 )
 def test_trajectories_are_ddps_bit_for_bit_at_two_ranks(names, variants):
     arguments = {"names": names, "variants": variants}
@@ -315,6 +382,11 @@ def test_a_file_of_plain_trainer_with_another_kind_of_optimizer_is_refused(wrote
         (Adafactor, UpdateScope.PARAMETER),
         (Lamb, UpdateScope.PARAMETER),
         (SignOfTheMean, UpdateScope.PARAMETER),
+        (InBlocks, UpdateScope.PARAMETER),
+        (partial(InBlocks, whole_blocks=True), UpdateScope.PARAMETER),
+        (partial(InBlocks, signs=True), UpdateScope.PARAMETER),
+        (partial(InBlocks, least=10**6), UpdateScope.ELEMENT),
+        (partial(Lion, lr=1e-3), UpdateScope.ELEMENT),
         (Prodigious, UpdateScope.MODEL),
         (partial(torch.optim.AdamW, capturable=True), UpdateScope.ELEMENT),
         (partial(torch.optim.SGD, lr=0.1), UpdateScope.ELEMENT),
