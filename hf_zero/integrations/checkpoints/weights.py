@@ -192,8 +192,9 @@ def _float32_names(folder: Path, dtype: torch.dtype | None) -> re.Pattern[str] |
 
 def _written_dtype(tensor: SavedTensor, dtype: torch.dtype | None, kept: re.Pattern[str] | None) -> torch.dtype:
     saved = dtype_named(tensor.dtype)
-    stays = dtype is None or not saved.is_floating_point or (kept is not None and kept.search(tensor.name) is not None)
-    return saved if stays else dtype
+    if dtype is None or not saved.is_floating_point or (kept is not None and kept.search(tensor.name)):
+        return saved
+    return dtype
 
 
 def _written_bytes(tensor: SavedTensor, dtype_of: Callable[[SavedTensor], torch.dtype]) -> int:

@@ -113,6 +113,47 @@ def test_buffers_stay_apart_where_ddp_is_told_so():
     assert first != second
 
 
+class Ending(torch.autograd.Function):
+    """Returns its input, whose gradient it leaves undefined."""
+
+    @staticmethod
+    def forward(_ctx, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(_ctx, _gradient: torch.Tensor) -> None:
+        return None
+
+
+class Ended(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stays, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(inputs + Ending.apply(self.stays(inputs)))
+
+
+def decayed(rank: int, world_size: int, asked: dict[str, bool], door: str) -> list[float]:
+    as_launched(rank, world_size)
+    plugin = ZeroPlugin(2) if door == "zero" else None
+    handler = DistributedDataParallelKwargs(**asked)
+    accelerator = Accelerator(parallelism_config=plugin, cpu=True, kwargs_handlers=[handler])
+    torch.manual_seed(0)
+    model = Ended()
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1))
+    for _ in range(3):
+        accelerator.backward(prepared(torch.ones(3, 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.stays.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("asked", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+def test_a_gradient_that_is_undefined_on_all_ranks_is_what_ddps_settings_make_of_it(asked):
+    assert run_on_ranks(decayed, asked=asked, door="zero") == run_on_ranks(decayed, asked=asked, door="ddp")
+
+
 def test_hooks_of_ddp_are_refused(fresh_state):
     hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
     with pytest.raises(ConfigError, match=r"comm_hook=bf16.*`reduce_dtype: bfloat16`"):
