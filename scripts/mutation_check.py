@@ -78,8 +78,8 @@ BREAKS = (
     Break(
         name="ignored-parameters-start-as-rank-0s",
         place="BucketBuilder.build",
-        old="ignored = ignored_parameters(model)",
-        new="ignored = frozenset()",
+        old="ignored, names = ignored_parameters(model), ignored_by_ddp(model)",
+        new="ignored, names = frozenset(), frozenset()",
         tests=("test_uncommon_loops.py",),
         only="ddp_is_told",
     ),

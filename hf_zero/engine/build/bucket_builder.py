@@ -17,7 +17,7 @@ from ...config import ZeroConfig
 from ...layout.slots import BucketLayout
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
-from ..travel.buffers import ignored_parameters
+from ..travel.buffers import ignored_by_ddp, ignored_parameters
 from ..travel.wire import Wire
 from .bucketing import Division, Part, precision_of
 from .sharers import SharersOfKinds
@@ -48,8 +48,8 @@ class BucketBuilder:
     def build(self, model: nn.Module, division: Division) -> tuple[list[Bucket], dict[tuple[str, ...], list[Bucket]]]:
         """All buckets, as they are numbered and reduced, and those of each unit by its modules. Collective.
 
-        Parameters that are in none are on the device afterwards too, with rank 0's values, or each rank's own where the script
-        wants that.
+        Parameters that are in none are on the device afterwards too, with rank 0's values unless a script has told DDP to
+        ignore them.
         """
         built: list[Bucket] = []
         of_units: dict[tuple[str, ...], list[Bucket]] = {}
@@ -59,9 +59,9 @@ class BucketBuilder:
             if part.sharded:
                 of_units.setdefault(part.modules, []).extend(buckets)
         taken = {slot.parameter for bucket in built for slot in bucket.slots}
-        ignored = ignored_parameters(model)
-        for parameter in model.parameters():
-            if parameter in ignored:
+        ignored, names = ignored_parameters(model), ignored_by_ddp(model)
+        for name, parameter in model.named_parameters():
+            if parameter in ignored and name in names:
                 parameter.data = parameter.detach().to(self.device)
             elif parameter not in taken:
                 self._start_alike(parameter)

@@ -29,16 +29,31 @@ _LABEL = Label(kind="broadcast buffers", subject="the model")
 def ignored_by_ddp(model: nn.Module) -> frozenset[str]:
     """Names of parameters and buffers that a script has told DDP to leave to each rank.
 
-    DDP reads `_ddp_params_and_buffers_to_ignore` of the module that it wraps. torch's own example names what the module itself
-    holds with a leading dot.
+    DDP reads `_ddp_params_and_buffers_to_ignore` of the module that it wraps.
     """
-    return frozenset(name.removeprefix(".") for name in getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    return frozenset(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def ignored_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """The parameters among `ignored_by_ddp`: in no bucket, so that each rank initialises, trains and keeps its own."""
-    names = ignored_by_ddp(model)
-    return frozenset(parameter for name, parameter in model.named_parameters() if name in names)
+    """The parameters among `ignored_by_ddp`: in no bucket, so that each rank trains and keeps its own.
+
+    As for DDP's reducer, a trained parameter is left out if all of its names are listed (a tied weight has several), and the
+    model's own have names with a leading dot.
+    """
+    ignored = ignored_by_ddp(model)
+    if not ignored:
+        return frozenset()
+    held = [
+        (f"{path}.{name}", parameter)
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+    ]
+    reduced = {parameter for name, parameter in held if name not in ignored}
+    return frozenset(
+        parameter
+        for name, parameter in model.named_parameters()
+        if (parameter not in reduced if parameter.requires_grad else name in ignored)
+    )
 
 
 class _SharedBuffers:
