@@ -1,6 +1,7 @@
 """Every way of writing a config gives the same object; every wrong one a sentence that helps."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from hf_zero.buckets.precision import check_cast_owner, resolve_casts
 from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
+from hf_zero.config.checks import CUT
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 
@@ -32,6 +34,20 @@ def test_frozen_and_keyword_only():
         ZeroConfig().stage = 1
     with pytest.raises(TypeError):
         ZeroConfig(2)
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("value", ["none", "auto", 3])
+def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(name, value, tmp_path):
+    nested = value
+    for key in reversed(name.split(".")):
+        nested = {key: nested}
+    path = tmp_path / "zero.yaml"
+    path.write_text(yaml.safe_dump(nested))
+    for said in (nested, str(path), f"{name}={value}", f"stage=3,{name}={value}"):
+        with pytest.raises(ConfigError, match=rf"`{re.escape(name)}` was taken out") as error:
+            ZeroConfig.of(said)
+        assert CUT[name] in str(error.value) and len(str(error.value).split()) <= 35
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def check_agent(agent) -> None:
 
 
 def test_the_settings_of_elastic_runs_are_a_config():
-    assert ZeroConfig.from_yaml(LAUNCH / "elastic.yaml").checkpoint.replicate == "neighbour"
+    assert ZeroConfig.from_yaml(LAUNCH / "elastic.yaml").checkpoint.resume == "auto"
 
 
 def test_the_slurm_file_starts_the_store_and_an_agent_on_each_node_and_ends_both(tmp_path):
