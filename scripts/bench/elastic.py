@@ -217,7 +217,7 @@ def killed_run(
     folder.mkdir(parents=True)
     log = folder / "log"
     words = script_words(folder, {"rows_log": log, "output_dir": folder / "out", **settings})
-    store = keep_store(0)
+    store = keep_store(0, network.address)
     with ExitStack() as stack:
         agents: list[subprocess.Popen] = []
         for number, node in enumerate(network.nodes):

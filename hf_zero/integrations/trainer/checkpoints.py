@@ -1,6 +1,7 @@
 """Trainer's checkpoints, each there whole or not at all."""
 
 import os
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -68,8 +69,8 @@ class CheckpointSaver:
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
-        name = engine.everyone.exchange(uuid.uuid4().hex)[0]
-        self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
+        name, secret = engine.everyone.exchange((uuid.uuid4().hex, secrets.token_bytes(32)))[0]
+        self._store_exchange = StoreExchange(engine.run, name, secret, engine.config.comm.timeout_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._writing: LivePieces | None = None
