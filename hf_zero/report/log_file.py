@@ -28,6 +28,7 @@ from typing import Any
 
 LOG_NAME = "zero_log.jsonl"
 PAGE_NAME = "zero_report.html"
+_LAST_STEP = 2**53
 
 
 class LogFile:
@@ -91,10 +92,15 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_line = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
+    is_line = isinstance(line, dict) and isinstance(line.get("kind"), str) and is_step(line.get("step"))
     if not is_line or not isinstance(line.get("time"), int | float):
         return None
     return {name: _number_of(value) for name, value in line.items()}
+
+
+def is_step(value: Any) -> bool:
+    """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
+    return type(value) is int and 0 <= value <= _LAST_STEP
 
 
 def _number_of(value: Any) -> Any:
