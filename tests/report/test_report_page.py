@@ -209,6 +209,19 @@ def test_a_folder_with_nothing_to_report_on_is_refused_by_name(tmp_path):
         make_report(tmp_path)
 
 
+def test_no_text_of_a_log_is_obeyed_by_a_terminal(tmp_path):
+    odd = "\x1b[31mred \x9b2J \u202e\x00"
+    lines = log_of(steps=12)
+    lines[0] |= {"model": odd, "said": {odd: odd}, "optimizers": [odd]}
+    lines[-1]["how"] = odd
+    lines = [
+        {**line, "rows": [[odd, *row[1:]] for row in line["rows"]]} if isinstance(line.get("rows"), list) else line
+        for line in lines
+    ]
+    page = render_page(make_report(written(tmp_path / "a \x1b[31m run", lines)))
+    assert page.replace("\n", "").isprintable() and page.count(r"\x1b[31mred \x9b2J \u202e\x00") > 5
+
+
 @pytest.mark.parametrize("value", [None, "nan", -1, [], {}, "x" * 50, 1e308, True])
 def test_a_line_with_odd_values_breaks_no_report(value, tmp_path):
     lines = log_of(steps=12)

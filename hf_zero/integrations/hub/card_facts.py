@@ -25,6 +25,8 @@ from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.structure import STATE_NAME
 from ...config import ZeroConfig
 from ...engine_reference import engine_attached_to
+from ...report.log_file import is_step
+from ...report.read_run import is_finite, is_number
 from ..checkpoints.checkpointing import ZERO_FOLDER
 from ..checkpoints.saved_weights import saved_tensors
 from ..checkpoints.weights import RUN_NAME
@@ -70,7 +72,7 @@ class CardFacts:
     """A run's facts as a card shows them. An empty mapping or None is what nobody knows.
 
     Attributes:
-        losses, eval_losses: (step, value) in the order of logging; finite values only.
+        losses, eval_losses: (step, value) in the order of logging; those only that can be drawn.
     """
 
     base_model: str | None
@@ -232,15 +234,10 @@ def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
         raise CheckpointError(f"hf_zero: {path}: log_history is no list of mappings.")
     for entry in history:
-        wrong = [name for name, value in entry.items() if name in _NUMBERS and not _is_number(value)]
+        wrong = [name for name, value in entry.items() if name in _NUMBERS and not is_number(value)]
         if wrong:
             raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is no number.")
     return history
-
-
-def _is_number(value: object) -> bool:
-    """Whether a JSON value is a number that a float can hold."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def _is_repo_id(name: object) -> TypeGuard[str]:
@@ -317,4 +314,4 @@ def _measured(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
     found = [(entry.get("step"), entry[name]) for entry in history if name in entry]
-    return tuple((step, float(value)) for step, value in found if isinstance(step, int) and math.isfinite(float(value)))
+    return tuple((step, float(value)) for step, value in found if is_step(step) and is_finite(value))
