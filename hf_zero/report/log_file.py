@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..checkpoint.format.text import shown
 
@@ -101,7 +101,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
     return {shown(name): _as_meant(value) for name, value in line.items()}
 
 
-def is_step(value: Any) -> bool:
+def is_step(value: object) -> TypeGuard[int]:
     """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
     return type(value) is int and 0 <= value <= _LAST_STEP
 

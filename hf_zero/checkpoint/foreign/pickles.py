@@ -177,7 +177,7 @@ def _plain_values(content: bytes) -> Any:
     """
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
 
     def above_the_mark() -> list[Any]:
         place = marks.pop()
@@ -224,7 +224,7 @@ def _plain_values(content: bytes) -> Any:
                 name, module = stack.pop(), stack.pop()
                 stack.append(_known(module, name))
             case "GLOBAL":
-                stack.append(_known(*argument.split(" ", 1)))
+                stack.append(_known(*str(argument).split(" ", 1)))
             case "REDUCE" | "NEWOBJ":
                 arguments, make = stack.pop(), stack.pop()
                 stack.append(make(*arguments))
