@@ -215,7 +215,7 @@ class CommConfig:
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):
             seconds(f"comm.{name}", getattr(self, name))
-        if self.late_s != 0:
+        if type(self.late_s) not in (int, float) or self.late_s != 0:
             seconds("comm.late_s", self.late_s)
 
     def _check_outer(self) -> None:

@@ -177,7 +177,7 @@ class ZeroConfig:
     def _check_report(self) -> None:
         if isinstance(self.report, bool):
             return
-        if str(self.report).strip().lower() in _SWITCHES:
+        if type(self.report) is str and self.report.strip().lower() in _SWITCHES:
             raise refuse("report", self.report, "true and false without quotes, or the path of a folder")
         path_of_folder("report", self.report)
 
