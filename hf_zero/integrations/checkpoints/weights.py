@@ -19,18 +19,15 @@ from ...checkpoint.foreign.dcp import METADATA_NAME as DCP_METADATA_NAME
 from ...checkpoint.foreign.weight_shards import weight_shards_of
 from ...checkpoint.format.files import Progress, untold
 from ...checkpoint.format.json_files import read_mapping
-from ...checkpoint.format.links import link_faults, refuse_links
+from ...checkpoint.format.links import entry_faults, refuse_links
 from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.pieces import Piece, dtype_named, lay_out
-from ...checkpoint.structure import POSITION_NAME
+from ...checkpoint.structure import POSITION_NAME, RUN_NAME, STATE_NAME, described_faults
 from ...checkpoint.verify import checkpoint_faults, in_words
 from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER
 from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
-
-RUN_NAME = "training_run.json"
-"""Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weights file, where nothing else is said."""
@@ -65,16 +62,22 @@ def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
         faults = checkpoint_faults(folder, ZERO_FOLDER, on_progress=on_progress)
         if faults:
             return faults
-    return list(dict.fromkeys(weight_faults(folder)))
+    faults = list(dict.fromkeys(weight_faults(folder))) or described_faults(folder)
+    if faults or not (is_checkpoint_of_ours(folder) and (folder / STATE_NAME).exists()):
+        return faults
+    # It costs the import of Trainer's own state.
+    from .resume_files import resume_faults
+
+    return resume_faults(folder)
 
 
 def weight_faults(folder: Path) -> list[str]:
     """What the weights have wrong against the model of the folder's config, in words."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
-    faults = link_faults(folder)
+    faults = entry_faults(folder)
     if faults:
-        # What a link leads to is not looked at.
+        # What these lead to is not looked at.
         return faults
     try:
         with open_weights(folder) as weights:

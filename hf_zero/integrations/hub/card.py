@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ...checkpoint.format.errors import CheckpointError
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.text import shown
 from .card_facts import CardFacts
@@ -44,6 +45,11 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
     """
     path = folder / CARD_NAME
     refuse_links(folder, [path, folder / PLOT_NAME])
+    for written in (path, folder / PLOT_NAME):
+        if written.exists() and not written.is_file():
+            raise CheckpointError(
+                f"hf_zero: {written} is no plain file, so no card can be written there. Take it away."
+            )
     if path.is_file() and not is_our_card(path):
         return False
     drawn = bool(facts.losses) and find_spec("matplotlib") is not None
