@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hostile_folders import by_command, commands, resign, with_header
@@ -18,6 +19,7 @@ from hf_zero.checkpoint.folder.disks import Disk
 from hf_zero.checkpoint.format.files import files_below
 from hf_zero.checkpoint.verify import find_good
 from hf_zero.integrations.checkpoints import config_model
+from hf_zero.integrations.checkpoints.resume_files import resume_faults
 
 SECRET = "nobody's business, 4711"
 MOST_S = 60.0
@@ -250,7 +252,17 @@ def doors(folder: Path, work: Path, *, resume: bool) -> Iterator[tuple[str, Call
     """Ways in, each as a function that ends by itself or by an error of ours."""
     for name, words in commands(folder, work / "out").items():
         yield name, lambda words=words: by_command(*words)
-    yield "last-good", lambda: find_good(folder.parent, "zero", disk=Disk.shared(), exchange=lambda value: [value])
+    yield (
+        "last-good",
+        partial(
+            find_good,
+            folder.parent,
+            "zero",
+            disk=Disk.shared(),
+            exchange=lambda value: [value],
+            further_faults=resume_faults,
+        ),
+    )
     if resume:
         yield "resume", lambda: resumes(folder, work / "resumed")
 
