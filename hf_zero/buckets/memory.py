@@ -126,14 +126,11 @@ class UnshardedMemory(ParameterMemory):
     is_readable = True
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval):
-        self.shown = self.flat = self._allocate(layout.numel, dtype, device)
+        self.shown = self.flat = allocate(layout.numel, dtype, device)
         self._own = self.flat[shard.start : shard.stop]
         # Of the places that were asked for last: `flat` stays where it is.
         self._asked: Sequence[torch.Tensor] = ()
         self._whereabouts = _whereabouts(())
-
-    def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return allocate(numel, dtype, device)
 
     @property
     def own(self) -> torch.Tensor:
@@ -391,18 +388,18 @@ class ApartShardMemory(ShardMemory):
         return reserve_apart(numel, dtype, device, kept)
 
 
-class SeparateShardMemory(ShardMemory):
-    """A shard in memory of its own, apart from the gather buffer.
+class CastShardMemory(ShardMemory):
+    """A shard of another dtype than the gather buffer, in memory of its own.
 
     Args:
-        own: the shard.
+        kept: dtype of the shard.
     """
 
     def __init__(
-        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, own: torch.Tensor
+        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
     ):
         super().__init__(layout, dtype, device, shard)
-        self._own = own
+        self._own = allocate(layout.shard_numel, kept, device)
 
     def _reserve(self, numel: int, dtype: torch.dtype, device: torch.device, kept: slice) -> Reservation:
         return reserve(numel, dtype, device, slice(0, 0))
@@ -421,19 +418,6 @@ class SeparateShardMemory(ShardMemory):
 
     def keep_edits(self) -> None:
         self._own.copy_(self.own_place)
-
-
-class CastShardMemory(SeparateShardMemory):
-    """A shard of another dtype than the gather buffer.
-
-    Args:
-        kept: dtype of the shard.
-    """
-
-    def __init__(
-        self, layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
-    ):
-        super().__init__(layout, dtype, device, shard, allocate(layout.shard_numel, kept, device))
 
     @property
     def source(self) -> torch.Tensor:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ..layout.boxes import Box
 from ..layout.intervals import Interval, doubly_covered, uncovered
@@ -17,6 +18,12 @@ from .format.text import shown
 
 STATE_NAME = "trainer_state.json"
 POSITION_NAME = "data_position.json"
+RUN_NAME = "training_run.json"
+"""Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
+
+RUN_FIELDS = ("arguments", "zero", "data", "hardware", "versions")
+_NUMBERS = ("loss", "eval_loss", "step", "epoch", "zero/peak_mib")
+"""What is calculated with, of what a Trainer logs."""
 
 _READ_BACK = (
     "model.safetensors",
@@ -61,6 +68,77 @@ def structure_faults(checkpoint: Path, folder: str, manifest: Manifest) -> list[
         *_strange_files(checkpoint, folder, manifest),
         *_step_faults(checkpoint, manifest),
     ]
+
+
+def described_faults(folder: Path) -> list[str]:
+    """What the JSON files beside a model's weights have wrong, which cards, tables and resumes are made of."""
+    faults = []
+    for read in (read_run, read_history, read_position):
+        try:
+            read(folder)
+        except CheckpointError as error:
+            faults.append(str(error).removeprefix("hf_zero: ").rstrip("."))
+    return list(dict.fromkeys(faults))
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a folder tells of the run that trained its model; {} where it tells nothing. Those of `RUN_FIELDS` are mappings.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds something else.
+    """
+    path = folder / RUN_NAME
+    run = read_mapping(path) if path.is_file() else {}
+    for name in RUN_FIELDS:
+        if not isinstance(run.get(name) or {}, dict):
+            raise CheckpointError(f"hf_zero: {path}: {name} is a {type(run[name]).__name__}, where a mapping is due.")
+    return {**run, **{name: run.get(name) or {} for name in RUN_FIELDS}} if run else {}
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """What a Trainer has logged, from its state in the folder, or what a model folder keeps of that; see `log_history`."""
+    path = folder / STATE_NAME
+    return log_history(read_mapping(path), path) if path.is_file() else log_history(read_run(folder), folder / RUN_NAME)
+
+
+def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """What a Trainer's state has logged: the entries in order, each with numbers where numbers are due.
+
+    Raises:
+        CheckpointError: it has something else there; `path` is the file that the state is of.
+    """
+    history = state.get("log_history") or []
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise CheckpointError(f"hf_zero: {path}: log_history is no list of mappings.")
+    for entry in history:
+        wrong = [name for name, value in entry.items() if name in _NUMBERS and not _is_number(value)]
+        if wrong:
+            raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is no number.")
+    return history
+
+
+def _is_number(value: object) -> bool:
+    """Whether a JSON value is a number that a float can hold."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def read_position(folder: Path) -> dict[str, int] | None:
+    """Where training stands in its data: `global_rows`, `epoch` and `rows`; None where the folder does not tell.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    path = folder / POSITION_NAME
+    if not path.is_file():
+        return None
+    content = read_mapping(path)
+    known = {"global_rows", "epoch", "rows"}
+    if content.keys() != known or not all(type(value) is int and value >= 0 for value in content.values()):
+        raise CheckpointError(
+            f"hf_zero: {path} holds {shown(str(content))}, and whole numbers for {', '.join(sorted(known))} are due; resume "
+            "from an earlier checkpoint."
+        )
+    return content
 
 
 def row_faults(manifest: Manifest) -> list[str]:

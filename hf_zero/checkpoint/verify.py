@@ -12,7 +12,7 @@ from .format.errors import CheckpointError
 from .format.files import Progress, faults_of, files_below, untold
 from .format.headers import is_whole_safetensors
 from .format.json_files import read_mapping
-from .format.links import link_faults
+from .format.links import entry_faults
 from .format.manifest import Manifest
 from .shares import own_chunks
 from .structure import STATE_NAME, structure_faults
@@ -54,9 +54,9 @@ def in_words(error: CheckpointError) -> str:
 def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_progress: Progress) -> list[str]:
     if not checkpoint.is_dir():
         return [f"there is no folder {checkpoint}"]
-    faults = link_faults(checkpoint)
+    faults = entry_faults(checkpoint)
     if faults:
-        # What a link leads to is not looked at.
+        # What these lead to is not looked at.
         return faults
     if not (checkpoint / folder).is_dir():
         return _faults_of_plain(checkpoint)

@@ -12,11 +12,10 @@ from ..checkpoint.format.json_files import read_mapping
 from ..checkpoint.format.links import refuse_links
 from ..checkpoint.format.manifest import Manifest
 from ..checkpoint.format.text import shown
-from ..checkpoint.structure import STATE_NAME
+from ..checkpoint.structure import STATE_NAME, log_history
 from ..engine.report_tables import mib
 from ..integrations.checkpoints.checkpointing import ZERO_FOLDER
 from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours, saved_tensors
-from ..integrations.hub.card_facts import log_history
 from .output import LONGEST_LINE, Folder, Json, console, said_plainly, say, say_json
 
 _LOSSES = {"loss": "training loss", "eval_loss": "evaluation loss"}

@@ -1,10 +1,9 @@
 """`hf-zero rendezvous`."""
 
 import signal
-import socket
+from ipaddress import ip_address
 from typing import Annotated
 
-import torch.distributed as dist
 import typer
 
 from ..comm.control.rendezvous_store import PORT, keep_store
@@ -14,6 +13,7 @@ from .output import said_plainly, say, say_json
 
 def rendezvous(
     port: Annotated[int, typer.Option(help="Where agents reach it; 0 is a free one.")] = PORT,
+    host: Annotated[str | None, typer.Option(help="Name or address to listen on; default: this host's name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print host and port as JSON.")] = False,
 ) -> None:
     """Keeps the store of torchrun's c10d rendezvous until it is ended, so that the loss of any node is survived.
@@ -23,13 +23,18 @@ def rendezvous(
     """
     with said_plainly():
         try:
-            store = keep_store(port)
-        except dist.DistNetworkError as error:
-            raise ConfigError(f"hf-zero rendezvous: port {port} cannot be had on this host ({error}).") from error
-    place = {"host": socket.gethostname(), "port": store.port}
+            store = keep_store(port, host)
+        except OSError as error:
+            raise ConfigError(
+                f"hf-zero rendezvous: port {port} of {host or 'this host'} cannot be had ({error}). Give another --port, or the "
+                "--host that agents reach."
+            ) from error
+    place = {"host": store.host, "port": store.port}
     if as_json:
         say_json(place)
     else:
         say(f"hf-zero rendezvous: --rdzv-endpoint {place['host']}:{place['port']} --rdzv-conf is_host=0")
+        if ip_address(store.host).is_loopback:
+            say("Only agents of this host reach it there. Give the --host by which the others do.")
     # SIGTERM and Ctrl-C end it.
     signal.pause()

@@ -1,5 +1,6 @@
 """Exchanges of small values through the launcher's store, for threads beside training."""
 
+import hmac
 import pickle
 import time
 from typing import Any, cast
@@ -11,18 +12,23 @@ from .groups.groups import Groups
 from .transport import CommunicationError, Value
 
 _GLANCE_S = 0.02
+_SIGNATURE_BYTES = 32
 
 
 class StoreExchange:
     """Exchanges by way of the store that the ranks were launched with, over a connection of their own.
 
+    torch's store answers everyone who reaches its port, and an unpickled value may run code: values are signed.
+
     Args:
         name: the same on all ranks, and of this object alone.
+        secret: the same on all ranks, which never had it from the store.
         timeout_s: how long an exchange waits for ranks that do not come.
     """
 
-    def __init__(self, groups: Groups, name: str, timeout_s: float):
+    def __init__(self, groups: Groups, name: str, secret: bytes, timeout_s: float):
         self._groups = groups
+        self._secret = secret
         self._timeout_s = timeout_s
         self._count = 0
         if groups.world_size > 1:
@@ -40,7 +46,7 @@ class StoreExchange:
         """Every rank's picklable value, in rank order.
 
         Raises:
-            CommunicationError: a rank has not come in time.
+            CommunicationError: a rank has not come in time, or a value was written by none of the ranks.
         """
         if self._groups.world_size == 1:
             return [value]
@@ -54,7 +60,8 @@ class StoreExchange:
 
     def _exchange(self, value: Value) -> list[Value]:
         self._count += 1
-        self._store.set(self._key(self._groups.rank), pickle.dumps(value))
+        key, data = self._key(self._groups.rank), pickle.dumps(value)
+        self._store.set(key, self._signature(key, data) + data)
         values = [value if rank == self._groups.rank else self._take(rank) for rank in range(self._groups.world_size)]
         # All have come here, so all have read what was left at the place before.
         self._store.delete_key(f"{self._count - 1}/{self._groups.rank}")
@@ -73,4 +80,14 @@ class StoreExchange:
                     f"{self._timeout_s:.0f} s; its own error is the reason."
                 )
             time.sleep(_GLANCE_S)
-        return pickle.loads(self._store.get(self._key(rank)))
+        signed = self._store.get(self._key(rank))
+        signature, data = signed[:_SIGNATURE_BYTES], signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(self._key(rank), data)):
+            raise CommunicationError(
+                f"hf_zero: what the launcher's store has from rank {rank} was not written by that rank. Others write into "
+                "the store: let only the run's own nodes reach MASTER_PORT."
+            )
+        return pickle.loads(data)
+
+    def _signature(self, key: str, data: bytes) -> bytes:
+        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256")

@@ -150,6 +150,20 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
     return ConfigError(f"hf_zero config: unknown key {name}; {hint}. Known: {', '.join(known)}.")
 
 
+CUT: Final = {
+    "comm.peer_memory": "Leave it out: parameters travel through the process group, with the same losses",
+    "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
+    "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written behind training",
+}
+"""Settings that were taken out, and what to do in place of each."""
+
+
+def refuse_cut(name: str) -> None:
+    """Raises `ConfigError` for the full name of a setting that was taken out."""
+    if name in CUT:
+        raise ConfigError(f"hf_zero config: the setting `{name}` was taken out of hf_zero. {CUT[name]}.")
+
+
 def not_built(name: str, value: Any, instead: str) -> ConfigError:
     return ConfigError(f"hf_zero config: `{name}: {value}` is not built yet in this version; {instead}.")
 

@@ -172,9 +172,6 @@ class CommConfig:
     secondary_shard: str = "none"
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
     gathers stay inside the node."""
-    peer_memory: str = "none"
-    """Stages 1 to 3, on one host: ranks copy parameters out of each other's memory and send none. `auto` does so where all
-    ranks can, and `always` is an error where they cannot."""
     weights: str = "none"
     """Parameters travel as they are (`none`), or in blocks as `int8` or `fp8` (float8_e4m3fn), at stages 1 to 3. `auto` tries
     `none` and `int8` with a bucket at the start, and takes `int8` where training will wait less for it."""
@@ -210,7 +207,6 @@ class CommConfig:
         self._check_outer()
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
-        one_of("comm.peer_memory", self.peer_memory, ("none", AUTO, "always"))
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         one_of("comm.weights", self.weights, ("none", AUTO, "int8", "fp8"))
         one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "fp8", "int4"))
@@ -219,7 +215,7 @@ class CommConfig:
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):
             seconds(f"comm.{name}", getattr(self, name))
-        if self.late_s != 0:
+        if type(self.late_s) not in (int, float) or self.late_s != 0:
             seconds("comm.late_s", self.late_s)
 
     def _check_outer(self) -> None:
@@ -263,33 +259,13 @@ class CheckpointConfig:
     resume: str = "asked"
     """Whether Trainer resumes only where `resume_from_checkpoint` says so (`asked`), or goes on from the newest good checkpoint
     of `output_dir` where there is one (`auto`), with the rows a step that it was saved with, as a restarted run has to."""
-    replicate: str = "none"
-    """`neighbour`: Trainer also keeps each node's shards in the host memory (/dev/shm) of this node and the next, every
-    `replicate_every` steps, so that a run which has lost one node goes on from there. Wants `resume: auto`."""
-    replicate_every: int = 10
-    """Steps between those: what the loss of a node loses at most."""
 
     def __post_init__(self):
         to_python_numbers(self)
         one_of("checkpoint.resume", self.resume, ("asked", AUTO))
-        self._check_replicate()
         one_of("checkpoint.layout", self.layout, ("hf", "sharded"))
         whole_number("checkpoint.full_every", self.full_every, 0, what=" of steps, 0 for none,")
         one_of("checkpoint.on_failure", self.on_failure, ("stop", "continue"))
         one_of("checkpoint.async_save", self.async_save, (True, False))
         if not is_auto(self.snapshot_bytes):
             object.__setattr__(self, "snapshot_bytes", parse_bytes("checkpoint.snapshot_bytes", self.snapshot_bytes))
-
-    def _check_replicate(self) -> None:
-        one_of("checkpoint.replicate", self.replicate, ("none", "neighbour"))
-        whole_number("checkpoint.replicate_every", self.replicate_every, 1, what=" of steps,")
-        if self.replicate == "none" and self.replicate_every != type(self).replicate_every:
-            raise ConfigError(
-                f"hf_zero config: `checkpoint.replicate_every` is {self.replicate_every}, and nothing is kept with "
-                "`checkpoint.replicate: none`. Set that to neighbour, or leave it out."
-            )
-        if self.replicate != "none" and self.resume != AUTO:
-            raise ConfigError(
-                f"hf_zero config: `checkpoint.replicate: {self.replicate}` is for runs that go on by themselves, and "
-                f"`checkpoint.resume: {self.resume}` goes on where it is told to. Set `checkpoint.resume: auto`."
-            )

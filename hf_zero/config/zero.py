@@ -18,6 +18,7 @@ from .checks import (
     path_of_folder,
     plain,
     refuse,
+    refuse_cut,
     shown,
     to_python_numbers,
     unknown_key,
@@ -176,7 +177,7 @@ class ZeroConfig:
     def _check_report(self) -> None:
         if isinstance(self.report, bool):
             return
-        if str(self.report).strip().lower() in _SWITCHES:
+        if type(self.report) is str and self.report.strip().lower() in _SWITCHES:
             raise refuse("report", self.report, "true and false without quotes, or the path of a folder")
         path_of_folder("report", self.report)
 
@@ -200,7 +201,6 @@ class ZeroConfig:
                 "a rank that has failed takes part in the rest of a pass by repeating it, which is not built for that"
             )
             hindrances |= {
-                "comm.peer_memory": (self.comm.peer_memory, "none", again),
                 "comm.shard_group_size": (self.comm.shard_group_size, AUTO, again),
                 "comm.secondary_shard": (self.comm.secondary_shard, "none", again),
             }
@@ -293,11 +293,6 @@ class ZeroConfig:
                 f"hf_zero config: `comm.secondary_shard: {self.comm.secondary_shard}` is for the backward's gathers of stage 3, "
                 f"and there are none (stage is {self.stage}, reshard_after_forward {self.reshard_after_forward}). Leave it out."
             )
-        if self.comm.peer_memory == "always" and self.hindrance_to_peer_memory is not None:
-            raise ConfigError(
-                f"hf_zero config: `comm.peer_memory: always` cannot be had: {self.hindrance_to_peer_memory}. Leave one of the "
-                "two out, or set it to auto."
-            )
         for name in ("weights", "gradients"):
             value = getattr(self.comm, name)
             if self.stage == 0 and value != "none":
@@ -331,19 +326,6 @@ class ZeroConfig:
     def may_shard_parameters(self) -> bool:
         """Whether this is stage 3, or may become it."""
         return self.is_open or self.stage == 3
-
-    @property
-    def hindrance_to_peer_memory(self) -> str | None:
-        """Why parameters cannot be copied out of peers' memory with these settings; None where nothing stands in the way."""
-        if self.stage == 0:
-            return "`stage: 0` gathers no parameters"
-        if self.comm.weights not in ("none", AUTO):
-            return f"`comm.weights: {self.comm.weights}` sends blocks that are made anew for each gather"
-        if self.comm.secondary_shard != "none":
-            return f"`comm.secondary_shard: {self.comm.secondary_shard}` is for ranks on several nodes"
-        if self.offload.moves_params:
-            return f"`offload.params: {self.offload.params}` keeps shards where peers cannot read them"
-        return None
 
     @property
     def steps_by_bucket(self) -> bool:
@@ -454,6 +436,7 @@ def _build(kind: type, settings: Mapping[str, Any], prefix: str):
     arguments = {}
     for name, value in settings.items():
         if not isinstance(name, str) or name not in _names(kind):
+            refuse_cut(f"{prefix}{name}")
             raise unknown_key(name, prefix, _names(kind), meaning_elsewhere(name))
         if name in nested and isinstance(value, Mapping):
             value = _build(nested[name], value, f"{prefix}{name}.")

@@ -40,7 +40,7 @@ from .accelerator.training_alone import RefuseTrainingAlone, refuse_step_without
 from .accelerator.uneven_inputs import JoinedRanks, joined_ranks
 from .checkpoints.checkpointing import ZERO_FOLDER, load_engine, refuse_faults, seal_state, write_state
 from .checkpoints.progress import progress_of
-from .elastic.last_good import refuse_replication_without_trainer, warn_of_scaled_schedule
+from .elastic.last_good import warn_of_scaled_schedule
 from .trainer.resumed import say_resumed
 
 logger = get_logger(__name__)
@@ -181,7 +181,6 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         ]
 
     def _build_engine(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], prepared: nn.Module) -> None:
-        refuse_replication_without_trainer(self.zero_config)
         former = engine_attached_to(model)
         if former is not None:
             keep_state(former)

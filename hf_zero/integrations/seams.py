@@ -376,13 +376,6 @@ SEAMS = (
     ),
     Seam(
         owner="transformers:Trainer",
-        names=("_maybe_log_save_evaluate",),
-        where=("integrations/trainer/trainer",),
-        why="What is kept in memory is as a checkpoint of the same step on the disk: behind its log entry and its evaluation.",
-        test="test_node_memory.py::test_a_run_that_has_lost_a_node_goes_on_from_memory_as_from_the_disk",
-    ),
-    Seam(
-        owner="transformers:Trainer",
         names=("_prepare_for_training",),
         where=("integrations/trainer/trainer",),
         why="Of a compiled model, Trainer prepares the optimizer alone when it trains or evaluates it again.",

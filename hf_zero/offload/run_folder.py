@@ -1,14 +1,21 @@
-"""The folder of one run's files below a path that runs share: nobody else's while the run lives, removed when it is dead."""
+"""The folder of one run's files below a path that runs share: nobody else's while the run lives, removed when it is dead.
 
+[Note: who may remove a folder]
+A folder's first file and its last is its lock, which the process holds whose run it is. Another process of this user may remove a
+folder whose lock it can take, and one without a lock. A process that has made a folder looks, once it holds the lock, whether the
+folder is still there, and makes another where it is not. So no process waits for another, and files that other users have put
+beside the folders decide nothing.
+"""
+
+import errno
 import fcntl
 import json
 import os
-import shutil
+import stat
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -16,25 +23,8 @@ from ..config import ConfigError
 
 _PREFIX = "hf_zero-run-"
 _LOCK = "lock"
-_TURN = ".hf_zero-turn-"
-"""Begins the name of a file of each user's, whose number follows: nobody may write to another's, or remove it."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-class _Turns(threading.local):
-    """What this thread does under a lock that it would wait for itself.
-
-    Attributes:
-        are_held: whether it has a turn, or waits for one.
-        postponed: folders to remove, and their locks, as soon as it has none.
-    """
-
-    def __init__(self) -> None:
-        self.are_held = False
-        self.postponed: list[tuple[Path, int]] = []
-
-
-_turns = _Turns()
+_ATTEMPTS = 20
 
 
 class RunFolder:
@@ -81,14 +71,31 @@ class RunFolder:
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
     """A run's folder, and the lock that it holds."""
-    with _turn(parent):
-        _remove_dead(parent)
+    _remove_dead(parent)
+    for _ in range(_ATTEMPTS):
         path = parent / f"{_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:12]}"
-        path.mkdir()
-        lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        os.write(lock, json.dumps(_identity()).encode())
+        path.mkdir(mode=0o700)
+        lock = _locked(path / _LOCK)
+        if lock is not None:
+            os.write(lock, json.dumps(_identity()).encode())
+            return path, lock
+    raise OSError(errno.EBUSY, f"{_ATTEMPTS} new folders were taken away as soon as they were made")
+
+
+def _locked(path: Path) -> int | None:
+    """A new lock file, held; None where another process has removed it before it was held."""
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError:
+        return None
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return path, lock
+        if os.path.samestat(os.fstat(lock), path.lstat()):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(lock)
+    return None
 
 
 def _identity() -> dict[str, str | int]:
@@ -96,51 +103,37 @@ def _identity() -> dict[str, str | int]:
     return {"pid": os.getpid(), "host": os.uname().nodename, "boot": boot}
 
 
-@contextmanager
-def _turn(parent: Path) -> Iterator[None]:
-    """One process of this user's at a time: a folder that is not locked yet must not look dead to another.
-
-    The last folder to go takes the file along.
-    """
-    path = parent / f"{_TURN}{os.getuid()}"
-    _turns.are_held = True
-    try:
-        turn = _wait_for(path)
-        try:
-            yield
-            if not _own_folders(parent):
-                path.unlink()
-        finally:
-            os.close(turn)
-    finally:
-        _turns.are_held = False
-        while _turns.postponed:
-            _remove_own(*_turns.postponed.pop())
-
-
-def _wait_for(path: Path) -> int:
-    while True:
-        turn = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        if path.exists() and os.path.samestat(os.fstat(turn), path.stat()):
-            return turn
-        # Who had it before has taken it away meanwhile.
-        os.close(turn)
-
-
-def _own_folders(parent: Path) -> list[Path]:
-    """Those of this user's runs. In a folder that several share, such as /scratch, the others' are not to be removed."""
-    return [path for path in sorted(parent.glob(f"{_PREFIX}*")) if path.stat().st_uid == os.getuid()]
+def _own_folders(parent: Path) -> Iterator[Path]:
+    """Those of this user's runs. In a folder that several share, such as /scratch, others may put anything beside them."""
+    for path in sorted(parent.glob(f"{_PREFIX}*")):
+        with suppress(FileNotFoundError):
+            found = path.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                yield path
 
 
 def _remove_dead(parent: Path) -> None:
     for folder in _own_folders(parent):
-        lock_path = folder / _LOCK
-        if lock_path.is_file() and not _is_free(lock_path):
-            continue
-        owner = lock_path.read_text() if lock_path.is_file() else "unknown"
-        nbytes = sum(path.stat().st_size for path in folder.iterdir())
-        shutil.rmtree(folder)
+        try:
+            _remove_if_dead(folder)
+        except OSError as error:
+            print(f"hf_zero: {folder} is of a run that has ended, and stays: {error}.", file=sys.stderr, flush=True)
+
+
+def _remove_if_dead(folder: Path) -> None:
+    lock, owner = None, "unknown"
+    try:
+        with suppress(FileNotFoundError):
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            owner = os.pread(lock, 500, 0).decode(errors="replace")
+        nbytes = _removed_bytes(folder, is_held=lock is not None)
+    except BlockingIOError:
+        return
+    finally:
+        if lock is not None:
+            os.close(lock)
+    if nbytes:
         print(
             f"hf_zero: removed {folder} ({nbytes / 2**20:,.1f} MiB), which a run that has ended left behind ({owner}).",
             file=sys.stderr,
@@ -148,24 +141,36 @@ def _remove_dead(parent: Path) -> None:
         )
 
 
-def _is_free(lock_path: Path) -> bool:
-    lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
+def _removed_bytes(folder: Path, *, is_held: bool) -> int:
+    """Removes a folder, its lock last; returns the bytes of its files. See [Note: who may remove a folder].
+
+    Args:
+        is_held: this process has the lock. Where it has none, a folder that has a lock by now is a run's that begins.
+    """
+    nbytes = 0
+    # Another process may be removing it, too.
+    with suppress(FileNotFoundError):
+        # By its handle: whatever is put in the folder's place meanwhile keeps its files.
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            names = sorted(os.listdir(handle), key=lambda name: name == _LOCK)
+            if _LOCK in names and not is_held:
+                return 0
+            for name in names:
+                nbytes += os.lstat(name, dir_fd=handle).st_size
+                os.unlink(name, dir_fd=handle)
+        finally:
+            os.close(handle)
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or is_held:
+                raise
+    return nbytes
 
 
 def _remove_own(path: Path, lock: int) -> None:
-    if _turns.are_held:
-        # Called by the garbage collector in the midst of making another folder: waiting for that would never end.
-        _turns.postponed.append((path, lock))
-        return
-    # It may be gone already, with the folder that it is in.
-    if path.is_dir():
-        with _turn(path.parent):
-            shutil.rmtree(path)
-    os.close(lock)
+    try:
+        _removed_bytes(path, is_held=True)
+    finally:
+        os.close(lock)

@@ -77,7 +77,8 @@ def timeline_section(run: RunLines) -> Section | None:
     total = trace.get("seconds")
     if not is_finite(total) or not total:
         return None
-    phases, under_way, waits = (_spans(trace.get(name)) for name in ("phases", "under_way", "waits"))
+    total = float(total)
+    phases, under_way, waits = (_spans(trace.get(name), total) for name in ("phases", "under_way", "waits"))
     kinds = sorted({name for name, *_ in (*under_way, *waits)}, key=lambda kind: _first(kind, under_way, waits))
     lanes = [Lane(name="computing", spans=tuple(phases))]
     lanes += [
@@ -101,16 +102,17 @@ def timeline_section(run: RunLines) -> Section | None:
         key="timeline",
         title="One step",
         sentence=sentence,
-        body=(Timeline(seconds=float(total), lanes=tuple(lanes)),),
+        body=(Timeline(seconds=total, lanes=tuple(lanes)),),
         note="Of rank 0, by the clock of the device that is trained on. Pale: from the start of a collective until its result is "
         "asked for, so it may have ended before. Full: training stands still for it.",
     )
 
 
-def _spans(value: Any) -> list[tuple[str, float, float]]:
+def _spans(value: Any, seconds: float) -> list[tuple[str, float, float]]:
+    """(name, start, end) of each span in a step of so many seconds."""
     rows = value if isinstance(value, list) else []
     return [
-        (row[0], float(row[1]), float(row[2]))
+        (row[0], min(max(0.0, float(row[1])), seconds), min(max(0.0, float(row[2])), seconds))
         for row in rows
         if isinstance(row, list)
         and len(row) == 3

@@ -156,8 +156,9 @@ def speeds(run: RunLines, ranks: int) -> tuple[list[Point], str]:
     for line in run.steps:
         seconds = training_seconds(line) + max(0.0, float(line.get("between_s") or 0.0) - aside.get(line["step"], 0.0))
         amount = line.get(unit) or 0
-        if seconds > 0 and amount:
-            points.append((float(line["step"]), amount * (1 if unit == "steps" else ranks) / seconds))
+        speed = amount * (1 if unit == "steps" else ranks) / seconds if seconds > 0 else 0.0
+        if speed and is_finite(speed):
+            points.append((float(line["step"]), speed))
     return points, unit
 
 

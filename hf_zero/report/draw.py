@@ -78,7 +78,8 @@ def _range(plot: Plot) -> tuple[float, float]:
     low, high = min(values), max(values)
     if plot.zero:
         low, high = min(0.0, low), max(0.0, high)
-    if low == high:
+    # Values nearer to each other than digits tell have one tick.
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
         reach = abs(low) / 10 or 1.0
         low, high = low - reach, high + reach
     return low, high

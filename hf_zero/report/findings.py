@@ -1,6 +1,5 @@
 """What went wrong in a run, or was out of the ordinary."""
 
-import math
 from statistics import median
 
 from .course import norms, training_seconds
@@ -47,12 +46,15 @@ def _not_finite(run: RunLines) -> list[str]:
         line["step"]
         for line in run.logs
         for name, value in (line.get("values") or {}).items()
-        if name in ("loss", "train_loss", "eval_loss") and isinstance(value, float) and not math.isfinite(value)
+        if name in ("loss", "train_loss", "eval_loss") and _is_lost(value)
     ]
-    bad += [
-        line["step"] for line in run.steps if isinstance(line.get("loss"), float) and not math.isfinite(line["loss"])
-    ]
-    return [f"The loss was NaN or infinite, at step {min(bad):,} for the first time."] if bad else []
+    bad += [line["step"] for line in run.steps if _is_lost(line.get("loss"))]
+    return [f"The loss was NaN, infinite or beyond 1e150, at step {min(bad):,} for the first time."] if bad else []
+
+
+def _is_lost(value: object) -> bool:
+    """Whether a loss is NaN, infinite, or so large that nothing can be calculated with it."""
+    return isinstance(value, float) and not is_finite(value) and not abs(value) < 1
 
 
 def _skipped(run: RunLines) -> list[str]:

@@ -24,10 +24,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+from ..checkpoint.format.text import shown
 
 LOG_NAME = "zero_log.jsonl"
 PAGE_NAME = "zero_report.html"
+_LAST_STEP = 2**53
+_LONGEST_TEXT = 2000
 
 
 class LogFile:
@@ -91,19 +95,24 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    is_line = isinstance(line, dict) and isinstance(line.get("kind"), str) and type(line.get("step")) is int
+    is_line = isinstance(line, dict) and isinstance(line.get("kind"), str) and is_step(line.get("step"))
     if not is_line or not isinstance(line.get("time"), int | float):
         return None
-    return {name: _number_of(value) for name, value in line.items()}
+    return {shown(name): _as_meant(value) for name, value in line.items()}
 
 
-def _number_of(value: Any) -> Any:
-    """Numbers that are not finite are text in JSON."""
-    if isinstance(value, str) and value in ("nan", "inf", "-inf"):
-        return float(value)
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether a value counts steps. Beyond 2**53, a float does not tell a step from the next."""
+    return type(value) is int and 0 <= value <= _LAST_STEP
+
+
+def _as_meant(value: Any) -> Any:
+    """Numbers that are not finite are text in JSON; other text is made fit to be shown."""
+    if isinstance(value, str):
+        return float(value) if value in ("nan", "inf", "-inf") else shown(value, _LONGEST_TEXT)
     if isinstance(value, dict):
-        return {name: _number_of(inner) for name, inner in value.items()}
-    return value
+        return {shown(name): _as_meant(inner) for name, inner in value.items()}
+    return [_as_meant(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _ends_within_a_line(path: Path) -> bool:

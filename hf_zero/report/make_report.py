@@ -4,6 +4,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ..checkpoint.format import text
 from .costs import (
     bytes_section,
     memory_section,
@@ -42,8 +43,8 @@ def make_report(folder: Path) -> Report:
     )
     there = tuple(section for section in sections if section is not None)
     return Report(
-        title=folder.resolve().name,
-        folder=str(folder),
+        title=text.shown(folder.resolve().name),
+        folder=text.shown(folder, 1000),
         state=state_of(run),
         answers=_answers(run, ranks),
         found=findings(run),

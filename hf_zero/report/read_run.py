@@ -1,6 +1,5 @@
 """What the files in a run's folder tell: our log or, without one, the state that Trainer saved."""
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,9 +9,12 @@ from typing import Any
 from ..checkpoint.format.errors import CheckpointError
 from ..checkpoint.format.json_files import read_mapping
 from ..checkpoint.structure import STATE_NAME
-from .log_file import LOG_NAME, read_lines
+from .log_file import LOG_NAME, is_step, read_lines
 
 Line = dict[str, Any]
+
+
+_LEAST, _MOST = 1e-150, 1e150
 
 
 class ReportError(Exception):
@@ -52,7 +54,8 @@ def is_number(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)  # type: ignore[arg-type]  # it is a number
+    """Whether sums, differences and ratios of such values are numbers again: no loss is beyond 1e150, and none below 1e-150."""
+    return is_number(value) and (value == 0 or _LEAST <= abs(value) <= _MOST)  # type: ignore[arg-type]  # it is a number
 
 
 def _is_amount(value: object) -> bool:
@@ -192,7 +195,7 @@ def _of_state(folder: Path, path: Path) -> RunLines:
         raise ReportError(f"hf_zero: {path} has no log_history, so there is nothing to report on.")
     run = RunLines(folder=folder, has_log=False)
     for entry in history:
-        if isinstance(entry, Mapping) and isinstance(entry.get("step"), int):
+        if isinstance(entry, Mapping) and is_step(entry.get("step")):
             values = {name: value for name, value in entry.items() if is_number(value)}
             run.logs.append({"kind": "log", "step": entry["step"], "values": values})
     return run

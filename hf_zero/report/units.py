@@ -13,8 +13,8 @@ def shown_bytes(nbytes: float) -> str:
 
 def shown_seconds(seconds: float) -> str:
     """0.0042 → "4.2 ms", 4000 → "1 h 7 min"."""
-    if not math.isfinite(seconds):
-        return str(seconds)
+    if not seconds < 1e12:
+        return f"{seconds:.3g} s" if math.isfinite(seconds) else str(seconds)
     if seconds < 1e-3:
         return f"{shown(1e6 * seconds)} µs"
     if seconds < 1:

@@ -1,7 +1,6 @@
 """Kills agents of elastic runs at random moments, and shows that each run goes on by itself as one resumed by hand would.
 
-    python scripts/bench/elastic.py                          # 10 runs of 3 agents, one kill each, and their table
-    python scripts/bench/elastic.py --runs 3 --neighbour     # shards in a neighbour's memory, in place of the disk
+    python scripts/bench/elastic.py    # 10 runs of 3 agents, one kill each, and their table
 
 Each agent is a node of its own: in a network namespace where root may make them, else on the loopback address.
 """
@@ -45,11 +44,8 @@ class Node:
 
     @property
     def prefix(self) -> list[str]:
-        """Before a command: it runs in this node's network, with a /dev/shm that goes with its last process."""
-        if self.namespace is None:
-            return []
-        own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", own_memory, "sh"]
+        """Before a command: it runs in this node's network."""
+        return [] if self.namespace is None else ["ip", "netns", "exec", self.namespace]
 
 
 @dataclass(frozen=True)
@@ -205,7 +201,6 @@ class Outcome:
     recovery_s: float
     statuses: list[int | None]
     starts: list[Start]
-    in_memory: bool = False
     ready_s: float = float("nan")
     disk_bytes: int = 0
 
@@ -222,7 +217,7 @@ def killed_run(
     folder.mkdir(parents=True)
     log = folder / "log"
     words = script_words(folder, {"rows_log": log, "output_dir": folder / "out", **settings})
-    store = keep_store(0)
+    store = keep_store(0, network.address)
     with ExitStack() as stack:
         agents: list[subprocess.Popen] = []
         for number, node in enumerate(network.nodes):
@@ -246,7 +241,6 @@ def killed_run(
     starts = starts_in(log)
     after = next((start for start in starts if start.began_s > at_s), None)
     first_s = min((each.at for each in after.steps.values()), default=float("nan")) if after else float("nan")
-    said = "".join(path.read_text(errors="replace") for path in folder.glob("agent-*.log"))
     return Outcome(
         killed=killed,
         at_step=at_step,
@@ -255,7 +249,6 @@ def killed_run(
         recovery_s=first_s - at_s,
         statuses=statuses,
         starts=starts,
-        in_memory="comes from the nodes' memory" in said,
         ready_s=max((each.ready_s for each in after.steps.values()), default=0) if after else float("nan"),
         disk_bytes=sum(each.disk_bytes for each in after.steps.values()) if after else 0,
     )
@@ -319,11 +312,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--save_steps", type=int, default=5)
-    parser.add_argument("--neighbour", action="store_true", help="`checkpoint.replicate: neighbour`, every 2 steps")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    replicate = ",checkpoint.replicate=neighbour,checkpoint.replicate_every=2" if options.neighbour else ""
     plain: dict[str, object] = {
         "max_steps": options.steps,
         "width": options.width,
@@ -346,7 +337,6 @@ def main() -> None:
         "s to next step",
         "s of them in train()",
         "MiB off disk",
-        "from",
         "as by hand",
         "rows once",
     ):
@@ -357,7 +347,7 @@ def main() -> None:
             outcome = killed_run(
                 folder,
                 network,
-                plain | shape | {"zero": f"stage=2,checkpoint.resume=auto{replicate}"},
+                plain | shape | {"zero": "stage=2,checkpoint.resume=auto"},
                 killed=chance.randrange(options.agents),
                 after_step=chance.randrange(2, options.steps - 8),
                 pause_s=chance.uniform(0, 0.5),
@@ -376,7 +366,6 @@ def main() -> None:
                     "recovery_s": round(outcome.recovery_s, 2),
                     "ready_s": round(outcome.ready_s, 2),
                     "disk_mib": round(outcome.disk_bytes / 2**20, 1),
-                    "from": "memory" if outcome.in_memory else "disk",
                     "as_by_hand": same,
                     "rows_once": once,
                 }

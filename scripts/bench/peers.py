@@ -204,7 +204,6 @@ BASELINE = "ddp"
 DEFAULTS = "the defaults"
 INT8 = {"comm": {"gradients": "int8", "weights": "int8"}}
 AUTO = {"comm": {"gradients": "auto", "weights": "auto"}}
-SHARED = {"comm": {"peer_memory": "always"}}
 OFFLOAD = {"offload": {"optimizer": "cpu"}}
 INT8_SETTINGS = "comm.gradients: int8, comm.weights: int8"
 
@@ -256,8 +255,6 @@ ENGINES: dict[str, Peer] = USUAL_ENGINES | {
     "hf_zero3_int8": _ours_rounded("stage 3, int8 wire", INT8_SETTINGS, stage=3, **INT8),
     "hf_zero2_auto": _ours_rounded("stage 2, auto wire", "comm.gradients: auto, comm.weights: auto", stage=2, **AUTO),
     "hf_zero3_auto": _ours_rounded("stage 3, auto wire", "comm.gradients: auto, comm.weights: auto", stage=3, **AUTO),
-    "hf_zero2_shared": _ours("stage 2, peers' memory", "comm.peer_memory: always", stage=2, **SHARED),
-    "hf_zero3_shared": _ours("stage 3, peers' memory", "comm.peer_memory: always", stage=3, **SHARED),
     "hf_zero3_kept": _ours(
         "stage 3, kept gathered", "reshard_after_forward: false", stage=3, reshard_after_forward=False
     ),
@@ -270,7 +267,6 @@ ALL_PEERS = [
     *("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3", "torchao_8bit", "torchao_4bit", "fsdp2_torchao_8bit"),
     *("hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3", "hf_zero3_kept", "hf_zero2_accelerate", "hf_zero3_accelerate"),
     *("hf_zero2_offload", "hf_zero3_offload", "hf_zero2_8bit", "hf_zero2_int8", "hf_zero3_int8"),
-    *("hf_zero2_shared", "hf_zero3_shared"),
 ]
 """What `all.sh` compares."""
 

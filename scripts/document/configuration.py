@@ -72,7 +72,6 @@ _PAGES = {
     "offload.numa": "offload.md#cpu-cores",
     "offload.threads": "offload.md#cpu-cores",
     "comm": "slow-links.md",
-    "comm.peer_memory": "slow-links.md#ranks-of-one-host",
     "comm.communicators": "slow-links.md#communicators",
     "comm.sync_every": "slow-links.md#outer-steps",
     "comm.outer": "slow-links.md#outer-steps",

@@ -560,6 +560,8 @@ def test_a_link_in_the_place_of_a_checkpoint_goes_and_what_it_leads_to_stays(tmp
         (tmp_path / "moved" / name).mkdir(parents=True)
         (tmp_path / "moved" / name / "kept").touch()
         (run / name).symlink_to(tmp_path / "moved" / name)
+    for name in (".tmp-checkpoint-3", ".old-checkpoint-3"):
+        (run / name).symlink_to(tmp_path / "nowhere")
     committing.discard(run / "checkpoint-1")
     clear_leftovers(run)
     final = run / "checkpoint-3"

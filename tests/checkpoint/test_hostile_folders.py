@@ -342,6 +342,100 @@ def test_what_is_no_json_of_a_checkpoint_is_one_line(text, checkpoint, plain):
     assert_refused(plain, "model.safetensors.index.json", (*SENDING, "inspect"))
 
 
+def deep(levels: int) -> str:
+    value: object = 0
+    for _ in range(levels):
+        value = [value]
+    return json.dumps(value)
+
+
+def changed_json(name: str, **changes: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / name
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps({**content, **changes}))
+
+    return change
+
+
+def written(name: str, content: str | bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def in_the_place_of(name: str, make: Callable[[Path], object]) -> Callable[[Path], object]:
+    def put_it(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return put_it
+
+
+STATE, RUN, POSITION = "trainer_state.json", "training_run.json", "data_position.json"
+READ_BY_OTHERS = {
+    "a run that is no mapping": (written(RUN, "[]"), "training_run.json holds a list"),
+    "a run nested deep": (written(RUN, deep(900)), "training_run.json holds a list"),
+    "a run nested too deep": (written(RUN, NESTED), "training_run.json is damaged"),
+    "a run's field": (changed_json(RUN, arguments=7), "arguments is a int, where a mapping is due"),
+    "a run with a mark in front": (written(RUN, "\ufeff{}"), "training_run.json is damaged"),
+    "a run that is a pipe": (in_the_place_of(RUN, os.mkfifo), "training_run.json is no plain file"),
+    "a history nested deep": (
+        changed_json(STATE, log_history=json.loads(deep(300))),
+        "log_history is no list of mappings",
+    ),
+    "a history's number": (
+        changed_json(STATE, log_history=[{"loss": "x"}]),
+        "log_history has a loss that is no number",
+    ),
+    "a state's field": (changed_json(STATE, epoch=[1]), "epoch in trainer_state.json is [1], which no Trainer writes"),
+    "a state's field too many": (changed_json(STATE, Trainer=1), "has 'Trainer', which Trainer does not know"),
+    "a state that is a pipe": (in_the_place_of(STATE, os.mkfifo), "trainer_state.json is no plain file"),
+    "a place in the data": (changed_json(POSITION, rows="x", epoch=0, global_rows=1), "data_position.json holds"),
+    "a scheduler that is none": (written("scheduler.pt", b"x" * 100), "scheduler.pt is cut off or damaged"),
+    "random states that are none": (
+        lambda folder: torch.save([1], folder / "rng_state_0.pth"),
+        "rng_state_0.pth is cut",
+    ),
+    "a pipe of any name": (lambda folder: os.mkfifo(folder / "notes"), "notes is no plain file"),
+    "a quantisation": (
+        changed_json("config.json", quantization_config={"load_in_8bit": True}),
+        "no weight is quantised",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_OTHERS)
+def test_verify_looks_at_each_file_of_a_checkpoint_that_other_doors_read(name, checkpoint):
+    change, says = READ_BY_OTHERS[name]
+    change(checkpoint)
+    resign(checkpoint)
+    assert_refused(checkpoint, says)
+
+
+OF_A_MODEL = [
+    "a run that is no mapping",
+    "a run nested deep",
+    "a run's field",
+    "a run that is a pipe",
+    "a pipe of any name",
+]
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_a_model_folder_whose_run_cannot_be_told_is_refused_before_anything_is_written(name, plain):
+    change, says = READ_BY_OTHERS[name]
+    change(plain)
+    assert_refused(plain, says, SENDING)
+
+
+@pytest.mark.parametrize("name", ["README.md", "loss.png"])
+def test_a_card_is_not_written_over_a_folder_or_into_a_pipe(name, checkpoint):
+    for make in (os.mkfifo, os.mkdir):
+        make(checkpoint / name)
+        code, output = by_command("card", checkpoint)
+        assert code == 1 and f"{name} is no plain file" in output.replace("\n", "")
+        (checkpoint / name).unlink() if make is os.mkfifo else (checkpoint / name).rmdir()
+
+
 def test_an_index_whose_entries_are_no_names_is_damaged(plain):
     (plain / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
     assert_refused(plain, "its weight_map is no mapping from tensors to files")

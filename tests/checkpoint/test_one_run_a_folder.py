@@ -1,11 +1,13 @@
 """Two runs on one output_dir: one trains, the other is told who has it. What a full disk says, and what a run leaves behind."""
 
 import errno
+import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -65,6 +67,61 @@ def test_a_folder_that_another_process_has_is_refused_by_its_number_and_free_whe
     with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
         assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
     assert not list(tmp_path.iterdir())
+
+
+def linked(lock: Path, victim: Path) -> None:
+    lock.symlink_to(victim)
+
+
+def hard_linked(lock: Path, victim: Path) -> None:
+    os.link(victim, lock)
+
+
+def a_pipe(lock: Path, victim: Path) -> None:
+    os.mkfifo(lock)
+
+
+def a_folder(lock: Path, victim: Path) -> None:
+    lock.mkdir()
+
+
+@pytest.mark.parametrize("put", [linked, hard_linked, a_pipe, a_folder])
+def test_nothing_that_is_no_lock_file_is_written_to_for_one(put, tmp_path):
+    """As another user of a shared folder could put it there, over a file of this one's."""
+    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim.write_text("mine")
+    run.mkdir()
+    put(run / LOCK_NAME, victim)
+    with pytest.raises(CheckpointError, match=r"is a link or no plain file, and not hf_zero's\. Take it away"):
+        with held_alone(run, disk=Disk.shared(), exchange=alone):
+            pass
+    assert victim.read_text() == "mine" and os.path.lexists(run / LOCK_NAME)
+
+
+def test_what_a_lock_file_says_of_its_holder_is_not_obeyed_by_a_terminal(holder, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.1)
+    (tmp_path / LOCK_NAME).write_text(json.dumps({"pid": "\x1b[31m7", "host": "h"}))
+    with pytest.raises(CheckpointError, match=r"process \\x1b\[31m7 on h"):
+        with held_alone(tmp_path, disk=Disk.shared(), exchange=alone):
+            pass
+
+
+def takes_as_another_user(folder: str) -> str:
+    os.setuid(65534)
+    try:
+        with held_alone(Path(folder), disk=Disk.shared(), exchange=alone):
+            return "taken"
+    except CheckpointError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_users_lock_is_named_as_theirs():
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o1777)
+        os.close(os.open(Path(folder, LOCK_NAME), os.O_CREAT, 0o600))
+        said = run_alone(takes_as_another_user, time_limit_s=30, keyword_arguments={"folder": folder})
+    assert f"{LOCK_NAME} is user 0's, whose run writes there or has left it" in said
 
 
 class Waits(TrainerCallback):

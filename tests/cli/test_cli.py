@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate_job import make_accelerator
 from command_runs import hf_zero, refusals
+from hostile_folders import by_command
 from launching import run_forked
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -147,6 +148,113 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def t5() -> PreTrainedModel:
+    return T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2))
+
+
+def with_old_names(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if "LayerNorm" in name]:
+        old = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        tensors[old] = tensors.pop(name)
+
+
+def without_the_prefix(tensors: dict[str, torch.Tensor]) -> None:
+    for name in list(tensors):
+        tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 32, 32, dtype=torch.bool)
+    tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+
+def with_a_tied_name(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+
+
+AS_ON_THE_HUB = {
+    "position ids": (bert, lambda tensors: tensors.update({"bert.embeddings.position_ids": torch.arange(32)[None]})),
+    "old names": (bert, with_old_names),
+    "another head": (bert, lambda tensors: tensors.update({"cls.seq_relationship.weight": torch.ones(2, 24)})),
+    "no prefix, masks": (gpt2, without_the_prefix),
+    "a tied tensor by both names": (gpt2, with_a_tied_name),
+    "a bias that decoders do without": (
+        t5,
+        lambda tensors: tensors.update(
+            {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(32, 2)}
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AS_ON_THE_HUB)
+def test_a_model_that_from_pretrained_takes_as_it_is_on_the_hub_is_good(name, tmp_path):
+    make_model, change = AS_ON_THE_HUB[name]
+    torch.manual_seed(1)
+    live = make_model()
+    folder = tmp_path / "hub"
+    live.save_pretrained(folder)
+    changed(folder, change)
+    for words in (("verify", folder), ("inspect", folder), ("consolidate", folder, tmp_path / "out"), ("card", folder)):
+        done = hf_zero(*words)
+        assert done.exit_code == 0, done.stderr
+    code, said = by_command("push", folder, "me/model")
+    assert code == 1 and "files would be sent" in said
+    back = type(live).from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(value, back[name]) for name, value in live.state_dict().items())
+
+
+def test_a_tensor_under_another_name_does_not_stand_for_one_that_is_missing(plain):
+    changed(plain, lambda tensors: [with_old_names(tensors), tensors.pop("bert.embeddings.LayerNorm.gamma")])
+    assert f"{plain}: bert.embeddings.LayerNorm.weight is missing" in refusals("verify", plain)
+
+
+def test_whole_numbers_do_not_stand_for_weights_under_an_old_name(plain):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        with_old_names(tensors)
+        tensors["bert.embeddings.LayerNorm.gamma"] = torch.ones(24, dtype=torch.int32)
+
+    changed(plain, change)
+    assert f"{plain}: bert.embeddings.LayerNorm.weight is missing" in refusals("verify", plain)
+
+
+def says_quantised(folder: Path, value: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": value}))
+
+
+def in_codes(tensors: dict[str, torch.Tensor]) -> None:
+    """As bitsandbytes saves four bits: codes in the place of the weight, and what they stand for below its name."""
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    tensors[name] = torch.zeros(tensors[name].numel() // 2, 1, dtype=torch.uint8)
+    tensors |= {f"{name}.absmax": torch.ones(9), f"{name}.quant_map": torch.ones(16)}
+    tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.zeros(80, dtype=torch.uint8)
+
+
+def in_groups(tensors: dict[str, torch.Tensor]) -> None:
+    """As GPTQ does: other tensors in the place of the weight."""
+    module = "bert.encoder.layer.0.attention.self.query"
+    tensors.pop(f"{module}.weight")
+    tensors |= {f"{module}.qweight": torch.zeros(3, 24, dtype=torch.int32), f"{module}.scales": torch.ones(1, 24)}
+
+
+@pytest.mark.parametrize("change", [in_codes, in_groups])
+def test_quantised_weights_are_good_with_a_config_that_says_so_and_not_without(change, plain):
+    changed(plain, change)
+    assert hf_zero("verify", plain).exit_code == 1
+    says_quantised(plain, {"quant_method": "any", "load_in_4bit": True})
+    done = hf_zero("verify", plain)
+    assert done.exit_code == 0, done.stderr
+    changed(plain, lambda tensors: tensors.pop("classifier.weight"))
+    assert refusals("verify", plain) == [f"{plain}: classifier.weight is missing"]
+
+
+@pytest.mark.parametrize("value", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {}, [], "x", 4, {"bits": 4}])
+def test_a_config_that_claims_a_quantisation_which_the_weights_do_not_have_is_a_fault(value, plain):
+    says_quantised(plain, value)
+    [line] = refusals("verify", plain)
+    assert "config.json has a quantization_config" in line or "config.json cannot be read" in line
+    says_quantised(plain, None)
+    assert hf_zero("verify", plain).exit_code == 0
 
 
 HEAD, BIAS = "classifier.weight", "classifier.bias"

@@ -2,10 +2,12 @@
 
 import gc
 import os
+import pickle
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -16,6 +18,7 @@ from cells import short_of, slow
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankFailedError, run_ranks
+from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
 from wire import tcp_bytes
 
@@ -27,6 +30,7 @@ from hf_zero.comm.groups.groups import Groups
 from hf_zero.comm.groups.own_groups import urgent_options
 from hf_zero.comm.groups.processes import RankProcess
 from hf_zero.comm.point_to_point import PointToPointTransport
+from hf_zero.comm.store_exchange import StoreExchange
 from hf_zero.comm.transport import CommunicationError, Label
 from hf_zero.config import CommConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -451,3 +455,40 @@ def talks_to_nobody(rank: int, world_size: int) -> None:
 
 def test_a_collective_that_a_peers_end_keeps_from_starting_has_a_name_too():
     run_ranks(talks_to_nobody, world_size=2, time_limit_s=60)
+
+
+class Planted:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.path),)
+
+
+def strangers_value(rank: int, world_size: int, path: str) -> None:
+    groups = Groups.create(stage=2, device_type="cpu", comm=CommConfig())
+    exchange = StoreExchange(groups, "one", b"s" * 32, 30.0)
+    assert exchange.exchange(f"rank {rank}") == ["rank 0", "rank 1"]
+    dist.barrier()
+    if rank == 1:
+        store = dist.PrefixStore("hf_zero/store_exchange/one", _get_default_store())
+        written = store.get("1/1")
+        # A stranger's own value, and a rank's at another exchange.
+        store.set("2/1", pickle.dumps(Planted(path)))
+        store.set("3/1", written)
+    dist.barrier()
+    if rank == 0:
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match="from rank 1 was not written by that rank"):
+                exchange.exchange("rank 0")
+    dist.barrier()
+
+
+def test_a_value_that_a_stranger_puts_into_the_launchers_store_is_never_unpickled(tmp_path):
+    path = str(tmp_path / "planted")
+    run_ranks(strangers_value, world_size=2, time_limit_s=60, keyword_arguments={"path": path})
+    assert not Path(path).exists()
+    pickle.loads(pickle.dumps(Planted(path)))
+    assert Path(path).exists()

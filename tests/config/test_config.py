@@ -1,13 +1,24 @@
 """Every way of writing a config gives the same object; every wrong one a sentence that helps."""
 
 import json
+import re
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from hf_zero.buckets.precision import check_cast_owner, resolve_casts
-from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
+from hf_zero.config import (
+    CheckpointConfig,
+    CommConfig,
+    ConfigError,
+    OffloadConfig,
+    OuterConfig,
+    ZeroConfig,
+    parse_bytes,
+)
+from hf_zero.config.checks import CUT
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 
@@ -32,6 +43,52 @@ def test_frozen_and_keyword_only():
         ZeroConfig().stage = 1
     with pytest.raises(TypeError):
         ZeroConfig(2)
+
+
+class Awkward:
+    """Answers nothing that it is asked."""
+
+    def _raises(self, *_: object) -> None:
+        raise ArithmeticError("not of ours")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __str__ = __repr__ = _raises
+    __int__ = __float__ = __index__ = __iter__ = __getitem__ = __contains__ = _raises
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(2),
+        torch.zeros(1),
+        torch.zeros(0),
+        np.zeros(2),
+        np.zeros((1, 1)),
+        [torch.zeros(2)],
+        Awkward(),
+        {Awkward(): 1},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("kind", [ZeroConfig, OffloadConfig, CommConfig, OuterConfig, CheckpointConfig])
+def test_an_object_in_the_place_of_any_setting_is_refused_by_the_settings_name(kind, value):
+    for name in kind.__dataclass_fields__:
+        with pytest.raises(ConfigError, match=rf"`(\w+\.)*{name}` is "):
+            kind(**{name: value})
+
+
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("value", ["none", "auto", 3])
+def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(name, value, tmp_path):
+    nested = value
+    for key in reversed(name.split(".")):
+        nested = {key: nested}
+    path = tmp_path / "zero.yaml"
+    path.write_text(yaml.safe_dump(nested))
+    for said in (nested, str(path), f"{name}={value}", f"stage=3,{name}={value}"):
+        with pytest.raises(ConfigError, match=rf"`{re.escape(name)}` was taken out") as error:
+            ZeroConfig.of(said)
+        assert CUT[name] in str(error.value) and len(str(error.value).split()) <= 35
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_a_rank_without_memory_for_one_row_ends_the_run():
 
 @pytest.mark.parametrize(
     "comm",
-    [{"peer_memory": "always"}, {"shard_group_size": 2}, {"secondary_shard": "node"}],
+    [{"shard_group_size": 2}, {"secondary_shard": "node"}],
     ids=lambda comm: next(iter(comm)),
 )
 def test_gathers_that_cannot_be_repeated_are_refused(comm):

@@ -176,7 +176,7 @@ def test_what_went_wrong_is_found(tmp_path):
     found = " ".join(make_report(written(tmp_path / "run", lines)).found)
     for told in (
         "did not finish: NonFiniteGradientError",
-        "NaN or infinite, at step 40",
+        "NaN, infinite or beyond 1e150, at step 40",
         "3 steps with NaN or infinite gradients were left out",
         "most at step 9 with 70.0",
         "around step 12",
@@ -209,6 +209,19 @@ def test_a_folder_with_nothing_to_report_on_is_refused_by_name(tmp_path):
         make_report(tmp_path)
 
 
+def test_no_text_of_a_log_is_obeyed_by_a_terminal(tmp_path):
+    odd = "\x1b[31mred \x9b2J \u202e\x00"
+    lines = log_of(steps=12)
+    lines[0] |= {"model": odd, "said": {odd: odd}, "optimizers": [odd]}
+    lines[-1]["how"] = odd
+    lines = [
+        {**line, "rows": [[odd, *row[1:]] for row in line["rows"]]} if isinstance(line.get("rows"), list) else line
+        for line in lines
+    ]
+    page = render_page(make_report(written(tmp_path / "a \x1b[31m run", lines)))
+    assert page.replace("\n", "").isprintable() and page.count(r"\x1b[31mred \x9b2J \u202e\x00") > 5
+
+
 @pytest.mark.parametrize("value", [None, "nan", -1, [], {}, "x" * 50, 1e308, True])
 def test_a_line_with_odd_values_breaks_no_report(value, tmp_path):
     lines = log_of(steps=12)
@@ -222,6 +235,49 @@ def test_a_line_with_odd_values_breaks_no_report(value, tmp_path):
         ]
         assert not Page(render_page(make_report(written(tmp_path / "run", changed)))).open
     assert not Page(render_page(make_report(written(tmp_path / "run", lines[:1])))).open
+
+
+EXTREMES = [
+    *((1e308, -1e308), (1.7e308, 2.0), (5e-324, 0.0), (1e-300, 1e300), (1e150, 1e-150), (1.0, 1.0000000000000002)),
+    *((10**400, 1), (2**70, 2**70 + 1), (2**63 - 1, 1), (2**53, 2**53 - 1), ("inf", "-inf"), (-1e150, 1e150), (0, 0)),
+]
+
+
+def places_of_numbers(line: object, place: tuple = ()) -> list[tuple]:
+    if isinstance(line, dict | list):
+        inner = line.items() if isinstance(line, dict) else enumerate(line)
+        return [found for name, value in inner for found in places_of_numbers(value, (*place, name))]
+    return [place] if isinstance(line, int | float) else []
+
+
+def with_value(line: object, place: tuple, value: object) -> object:
+    if not place:
+        return value
+    inner = with_value(line[place[0]], place[1:], value)
+    return {**line, place[0]: inner} if isinstance(line, dict) else [*line[: place[0]], inner, *line[place[0] + 1 :]]
+
+
+@pytest.mark.parametrize("values", EXTREMES, ids=lambda values: str(values)[:30])
+def test_no_number_however_large_or_small_breaks_a_report(values, tmp_path):
+    """Two by turns in the place of each number of each kind of line, one place after the other."""
+    lines = log_of(steps=32)
+    places = {
+        (line["kind"], place) for line in lines for place in places_of_numbers(line) if isinstance(place[-1], str)
+    } | {(line["kind"], places_of_numbers(line)[-1]) for line in lines}
+    for kind, place in sorted(places, key=str):
+        changed = [
+            with_value(line, place, values[number % 2])
+            if line["kind"] == kind and place in places_of_numbers(line)
+            else line
+            for number, line in enumerate(lines)
+        ]
+        try:
+            report = make_report(written(tmp_path / "run", changed))
+        except ReportError:
+            continue
+        page = render_page(report)
+        assert not re.search(r'="[^"]*\b(?:nan|inf)\b', page), (kind, place)
+        json.dumps(report.as_json(), allow_nan=False)
 
 
 def test_the_command_writes_a_page_or_one_json_document(folder, tmp_path):

@@ -95,18 +95,14 @@ def bf16_in_words(found: dict) -> list[str]:
 
 
 def recoveries_in_words(found: dict) -> list[str]:
-    disk, neighbour = found["disk"], found["neighbour"]
-    seconds, others = ([run["recovery_s"] for run in runs] for runs in (disk, neighbour))
-    equal = [sum(run["as_by_hand"] == "bit for bit" for run in runs) for runs in (disk, neighbour)]
-    ready = [run["ready_s"] for run in neighbour]
-    assert all(run["ended"] and run["rows_once"] for run in disk + neighbour)
-    assert not any(run["disk_mib"] for run in neighbour)
+    runs, quiet = found["disk"], found["quiet"]["disk"]
+    seconds = [run["recovery_s"] for run in runs]
+    equal = sum(run["as_by_hand"] == "bit for bit" for run in runs)
+    assert all(run["ended"] and run["rows_once"] for run in runs + quiet)
     return [
-        f"In {len(disk)} of {len(disk)} runs on the disk, and {len(neighbour)} of {len(neighbour)} with",
-        f"{equal[0]} and {equal[1]} were compared and equal bit for bit",
+        f"In {len(runs)} of {len(runs)} runs the run ended by itself; {equal} were compared and equal bit for bit",
         f"{min(seconds):.0f} to {max(seconds):.0f} s after the kill (median {median(seconds):.0f} s)",
-        f"{min(others):.0f} to {max(others):.0f} s in the runs with",
-        f"{min(ready):.0f} to {max(ready):.0f} s of it were spent in",
+        f"{quiet[0]['recovery_s']:.0f} and {quiet[1]['recovery_s']:.0f} s after the kill",
     ]
 
 

@@ -2,14 +2,23 @@
 
 import os
 import re
+import signal
+import socket
 import subprocess
+from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
+import pytest
+import torch.distributed as dist
 import yaml
 from launching import ROOT
 from torch.distributed.run import get_args_parser
+from typer.testing import CliRunner
 
 from hf_zero import ZeroConfig
+from hf_zero.cli.app import app
+from hf_zero.comm.control.rendezvous_store import keep_store
 
 LAUNCH = ROOT / "configs" / "launch"
 MANIFESTS = sorted(LAUNCH.glob("kubernetes_*.yaml"))
@@ -33,7 +42,7 @@ def check_agent(agent) -> None:
 
 
 def test_the_settings_of_elastic_runs_are_a_config():
-    assert ZeroConfig.from_yaml(LAUNCH / "elastic.yaml").checkpoint.replicate == "neighbour"
+    assert ZeroConfig.from_yaml(LAUNCH / "elastic.yaml").checkpoint.resume == "auto"
 
 
 def test_the_slurm_file_starts_the_store_and_an_agent_on_each_node_and_ends_both(tmp_path):
@@ -56,8 +65,10 @@ def test_the_slurm_file_starts_the_store_and_an_agent_on_each_node_and_ends_both
     called = torchrun_of(["torchrun", *agent.rsplit(" [", 1)[0].split()])
     check_agent(called)
     assert called.nnodes == "2:4" and called.nproc_per_node == "8" and called.rdzv_id == "4711"
-    assert called.rdzv_endpoint.endswith(":24711")
-    assert lines.get("hf-zero", "hf-zero rendezvous --port 24711 []") == "hf-zero rendezvous --port 24711 []"
+    address, _, port = called.rdzv_endpoint.partition(":")
+    assert ip_address(address) and port == "24711"
+    keeper = f"hf-zero rendezvous --host {address} --port 24711 []"
+    assert lines.get("hf-zero", keeper) == keeper
 
 
 def documents_of(path: Path) -> list[dict]:
@@ -97,3 +108,17 @@ def test_the_trainjob_starts_the_same_agents():
 def test_all_launch_files_are_on_the_page():
     page = (ROOT / "docs" / "elastic.md").read_text()
     assert [path.name for path in LAUNCH.iterdir() if f"configs/launch/{path.name}" not in page] == []
+
+
+def test_the_store_listens_on_one_address_and_no_other(monkeypatch):
+    store = keep_store(0, "127.0.0.1")
+    other = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timedelta(seconds=10))
+    other.set("who", "an agent")
+    assert store.get("who") == b"an agent"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+    monkeypatch.setattr(signal, "pause", lambda: None)
+    said = CliRunner().invoke(app, ["rendezvous", "--host", "127.0.0.1", "--port", "0"])
+    assert said.exit_code == 0 and "127.0.0.1:" in said.output and "Give the --host" in said.output
+    taken = CliRunner().invoke(app, ["rendezvous", "--host", "127.0.0.1", "--port", str(store.port)])
+    assert taken.exit_code != 0 and "Give another --port" in taken.output

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hostile_folders import by_command, commands, resign, with_header
@@ -18,6 +19,7 @@ from hf_zero.checkpoint.folder.disks import Disk
 from hf_zero.checkpoint.format.files import files_below
 from hf_zero.checkpoint.verify import find_good
 from hf_zero.integrations.checkpoints import config_model
+from hf_zero.integrations.checkpoints.resume_files import resume_faults
 
 SECRET = "nobody's business, 4711"
 MOST_S = 60.0
@@ -250,18 +252,49 @@ def doors(folder: Path, work: Path, *, resume: bool) -> Iterator[tuple[str, Call
     """Ways in, each as a function that ends by itself or by an error of ours."""
     for name, words in commands(folder, work / "out").items():
         yield name, lambda words=words: by_command(*words)
-    yield "last-good", lambda: find_good(folder.parent, "zero", disk=Disk.shared(), exchange=lambda value: [value])
+    yield (
+        "last-good",
+        partial(
+            find_good,
+            folder.parent,
+            "zero",
+            disk=Disk.shared(),
+            exchange=lambda value: [value],
+            further_faults=resume_faults,
+        ),
+    )
     if resume:
         yield "resume", lambda: resumes(folder, work / "resumed")
 
 
-def resumes(folder: Path, output_dir: Path) -> None:
+def resumes(folder: Path, output_dir: Path) -> str:
+    """An error of ours, in words; "" where training went on."""
     trainer = make_trainer("flag 2", "bert", output_dir, max_steps=5, save_strategy="no")
     try:
         trainer.train(resume_from_checkpoint=str(folder))
     except Exception as error:
         if "hf_zero" not in str(error):
             raise
+        return str(error)
+    return ""
+
+
+def broken_promises(entered: dict[str, object], folder: Path) -> Iterator[str]:
+    """The doors that do not take what `verify` calls good, or what a run that goes on by itself would."""
+
+    def is_taken(door: str) -> bool:
+        code, said = entered[door]
+        return code == 0 or (door == "push" and "files would be sent" in said)
+
+    if entered.get("verify", (1,))[0] == 0:
+        yield from (
+            f"{door} refuses it: {entered[door][1]}"
+            for door in ("inspect", "consolidate", "push", "card")
+            if not is_taken(door)
+        )
+    found, _ = entered.get("last-good", (None, None))
+    if found == folder and entered.get("resume"):
+        yield f"resume refuses it: {entered['resume']}"
 
 
 def fuzz(rank: int, world_size: int, base: str, work: str, seeds: range, resume_every: int) -> list[str]:
@@ -276,21 +309,23 @@ def fuzz(rank: int, world_size: int, base: str, work: str, seeds: range, resume_
         secret.parent.mkdir()
         secret.write_text(SECRET)
         done = harm(Target(folder=folder, rng=random.Random(seed), secret=secret, marker=place / "marker"))
+        entered: dict[str, object] = {}
         for door, enter in doors(folder, place, resume=seed % resume_every == 0):
             context = f"seed {seed} ({', '.join(done)}) by {door}"
-            wrong += [f"{context}: {fault}" for fault in _entered(enter)]
+            wrong += [f"{context}: {fault}" for fault in _entered(enter, entered, door)]
             if (place / "marker").exists():
                 wrong.append(f"{context}: something in it was run")
+        wrong += [f"seed {seed} ({', '.join(done)}) is good, and {fault}" for fault in broken_promises(entered, folder)]
         if secret.read_text() != SECRET or _holds_secret(place / "out"):
             wrong.append(f"seed {seed} ({', '.join(done)}): something outside of it was copied or written")
         shutil.rmtree(place)
     return wrong
 
 
-def _entered(enter: Callable[[], object]) -> Iterator[str]:
+def _entered(enter: Callable[[], object], entered: dict[str, object], door: str) -> Iterator[str]:
     began_s, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        result = enter()
+        result = entered[door] = enter()
         if SECRET in str(result) or "Traceback" in str(result):
             yield f"says {str(result)[-300:]}"
     except Exception as error:

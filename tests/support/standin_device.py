@@ -46,7 +46,10 @@ def build() -> Path:
     known = hashlib.sha256(f"{versions} {platform.python_version()}".encode())
     for source in [*_SOURCES, Path(__file__).with_suffix(".h")]:
         known.update(source.read_bytes())
-    library = Path(tempfile.gettempdir()) / f"hf_zero-standin-{os.getuid()}-{known.hexdigest()[:16]}.so"
+    # It is loaded into the process: not from a folder where others can put one.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_zero-standin"
+    cache.mkdir(parents=True, exist_ok=True)
+    library = cache / f"{known.hexdigest()[:16]}.so"
     # Processes of one test run would all compile it; the lock goes with the process that has it.
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

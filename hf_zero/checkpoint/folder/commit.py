@@ -47,8 +47,7 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
             raise CheckpointError(
                 f"{final} needs about {needed_bytes} bytes and {final.parent} has {free} free: {needed_bytes - free} too few"
             )
-        if temporary.exists():
-            _take_away(temporary)
+        _take_away(temporary)
         temporary.mkdir()
 
     on_all_ranks(exchange, make, doing=f"begin {final}", then=_THEN)
@@ -119,9 +118,8 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
             return
         replaced = final.parent / f".old-{final.name}"
         if final.exists():
-            if replaced.exists():
-                # A killed run's: it had put a new one in this one's place, and not taken this one away.
-                _take_away(replaced)
+            # A killed run's: it had put a new one in this one's place, and not taken this one away.
+            _take_away(replaced)
             final.rename(replaced)
         try:
             temporary.rename(final)
@@ -130,8 +128,7 @@ def commit(temporary: Path, final: Path, *, disk: Disk, exchange: Exchange) -> N
                 replaced.rename(final)
             raise
         sync(final.parent)
-        if replaced.exists():
-            _take_away(replaced)
+        _take_away(replaced)
 
     on_all_ranks(exchange, rename, doing=f"commit {final}", then=_THEN)
 
@@ -145,17 +142,16 @@ def abandon(temporary: Path, *, disk: Disk) -> None:
 def discard(final: Path) -> None:
     """Takes a checkpoint away; a run that is killed meanwhile leaves no half of it under its name."""
     temporary = temporary_of(final)
-    if temporary.exists():
-        _take_away(temporary)
+    _take_away(temporary)
     final.rename(temporary)
     _take_away(temporary)
 
 
 def _take_away(folder: Path) -> None:
-    """Removes a folder. Of a link to one, which somebody has put in its place, only the link."""
+    """Removes a folder, if there is one. Of a link, which somebody has put in its place, only the link."""
     if folder.is_symlink():
         folder.unlink()
-    else:
+    elif folder.exists():
         shutil.rmtree(folder)
 
 

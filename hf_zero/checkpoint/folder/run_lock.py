@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import stat
 import time
 import warnings
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from ...comm.all_or_none import Exchange
 from ..format.errors import CheckpointError
+from ..format.text import shown
 from .commit import clear_marks
 from .disks import Disk
 from .on_all_ranks import on_all_ranks
@@ -67,7 +69,7 @@ def _taken(path: Path) -> int:
     """A handle of the file, locked."""
     deadline_s = time.monotonic() + _patience_s()
     while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        lock = _opened(path)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -91,6 +93,34 @@ def _taken(path: Path) -> int:
         os.close(lock)
 
 
+def _opened(path: Path) -> int:
+    """A handle of the lock file, which is made where there is none.
+
+    The file is cut and written to. Behind a link that another user of a shared folder has put there, that would be any file.
+
+    Raises:
+        CheckpointError: it is a link or no plain file, or it is another user's.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        lock = os.open(path, flags, 0o666)
+    except PermissionError as error:
+        if os.path.lexists(path):
+            raise CheckpointError(
+                f"{path} is user {path.lstat().st_uid}'s, whose run writes there or has left it"
+            ) from error
+        raise
+    except OSError as error:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away") from error
+        raise
+    found = os.fstat(lock)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        os.close(lock)
+        raise CheckpointError(f"{path} is a link or no plain file, and not hf_zero's. Take it away")
+    return lock
+
+
 def _warn_of_no_locks(folder: Path, error: OSError) -> None:
     warnings.warn(
         f"hf_zero: {folder} is on a file system without locks ({error.strerror}), so that nothing keeps a second run from "
@@ -107,6 +137,6 @@ def _patience_s() -> float:
 def _in_words(holder: str) -> str:
     try:
         known = json.loads(holder)
-        return f"process {known['pid']} on {known['host']}"
+        return shown(f"process {known['pid']} on {known['host']}")
     except (ValueError, KeyError, TypeError):
         return "a process that does not say its number"

@@ -4,12 +4,13 @@
 them; each stands here under its full name, with something plain that takes its place. DeepSpeed is not imported.
 
 The `.metadata` of torch.distributed.checkpoint is a bare pickle of protocol 4, which `weights_only` does not read, and
-torch's own reader would unpickle whatever it names. Here it goes through an unpickler that knows the names below and
-raises at any other.
+torch's own reader would unpickle whatever it names. Here a reader of its own knows the names below and raises at any other.
+Time and memory of that reader grow with the file and with no number in it: Python's unpickler takes 16 GiB for nine bytes.
 """
 
 import io
 import pickle
+import pickletools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from ..format.manifest import CheckpointError
+from ..format.text import shown
 
 
 class Unread:
@@ -46,7 +48,7 @@ class Record:
 
     def __setstate__(self, state: object) -> None:
         if isinstance(state, dict):
-            self.fields = {str(name): value for name, value in state.items()}
+            self.fields = {name: value for name, value in state.items() if isinstance(name, str)}
         elif isinstance(state, tuple):
             self.unnamed = state
 
@@ -88,12 +90,24 @@ def load_deepspeed_file(path: Path) -> dict[str, Any]:
 _LARGEST_METADATA_BYTES = 2**30
 
 
+_LONGEST_PATH = 4096
+_LONGEST_SHARED = 64
+
+
 def _layout_of(name: object) -> str:
-    return str(name)
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError("it has a layout without a name")
+    return name
 
 
 def _joined(*parts: str) -> str:
+    if sum(map(len, parts)) > _LONGEST_PATH:
+        raise pickle.UnpicklingError(f"it has a path of more than {_LONGEST_PATH} letters")
     return "/".join(parts)
+
+
+def _no_items() -> dict:
+    return {}
 
 
 _OF_DCP: dict[tuple[str, str], Callable[..., Any]] = {
@@ -113,23 +127,119 @@ _OF_DCP: dict[tuple[str, str], Callable[..., Any]] = {
     ("pathlib", "PurePosixPath"): _joined,
     ("pathlib._local", "PosixPath"): _joined,
     ("pathlib._local", "WindowsPath"): _joined,
-    ("collections", "OrderedDict"): dict,
+    ("collections", "OrderedDict"): _no_items,
 }
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Makes what `_OF_DCP` says and dtypes, and nothing else."""
+_LITERALS = {
+    *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+}
+_SINGLE = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _OF_DCP:
-            return _OF_DCP[module, name]
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is none of the classes of a DCP checkpoint")
 
-    def persistent_load(self, pid: object) -> Any:
-        raise pickle.UnpicklingError(f"it refers to an outside object, {pid!r}")
+def _known(module: str, name: str) -> Any:
+    if (module, name) in _OF_DCP:
+        return _OF_DCP[module, name]
+    if module == "torch" and name in _DTYPES:
+        return _DTYPES[name]
+    raise pickle.UnpicklingError(
+        f"it names {shown(f'{module}.{name}')}, which is none of the classes of a DCP checkpoint"
+    )
+
+
+def _again(value: Any) -> Any:
+    """A value that is asked for once more.
+
+    Of values in values in values, each twice, a few bytes make more than any hash or text of them ends with.
+    """
+    is_flat = isinstance(value, tuple) and len(value) <= _LONGEST_SHARED
+    if isinstance(value, list | dict | tuple) and not (
+        is_flat and not any(isinstance(v, tuple | list | dict) for v in value)
+    ):
+        raise pickle.UnpicklingError("it has one list or mapping in several places")
+    return value
+
+
+def _set_items(target: dict, items: list) -> None:
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, str | int | Record):
+            raise pickle.UnpicklingError(f"it has a key of {type(key).__name__}")
+        target[key] = value
+
+
+def _plain_values(content: bytes) -> Any:
+    """The value that a pickle makes of what `_OF_DCP` says and dtypes.
+
+    Raises:
+        Exception: of any kind, for anything else and where it is damaged.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+
+    def above_the_mark() -> list[Any]:
+        place = marks.pop()
+        taken = stack[place:]
+        del stack[place:]
+        return taken
+
+    for operation, argument, _ in pickletools.genops(content):
+        match operation.name:
+            case "MEMOIZE":
+                memo[len(memo)] = stack[-1]
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[argument] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(_again(memo[argument]))
+            case name if name in _LITERALS:
+                stack.append(argument)
+            case name if name in _SINGLE:
+                stack.append(_SINGLE[name])
+            case "MARK":
+                marks.append(len(stack))
+            case "TUPLE":
+                stack.append(tuple(above_the_mark()))
+            case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                count = int(name[-1])
+                stack[-count:] = [tuple(stack[-count:])]
+            case "EMPTY_LIST":
+                stack.append([])
+            case "APPEND":
+                value = stack.pop()
+                list.append(stack[-1], value)
+            case "APPENDS":
+                values = above_the_mark()
+                list.extend(stack[-1], values)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "SETITEM":
+                value, key = stack.pop(), stack.pop()
+                _set_items(stack[-1], [key, value])
+            case "SETITEMS":
+                values = above_the_mark()
+                _set_items(stack[-1], values)
+            case "STACK_GLOBAL":
+                name, module = stack.pop(), stack.pop()
+                stack.append(_known(module, name))
+            case "GLOBAL":
+                stack.append(_known(*str(argument).split(" ", 1)))
+            case "REDUCE" | "NEWOBJ":
+                arguments, make = stack.pop(), stack.pop()
+                stack.append(make(*arguments))
+            case "BUILD":
+                state, record = stack.pop(), stack[-1]
+                if not isinstance(record, Record):
+                    raise pickle.UnpicklingError("it gives a state to what has none")
+                record.__setstate__(state)
+            case "PROTO" | "FRAME":
+                pass
+            case "STOP":
+                return stack.pop()
+            case name:
+                raise pickle.UnpicklingError(f"it has {name}, which no DCP checkpoint has")
+    raise pickle.UnpicklingError("it is cut off")
 
 
 def load_dcp_metadata(path: Path) -> Record:
@@ -150,11 +260,11 @@ def load_dcp_metadata(path: Path) -> Record:
             "another."
         ) from error
     try:
-        metadata = _PlainUnpickler(io.BytesIO(content)).load()
+        metadata = _plain_values(content)
     except Exception as error:
         # A damaged pickle may raise anything.
         raise CheckpointError(
-            f"hf_zero: {path} is not a DCP checkpoint's metadata, or is damaged ({error}). Resume from another checkpoint."
+            f"hf_zero: {path} is not a DCP checkpoint's metadata, or is damaged ({shown(error)}). Resume from another checkpoint."
         ) from error
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.fields:
         raise CheckpointError(f"hf_zero: {path} is not a DCP checkpoint's metadata. Resume from another checkpoint.")

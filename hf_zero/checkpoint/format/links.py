@@ -28,9 +28,12 @@ def links_out_of(root: Path) -> list[str]:
     return sorted(found)
 
 
-def link_faults(root: Path) -> list[str]:
-    """The same in words, one fault a link."""
-    return [f"{name} is a link that leads out of the folder" for name in links_out_of(root)]
+def entry_faults(root: Path) -> list[str]:
+    """What below `root` is never read, in words: links that lead out of it, and what is neither a file nor a folder."""
+    faults = [f"{name} is a link that leads out of the folder" for name in links_out_of(root)]
+    # A pipe would be waited for, and a device has no end. A link to nowhere leads out or is no file to anybody.
+    odd = (path for path in sorted(root.rglob("*")) if path.exists() and not path.is_file() and not path.is_dir())
+    return faults + [f"{path.relative_to(root).as_posix()} is no plain file" for path in odd]
 
 
 def refuse_links(root: Path, paths: Iterable[Path]) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ _SLOW_MB = 100.0
 def disk(folder: Path) -> Iterator[Finding]:
     """Writes and reads a small file in it, and takes it away."""
     subject = f"disk of {folder}"
-    path = folder / f".hf-zero-doctor-{os.getpid()}"
+    path = folder / f".hf-zero-doctor-{uuid.uuid4().hex}"
     try:
         state = os.statvfs(folder)
         if state.f_bavail * state.f_frsize < 2 * _BYTES:
@@ -42,7 +43,8 @@ def _write(path: Path) -> tuple[float, str]:
     # A mapping begins at a page, as writes past the cache need it.
     with mmap.mmap(-1, _BLOCK) as block:
         block.write(os.urandom(_BLOCK))
-        flags, way = os.O_WRONLY | os.O_CREAT, "O_DIRECT"
+        # New, and through no link: others may write to the folder.
+        flags, way = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "O_DIRECT"
         try:
             file = os.open(path, flags | os.O_DIRECT, 0o600)
         except (OSError, AttributeError):

@@ -268,13 +268,11 @@ class _Wires:
 
 
 def _choose_wires(meeting: Meeting) -> _Wires:
-    """Collective."""
-    config, transport, device = meeting.config, meeting.transport, meeting.device
-    usual = choose_wire(config, meeting.peers, meeting.step_transport, transport, device)
+    usual = choose_wire(meeting.config, meeting.peers, meeting.step_transport)
     if not meeting.split.experts:
         return _Wires(usual=usual, experts=usual, of_all=usual)
     sharers = meeting.sharers.experts
-    experts = choose_wire(config, sharers.groups, sharers.transport, transport, device)
+    experts = choose_wire(meeting.config, sharers.groups, sharers.transport)
     return _Wires(usual=usual, experts=experts, of_all=wire_with_experts(usual, experts))
 
 

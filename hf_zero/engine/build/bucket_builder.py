@@ -12,7 +12,6 @@ from ...buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dt
 from ...buckets.memory import ParameterMemory, UnshardedMemory
 from ...buckets.offloaded_memory import memory_in
 from ...buckets.precision import resolve_precision
-from ...buckets.shared_memory import memory_of
 from ...config import ZeroConfig
 from ...layout.slots import BucketLayout
 from ...offload.parameter_shards import ParameterTier
@@ -110,8 +109,6 @@ class BucketBuilder:
         take_rank_0s(parameter, device=self.device, transport=transport)
 
     def _choose_memory(self, part: Part, wire: Wire) -> Callable[..., ParameterMemory]:
-        if wire.peers is not None:
-            return memory_of(wire.peers, sharded=part.sharded)
         if part.sharded:
             return memory_in(self.parameter_tier, self.device, rounded=wire.weight_format is not None)
         return UnshardedMemory

@@ -1,12 +1,9 @@
-"""All-gathers of a bucket's parameters: exact, cast, quantised, or out of peers' memory."""
+"""All-gathers of a bucket's parameters: exact, cast or quantised."""
 
 from abc import ABC, abstractmethod
-from typing import cast
 
 from ...buckets.bucket import Bucket
-from ...buckets.shared_memory import SharedShardMemory, SharedUnshardedMemory
 from ...comm.groups.groups import Groups
-from ...comm.peers.peer_memory import PeerMemory
 from ...comm.quantised import QuantisedAllGather
 from ...comm.transport import Handle, Transport
 from ...kernels.quantise import BlockFormat
@@ -64,17 +61,6 @@ class CastGather(ExactGather):
     """Parameters in the dtype of forward and backward, to which each rank casts its shard."""
 
     is_exact = False
-
-
-class SharedGather(_Forgetful):
-    """Parameters as the ranks have them, copied out of each other's memory; all buckets are made of such."""
-
-    def __init__(self, peers: PeerMemory):
-        self._peers = peers
-
-    def start(self, bucket: Bucket) -> Handle:
-        memory = cast("SharedShardMemory | SharedUnshardedMemory", bucket.memory)
-        return self._peers.start_all_gather(bucket.flat, memory.shared, bucket.label(_KIND))
 
 
 class QuantisedGather(_Forgetful):

@@ -2,17 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from ...comm.choose import choose_peer_memory
 from ...comm.groups.groups import Groups
-from ...comm.peers.peer_memory import PeerMemory
 from ...comm.steps import StepsInOrder
 from ...comm.transport import Transport
 from ...config import ZeroConfig
 from ...kernels.quantise import CODES, BlockFormat
 from ...layout.slots import USUAL_ALIGNMENT, Alignment
-from .gathers import CastGather, ExactGather, Gather, QuantisedGather, SharedGather
+from .gathers import CastGather, ExactGather, Gather, QuantisedGather
 from .quantised_reductions import QuantisedReduction, choose_route
 from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
@@ -29,7 +25,6 @@ class Wire:
         exact: of parameters that are looked at, edited or saved.
         weight_format: the blocks in which `gather` sends them; None where it sends them as they are.
         align: of shards, so that none ends inside a block.
-        peers: what buckets' memory has to come from for these gathers; None where any will do.
     """
 
     reduction: Reduction
@@ -39,33 +34,23 @@ class Wire:
     exact: Gather
     weight_format: BlockFormat | None = None
     align: Alignment = USUAL_ALIGNMENT
-    peers: PeerMemory | None = None
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes of lasting memory by kind."""
         return {"gradient residuals": self.reduction.held_bytes, "secondary shards": self.forward.held_bytes}
 
 
-def choose_wire(
-    config: ZeroConfig, groups: Groups, transport: Transport, everyone: Transport, device: torch.device
-) -> Wire:
+def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wire:
     """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised.
-
-    Collective. Raises `ConfigError` for what this machine has not got.
 
     Args:
         groups, transport: of the ranks that take each step together.
-        everyone: the transport of all ranks.
     """
-    peers = choose_peer_memory(config, groups, transport, everyone, device)
-    as_kept: Gather = ExactGather(transport) if peers is None else SharedGather(peers)
-    exact = in_passes = as_kept
-    if config.gather_dtype == "bfloat16":
-        # Peers read copies of shards in that dtype.
-        exact, in_passes = ExactGather(transport), CastGather(transport) if peers is None else as_kept
+    exact = ExactGather(transport)
+    in_passes: Gather = CastGather(transport) if config.gather_dtype == "bfloat16" else exact
     if groups.shard_size == 1:
         return Wire(
-            reduction=ReplicatedReduction(transport), gather=as_kept, forward=in_passes, backward=in_passes, exact=exact
+            reduction=ReplicatedReduction(transport), gather=exact, forward=in_passes, backward=in_passes, exact=exact
         )
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
     order = StepsInOrder()
@@ -74,7 +59,7 @@ def choose_wire(
     else:
         route = choose_route(transport, groups, gradients, order, error_feedback=config.comm.error_feedback)
         reduction = QuantisedReduction(transport, route, _exact_reduction(transport, groups, order, of="a sample"))
-    gather = as_kept if weights is None else QuantisedGather(transport, groups, weights)
+    gather = exact if weights is None else QuantisedGather(transport, groups, weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
         keeping = ForwardGather(forward, transport, groups.node)
@@ -92,7 +77,6 @@ def choose_wire(
         exact=exact,
         weight_format=weights,
         align=align,
-        peers=peers,
     )
 
 

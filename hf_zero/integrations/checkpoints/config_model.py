@@ -11,11 +11,13 @@ import os
 import re
 import resource
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TypeVar
 
 import huggingface_hub.constants
 import torch
@@ -41,6 +43,8 @@ _MANY = 2000
 """Tensors or modules that a model may have above what its weights let expect."""
 
 _MODULES_A_TENSOR = 20
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +72,31 @@ def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> d
     Raises:
         CheckpointError: the config cannot be read, names no model class of transformers, or asks for too much.
     """
+    return _in_a_child(folder, partial(_expected, folder, saved, as_in_files))
+
+
+def is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    """Whether `from_pretrained` finds each tensor of the config's model among those that are saved, whatever else is there.
+
+    Old names, those without the model's prefix and tensors that many models leave out are transformers' own matter.
+
+    Args:
+        saved: shape and dtype by name.
+
+    Raises:
+        CheckpointError: as of `expected_tensors`.
+    """
+    return _in_a_child(folder, partial(_is_taken, folder, saved))
+
+
+def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
+    """What `find` returns in a process of its own, which has limits."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
     # Not by multiprocessing, whose own processes may be forbidden to have any.
     child = os.fork()
     if child == 0:
         try:
-            _tell_expected(folder, saved, as_in_files, sending)
+            _tell(folder, find, sending)
         finally:
             os._exit(0)
     sending.close()
@@ -176,35 +199,57 @@ def _at_most(saved: int, folder: Path) -> Iterator[None]:
             handle.remove()
 
 
-def _tell_expected(folder: Path, saved: int, as_in_files: bool, sending: Connection) -> None:
-    """Sends what is expected, or why nothing is. In a process of its own."""
+def _tell(folder: Path, find: Callable[[], object], sending: Connection) -> None:
+    """Sends what is found, or why nothing is. In a process of its own."""
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
     # A dictionary that grows without end is to reach the memory limit before the time limit.
     gc.disable()
     _limit_memory()
     try:
-        model = meta_model(folder, saved)
-        state = model.state_dict(keep_vars=True)
-        if as_in_files:
-            # A layer's experts are one tensor in the model and many in its files.
-            state = revert_weight_conversion(model, state)
-        names_of: dict[int, set[str]] = {}
-        for name, value in state.items():
-            names_of.setdefault(id(value), set()).add(name)
-        answer: object = {
-            name: ExpectedTensor(
-                shape=tuple(value.shape),
-                is_floating=value.is_floating_point(),
-                names=frozenset(names_of[id(value)]),
-            )
-            for name, value in state.items()
-        }
+        answer = find()
     except CheckpointError as error:
         answer = str(error)
     except Exception as error:
         answer = f"hf_zero: {folder / CONFIG_NAME}: its model cannot be made ({reason(error)})."
     sending.send(answer)
+
+
+def _expected(folder: Path, saved: int, as_in_files: bool) -> dict[str, ExpectedTensor]:
+    model = meta_model(folder, saved)
+    state = model.state_dict(keep_vars=True)
+    if as_in_files:
+        # A layer's experts are one tensor in the model and many in its files.
+        state = revert_weight_conversion(model, state)
+    names_of: dict[int, set[str]] = {}
+    for name, value in state.items():
+        names_of.setdefault(id(value), set()).add(name)
+    return {
+        name: ExpectedTensor(
+            shape=tuple(value.shape),
+            is_floating=value.is_floating_point(),
+            names=frozenset(names_of[id(value)]),
+        )
+        for name, value in state.items()
+    }
+
+
+def _is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    config = read_config(folder)
+    kind = model_class(config, folder)
+    tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in saved.items()}
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    with _at_most(len(saved), folder):
+        _, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    return not (found["missing_keys"] or found["mismatched_keys"] or found["error_msgs"])
 
 
 def _limit_memory() -> None:

@@ -5,7 +5,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -21,24 +21,23 @@ from ...checkpoint.foreign.dcp import METADATA_NAME as DCP_METADATA_NAME
 from ...checkpoint.foreign.weight_shards import weight_shards_of
 from ...checkpoint.format.files import Progress, untold
 from ...checkpoint.format.json_files import read_mapping
-from ...checkpoint.format.links import link_faults, refuse_links
+from ...checkpoint.format.links import entry_faults, refuse_links
 from ...checkpoint.format.manifest import CheckpointError
 from ...checkpoint.format.pieces import Piece, dtype_named, lay_out
-from ...checkpoint.structure import POSITION_NAME
+from ...checkpoint.structure import POSITION_NAME, RUN_NAME, STATE_NAME, described_faults
 from ...checkpoint.verify import checkpoint_faults, in_words
 from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER
-from .config_model import CONFIG_NAME, expected_tensors, model_class, read_config
+from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken, model_class, read_config
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
-
-RUN_NAME = "training_run.json"
-"""Settings, set-up and hardware of the run that trained the model, for its card; without paths and secrets."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weights file, where nothing else is said."""
 
 _FLOATING = ("F64", "F32", "F16", "BF16")
 """What weights are stored in; eight bits and fewer belong to a `quantization_config`."""
+
+_QUANTISED_BY = ("quant_method", "load_in_8bit", "load_in_4bit")
 
 _OF_THE_RUN = (
     "optimizer.pt",
@@ -65,16 +64,22 @@ def folder_faults(folder: Path, on_progress: Progress = untold) -> list[str]:
         faults = checkpoint_faults(folder, ZERO_FOLDER, on_progress=on_progress)
         if faults:
             return faults
-    return list(dict.fromkeys(weight_faults(folder)))
+    faults = list(dict.fromkeys(weight_faults(folder))) or described_faults(folder)
+    if faults or not (is_checkpoint_of_ours(folder) and (folder / STATE_NAME).exists()):
+        return faults
+    # It costs the import of Trainer's own state.
+    from .resume_files import resume_faults
+
+    return resume_faults(folder)
 
 
 def weight_faults(folder: Path) -> list[str]:
     """What the weights have wrong against the model of the folder's config, in words."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         return []
-    faults = link_faults(folder)
+    faults = entry_faults(folder)
     if faults:
-        # What a link leads to is not looked at.
+        # What these lead to is not looked at.
         return faults
     try:
         with open_weights(folder) as weights:
@@ -91,23 +96,70 @@ def weight_faults(folder: Path) -> list[str]:
         return faults
     try:
         expected = expected_tensors(folder, len(saved), as_in_files=as_in_files)
-        is_quantised = "quantization_config" in read_mapping(folder / CONFIG_NAME)
+        quantised = read_mapping(folder / CONFIG_NAME).get("quantization_config")
     except CheckpointError as error:
         return [*faults, in_words(error)]
+    if quantised is not None:
+        return faults + _faults_of_quantised(saved, expected, quantised)
     for tensor in saved:
         if tensor.name not in expected:
-            faults.append(f"{tensor.name} is no tensor of the config's model")
-        elif expected[tensor.name].shape != tensor.shape:
+            continue
+        if expected[tensor.name].shape != tensor.shape:
             faults.append(
                 f"{tensor.name} has shape {tensor.shape} and the config's model {expected[tensor.name].shape}"
             )
-        elif not is_quantised and expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
+        elif expected[tensor.name].is_floating != (tensor.dtype in _FLOATING):
             faults.append(f"{tensor.name} has dtype {tensor.dtype}, which the config's model cannot have there")
+    others = [tensor for tensor in saved if tensor.name not in expected]
+    missing = [name for name, tensor in expected.items() if not tensor.names & counts.keys()]
+    if (others or missing) and as_in_files and not is_checkpoint_of_ours(folder):
+        # Numbers that are no floating-point ones are in the place of none of the model's weights.
+        usable = [tensor for tensor in saved if tensor.name in expected or tensor.dtype in _FLOATING]
+        try:
+            if is_taken(folder, {tensor.name: (tensor.shape, dtype_named(tensor.dtype)) for tensor in usable}):
+                return faults
+        except CheckpointError as error:
+            faults.append(in_words(error))
+    faults += [f"{tensor.name} is no tensor of the config's model" for tensor in others]
     shards = weight_shards_of(folder)
     if shards and any(expected[each.name].shape != each.shape for each in saved if each.name in expected):
         faults.insert(0, f"there may be further files after {shards[-1].name}: each rank has written its own")
-    faults += [f"{name} is missing" for name, tensor in expected.items() if not tensor.names & counts.keys()]
-    return faults
+    return faults + [f"{name} is missing" for name in missing]
+
+
+def _faults_of_quantised(
+    saved: Sequence[SavedTensor], expected: Mapping[str, ExpectedTensor], quantised: object
+) -> list[str]:
+    """What quantised weights have wrong against a config that says they are: scales and codes have names and shapes of their own.
+
+    Args:
+        quantised: the config's `quantization_config`.
+    """
+    if not isinstance(quantised, dict) or not any(quantised.get(name) for name in _QUANTISED_BY):
+        return [f"{CONFIG_NAME} has a quantization_config without a quant_method"]
+    modules = {name.rpartition(".")[0] for name in expected}
+    of_modules: set[str] = set()
+    faults, has_codes = [], False
+    for tensor in saved:
+        wanted = expected.get(tensor.name)
+        # Those of a parameter, `weight.absmax`, lie below its name; a module's, `weight_scale`, beside it.
+        places = [tensor.name[: place.start()] for place in re.finditer(r"[.:]", tensor.name)]
+        module = next((place for place in reversed(places) if place in modules), None)
+        is_codes = tensor.dtype not in _FLOATING and (wanted is None or wanted.is_floating)
+        has_codes |= is_codes
+        if wanted is None and module is None:
+            faults.append(f"{tensor.name} is no tensor of the config's model")
+        elif wanted is None:
+            of_modules.add(str(module))
+        elif wanted.shape != tensor.shape and not is_codes:
+            faults.append(f"{tensor.name} has shape {tensor.shape} and the config's model {wanted.shape}")
+    names = {tensor.name for tensor in saved}
+    faults += [
+        f"{name} is missing"
+        for name, tensor in expected.items()
+        if not tensor.names & names and name.rpartition(".")[0] not in of_modules
+    ]
+    return faults if has_codes else [*faults, f"{CONFIG_NAME} has a quantization_config, and no weight is quantised"]
 
 
 def consolidate(

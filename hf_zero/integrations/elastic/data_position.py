@@ -4,10 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...checkpoint.format.json_files import read_mapping
-from ...checkpoint.format.manifest import CheckpointError
-from ...checkpoint.format.text import shown
-from ...checkpoint.structure import POSITION_NAME
+from ...checkpoint.structure import POSITION_NAME, read_position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +31,5 @@ class DataPosition:
         Raises:
             CheckpointError: the file holds something else.
         """
-        path = folder / POSITION_NAME
-        if not path.is_file():
-            return None
-        content = read_mapping(path)
-        known = {"global_rows", "epoch", "rows"}
-        if content.keys() != known or not all(type(value) is int and value >= 0 for value in content.values()):
-            raise CheckpointError(
-                f"hf_zero: {path} holds {shown(str(content))}, and whole numbers for {', '.join(sorted(known))} are due; resume "
-                "from an earlier checkpoint."
-            )
-        return cls(**content)
+        content = read_position(folder)
+        return None if content is None else cls(**content)

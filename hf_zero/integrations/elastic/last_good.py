@@ -1,7 +1,6 @@
 """Which state an accelerate loop goes on from after a restart: the newest that is good."""
 
 import re
-import sys
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -10,9 +9,7 @@ from accelerate.logging import get_logger
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...checkpoint.format.text import shown
 from ...checkpoint.verify import checkpoint_faults
-from ...config import ConfigError, ZeroConfig
 from ..checkpoints.checkpointing import ZERO_FOLDER
-from ..frames import find_in_callers
 from .exchange import exchange_between_ranks
 
 logger = get_logger(__name__)
@@ -76,21 +73,6 @@ def warn_of_scaled_schedule(accelerator: Accelerator, folder: Path) -> None:
             "step_scheduler_with_optimizer=False, and call scheduler.step() where accelerator.sync_gradients.",
             main_process_only=True,
         )
-
-
-def refuse_replication_without_trainer(config: ZeroConfig) -> None:
-    """Raises ConfigError where `checkpoint.replicate` is set and a loop of its own trains, which nobody saves for."""
-    if config.checkpoint.replicate == "none":
-        return
-    if "transformers.trainer" in sys.modules:
-        from transformers import Trainer
-
-        if find_in_callers(lambda candidate: isinstance(candidate, Trainer)) is not None:
-            return
-    raise ConfigError(
-        f"hf_zero: `checkpoint.replicate: {config.checkpoint.replicate}` is of Trainer, which knows its steps. Leave it at none "
-        "and call save_state in the loop; last_good_state finds the newest good state after a restart."
-    )
 
 
 def _ranks_of(folder: Path) -> int | None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from ...checkpoint.format.errors import CheckpointError
 from ...checkpoint.format.links import refuse_links
+from ...checkpoint.format.text import shown
 from .card_facts import CardFacts
 
 CARD_NAME = "README.md"
@@ -27,6 +29,7 @@ _SECTIONS = (
     ("versions", "Versions"),
 )
 _LOSSES_SHOWN = 10
+_LONGEST_CELL = 1000
 _LARGEST_CARD = 2**24
 """Characters; of a longer file the beginning tells."""
 
@@ -42,6 +45,11 @@ def write_card(folder: Path, facts: CardFacts, *, name: str, metadata: Mapping[s
     """
     path = folder / CARD_NAME
     refuse_links(folder, [path, folder / PLOT_NAME])
+    for written in (path, folder / PLOT_NAME):
+        if written.exists() and not written.is_file():
+            raise CheckpointError(
+                f"hf_zero: {written} is no plain file, so no card can be written there. Take it away."
+            )
     if path.is_file() and not is_our_card(path):
         return False
     drawn = bool(facts.losses) and find_spec("matplotlib") is not None
@@ -70,7 +78,7 @@ def render(facts: CardFacts, *, name: str, metadata: Mapping[str, Any], drawn: b
         template_path=str(TEMPLATE),
         ours=OURS,
         title=_cell(name),
-        parent=fields["base_model"],
+        parent=fields["base_model"] and _cell(fields["base_model"]),
         sections=[(title, _rows(getattr(facts, field))) for field, title in _SECTIONS],
         losses=_thinned(facts.losses),
         plot=PLOT_NAME if drawn else None,
@@ -83,12 +91,12 @@ def _rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _cell(value: object) -> str:
-    """A value in a table's cell: whatever it holds, it stays one cell, and no markup."""
+    """A value in a table's cell: whatever it holds, it stays one cell, no markup, and nothing that a terminal obeys."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    text = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;")
+    text = shown(" ".join(str(value).split()), _LONGEST_CELL).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("|", "\\|").replace("[", "\\[").replace("`", "\\`")
 
 
@@ -97,7 +105,7 @@ def _thinned(losses: tuple[tuple[int, float], ...]) -> list[tuple[int, str]]:
     if len(losses) > _LOSSES_SHOWN:
         last = len(losses) - 1
         losses = tuple(losses[round(n * last / (_LOSSES_SHOWN - 1))] for n in range(_LOSSES_SHOWN))
-    return [(step, f"{loss:.4f}") for step, loss in losses]
+    return [(step, f"{loss:.4f}" if abs(loss) < 1e6 else _cell(loss)) for step, loss in losses]
 
 
 def _draw(facts: CardFacts, path: Path) -> None:

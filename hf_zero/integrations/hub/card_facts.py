@@ -21,13 +21,14 @@ from transformers import Trainer
 
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
-from ...checkpoint.format.manifest import CheckpointError, Manifest
-from ...checkpoint.structure import STATE_NAME
+from ...checkpoint.format.manifest import Manifest
+from ...checkpoint.structure import RUN_FIELDS, RUN_NAME, STATE_NAME, read_history, read_run
 from ...config import ZeroConfig
 from ...engine_reference import engine_attached_to
+from ...report.log_file import is_step
+from ...report.read_run import is_finite
 from ..checkpoints.checkpointing import ZERO_FOLDER
 from ..checkpoints.saved_weights import saved_tensors
-from ..checkpoints.weights import RUN_NAME
 
 _ARGUMENTS = (
     "learning_rate",
@@ -59,9 +60,6 @@ _OF_THE_STATE = ("global_step", "log_history")
 
 _PROGRESS = ("steps trained", "epochs trained")
 
-_NUMBERS = ("loss", "eval_loss", "step", "epoch", "zero/peak_mib")
-"""What is calculated with, of what a Trainer logs."""
-
 _LIBRARIES = ("hf-zero", "torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub")
 
 
@@ -70,7 +68,7 @@ class CardFacts:
     """A run's facts as a card shows them. An empty mapping or None is what nobody knows.
 
     Attributes:
-        losses, eval_losses: (step, value) in the order of logging; finite values only.
+        losses, eval_losses: (step, value) in the order of logging; those only that can be drawn.
     """
 
     base_model: str | None
@@ -96,16 +94,14 @@ def card_facts(folder: Path, history: Sequence[Mapping[str, Any]] | None = None)
         CheckpointError: a file that is there cannot be read.
     """
     refuse_links(folder, [folder / name for name in (RUN_NAME, STATE_NAME, "config.json")])
-    run, state = _read(folder / RUN_NAME), _read(folder / STATE_NAME)
+    run, state = read_run(folder), _read(folder / STATE_NAME)
     if not state:
         # A folder made of a checkpoint has what `carry_run` took along.
         state = {name: run[name] for name in _OF_THE_STATE if name in run}
     if history is None:
-        history = log_history(state, folder)
+        history = read_history(folder)
     manifest = Manifest.read(folder / ZERO_FOLDER) if (folder / ZERO_FOLDER).is_dir() else None
-    arguments, zero, data, hardware, versions = (
-        _mapping_in(run, field, folder / RUN_NAME) for field in ("arguments", "zero", "data", "hardware", "versions")
-    )
+    arguments, zero, data, hardware, versions = (dict(run.get(field, {})) for field in RUN_FIELDS)
     if manifest is not None:
         zero = {"stage": manifest.stage, "ranks": manifest.world_size} | zero
         arguments = arguments or _of_optimizers(manifest)
@@ -215,34 +211,6 @@ def _read(path: Path) -> dict[str, Any]:
     return read_mapping(path) if path.is_file() else {}
 
 
-def _mapping_in(content: Mapping[str, Any], field: str, path: Path) -> dict[str, Any]:
-    value = content.get(field) or {}
-    if not isinstance(value, dict):
-        raise CheckpointError(f"hf_zero: {path}: {field} is a {type(value).__name__}, where a mapping is due.")
-    return dict(value)
-
-
-def log_history(state: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    """What a Trainer's state has logged: the entries in order, each with numbers where numbers are due.
-
-    Raises:
-        CheckpointError: it has something else there; `path` is the file that the state is of.
-    """
-    history = state.get("log_history") or []
-    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        raise CheckpointError(f"hf_zero: {path}: log_history is no list of mappings.")
-    for entry in history:
-        wrong = [name for name, value in entry.items() if name in _NUMBERS and not _is_number(value)]
-        if wrong:
-            raise CheckpointError(f"hf_zero: {path}: log_history has a {wrong[0]} that is no number.")
-    return history
-
-
-def _is_number(value: object) -> bool:
-    """Whether a JSON value is a number that a float can hold."""
-    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
-
-
 def _is_repo_id(name: object) -> TypeGuard[str]:
     if not isinstance(name, str) or not name:
         return False
@@ -317,4 +285,4 @@ def _measured(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
     found = [(entry.get("step"), entry[name]) for entry in history if name in entry]
-    return tuple((step, float(value)) for step, value in found if isinstance(step, int) and math.isfinite(float(value)))
+    return tuple((step, float(value)) for step, value in found if is_step(step) and is_finite(value))

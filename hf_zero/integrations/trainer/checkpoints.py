@@ -1,6 +1,7 @@
 """Trainer's checkpoints, each there whole or not at all."""
 
 import os
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -59,10 +60,7 @@ class CheckpointSaver:
 
     Attributes:
         engine: whose state is saved.
-        keeps_for_users: what is saved is a checkpoint of the user's, which may be the best one or go to the Hub.
     """
-
-    keeps_for_users = True
 
     def __init__(self, trainer: Trainer, engine: ZeroEngine, stock_save: Callable):
         self._trainer = trainer
@@ -71,8 +69,8 @@ class CheckpointSaver:
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
-        name = engine.everyone.exchange(uuid.uuid4().hex)[0]
-        self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
+        name, secret = engine.everyone.exchange((uuid.uuid4().hex, secrets.token_bytes(32)))[0]
+        self._store_exchange = StoreExchange(engine.run, name, secret, engine.config.comm.timeout_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._writing: LivePieces | None = None
@@ -107,7 +105,7 @@ class CheckpointSaver:
         began_s = time.perf_counter()
         self.finish()
         trainer = self._trainer
-        run_folder = self._run_folder(trial)
+        run_folder = Path(trainer._get_output_dir(trial=trial))
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
@@ -116,9 +114,6 @@ class CheckpointSaver:
             self._save(run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
         self._held_up(began_s, "save")
 
-    def _run_folder(self, trial: object) -> Path:
-        return Path(self._trainer._get_output_dir(trial=trial))
-
     def _is_async(self, *, is_awaited: bool) -> bool:
         """Whether training may go on while the checkpoint is written. Collective: a callback may be on one rank only."""
         trainer = self._trainer
@@ -126,13 +121,6 @@ class CheckpointSaver:
         is_awaited |= trainer.args.push_to_hub or trainer.args.enable_jit_checkpoint
         is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
         return self._may_be_async and not any(self.engine.everyone.exchange(is_awaited))
-
-    def _finish_folder(self, temporary: Path, exchange: Exchange) -> None:
-        """Does what is left when all files are sealed, before the checkpoint is committed. Collective."""
-
-    def _kept(self) -> int | None:
-        """How many checkpoints stay."""
-        return self._trainer.args.save_total_limit
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
@@ -212,8 +200,7 @@ class CheckpointSaver:
                 base=self._base.checksum(),
                 step=trainer.state.global_step,
             )
-            if self.keeps_for_users:
-                _note_best(trainer, run_folder, final)
+            _note_best(trainer, run_folder, final)
             on_all_ranks(
                 exchange,
                 lambda: _write_the_rest(trainer, temporary, disk, position),
@@ -235,7 +222,7 @@ class CheckpointSaver:
         else:
             with self._shown_from_here():
                 complete(exchange=exchange)
-            if trainer.args.push_to_hub and self.keeps_for_users:
+            if trainer.args.push_to_hub:
                 trainer._push_from_checkpoint(str(final))
 
     def _before_step(self, *_args: object) -> None:
@@ -322,13 +309,12 @@ class CheckpointSaver:
         try:
             write_live(live, temporary, exchange)
             seal_state(self.engine, temporary, manifest, disk=disk, exchange=exchange)
-            self._finish_folder(temporary, exchange)
             commit(temporary, final, disk=disk, exchange=exchange)
         except CheckpointError:
             abandon(temporary, disk=disk)
             raise
         if disk.leads:
-            _rotate(final.parent, final, limit=self._kept(), best=best)
+            _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
 
 
 def _looks_at_saves(callback: TrainerCallback) -> bool:

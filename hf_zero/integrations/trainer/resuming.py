@@ -1,12 +1,11 @@
 """Which checkpoint a Trainer resumes from: the one asked for, or the newest that is good."""
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from transformers import Trainer, TrainerState, logging
+from transformers import Trainer, logging
 from transformers.trainer_utils import SaveStrategy
 
 from ...checkpoint.folder.commit import clear_leftovers
@@ -14,14 +13,14 @@ from ...checkpoint.folder.disks import disk_with, find_disk
 from ...checkpoint.folder.on_all_ranks import on_all_ranks
 from ...checkpoint.folder.run_lock import held_alone
 from ...checkpoint.format.files import Progress
-from ...checkpoint.format.json_files import read_mapping
-from ...checkpoint.format.manifest import CheckpointError, Manifest
+from ...checkpoint.format.manifest import Manifest
 from ...checkpoint.format.text import shown
 from ...checkpoint.structure import STATE_NAME
-from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, in_words, newest_first
+from ...checkpoint.verify import Candidate, checkpoint_faults, find_good, newest_first
 from ...checkpoint.writer import row_file
 from ..checkpoints.checkpointing import ZERO_FOLDER
 from ..checkpoints.progress import progress_of
+from ..checkpoints.resume_files import resume_faults
 from ..elastic.agents_store import trap_of_agents_store
 from ..elastic.exchange import exchange_between_ranks
 
@@ -34,28 +33,6 @@ _THEN = (
     "that starts afresh needs none."
 )
 _LONGEST = 2000
-_NUMBER = (int, float)
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "global_step": int,
-    "epoch": (*_NUMBER, type(None)),
-    "max_steps": int,
-    "num_train_epochs": _NUMBER,
-    "logging_steps": _NUMBER,
-    "eval_steps": _NUMBER,
-    "save_steps": _NUMBER,
-    "train_batch_size": int,
-    "num_input_tokens_seen": _NUMBER,
-    "total_flos": _NUMBER,
-    "best_metric": (*_NUMBER, type(None)),
-    "best_global_step": (int, type(None)),
-    "best_model_checkpoint": (str, type(None)),
-    "trial_name": (str, type(None)),
-    "stateful_callbacks": (dict, type(None)),
-    "log_history": (list, type(None)),
-}
-"""Fields of a Trainer's state, and what they may be."""
-_NEEDED = ("train_batch_size",)
-"""Fields that a Trainer calculates with as it resumes, and that are None where its file lacks them."""
 
 
 def checkpoint_to_resume(trainer: Trainer, asked: str | bool | None, *, goes_on: bool = False) -> str | None:
@@ -100,7 +77,7 @@ def _refuse_faulty(trainer: Trainer, asked: Path, output_dir: Path) -> None:
     disk = disk_with(asked, trainer.args.process_index, exchange_between_ranks)
     with _checking(trainer) as show:
         mine = checkpoint_faults(asked, ZERO_FOLDER, rank=disk.place, world_size=len(disk.ranks), on_progress=show)
-    mine = checkpoints_inside(asked) or mine or state_faults(asked)
+    mine = checkpoints_inside(asked) or mine or resume_faults(asked)
     faults = dict.fromkeys(fault for theirs in exchange_between_ranks(mine) for fault in theirs)
     if faults:
         there = ", ".join(sorted(path.name for path in output_dir.glob("checkpoint-*"))) or "none"
@@ -128,7 +105,7 @@ def _newest_good(trainer: Trainer, output_dir: Path) -> tuple[str | None, list[C
             disk=disk,
             exchange=exchange_between_ranks,
             further_faults=lambda path: (
-                state_faults(path) or parts_elsewhere(path / ZERO_FOLDER, rank, disk.world_size)
+                resume_faults(path) or parts_elsewhere(path / ZERO_FOLDER, rank, disk.world_size)
             ),
             on_progress=show,
         )
@@ -196,22 +173,3 @@ def checkpoints_inside(folder: Path) -> list[str]:
     return (
         [] if inside is None else [f"it is a folder of checkpoints; {inside.name} is inside, so give {str(inside)!r}"]
     )
-
-
-def state_faults(checkpoint: Path) -> list[str]:
-    """What a Trainer could not go on with in its own state of a checkpoint."""
-    path = checkpoint / STATE_NAME
-    if not path.is_file():
-        return [f"{STATE_NAME} is missing, so it is no checkpoint of a Trainer"]
-    try:
-        content = read_mapping(path)
-    except CheckpointError as error:
-        return [in_words(error)]
-    known = {field.name for field in dataclasses.fields(TrainerState)}
-    faults = [f"{STATE_NAME} has {name!r}, which Trainer does not know" for name in content if name not in known]
-    faults += [f"{STATE_NAME} lacks {name}, which every Trainer writes" for name in _NEEDED if name not in content]
-    for name, kinds in _KINDS.items():
-        value = content.get(name)
-        if name in content and (not isinstance(value, kinds) or (type(value) is int and not 0 <= value < 2**63)):
-            faults.append(f"{name} in {STATE_NAME} is {shown(repr(value), 80)}, which no Trainer writes")
-    return faults

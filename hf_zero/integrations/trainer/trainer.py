@@ -33,7 +33,6 @@ from ..checkpoints.load_state import load_state
 from ..checkpoints.plain_optimizer import open_plain
 from ..checkpoints.row_weights import has_row_weights
 from ..checkpoints.saved_weights import is_checkpoint_of_ours
-from ..elastic.node_memory import NodeMemory
 from ..frames import find_in_callers
 from ..gathered import gathered
 from ..hub.card_facts import write_run
@@ -42,7 +41,6 @@ from ..seams import mix_in, replaced
 from .checkpoints import CheckpointSaver
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
-from .memory_saver import MemorySaver, newest_in_memory, open_memory
 from .rescued_steps import ignores_num_items, pass_of
 from .resumed import say_resumed
 from .resuming import alone_in_output_dir, checkpoint_to_resume
@@ -94,35 +92,24 @@ class ZeroTrainerMixin(_TrainerBase):
     _rescue: Rescue | None = None
     _report_is_due = False
     _rows_of_a_step: RowsOfAStep | None = None
-    _memory: NodeMemory | None = None
-    _memory_saver: MemorySaver | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
-            self._memory, self._memory_saver = open_memory(self), None
-            checkpoint = None
-            if self._memory is not None and resume_from_checkpoint is not False:
-                checkpoint = newest_in_memory(self, self._memory)
-            if checkpoint is None:
-                checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
+            checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
             self.accelerator.zero_goes_on = checkpoint is not None
             self._rows_of_a_step = RowsOfAStep(self)
             if goes_on and checkpoint is not None:
                 self._rows_of_a_step.go_on_from(checkpoint)
-            try:
-                asked = {
-                    "resume_from_checkpoint": checkpoint,
-                    "trial": trial,
-                    "ignore_keys_for_eval": ignore_keys_for_eval,
-                }
-                # A subclass's own `train` need not know all of them.
-                return self._train({name: value for name, value in asked.items() if value is not None} | kwargs)
-            finally:
-                if self._memory is not None:
-                    self._memory.close(is_over=False)
+            asked = {
+                "resume_from_checkpoint": checkpoint,
+                "trial": trial,
+                "ignore_keys_for_eval": ignore_keys_for_eval,
+            }
+            # A subclass's own `train` need not know all of them.
+            return self._train({name: value for name, value in asked.items() if value is not None} | kwargs)
 
     def _train(self, asked: dict[str, Any]):
         if self.is_world_process_zero():
@@ -138,9 +125,8 @@ class ZeroTrainerMixin(_TrainerBase):
             return outcome
         except BaseException as error:
             self.accelerator.end_report(in_one_line(error))
-            for saver in (self._checkpoint_saver, self._memory_saver):
-                if saver is not None:
-                    saver.give_up(error)
+            if self._checkpoint_saver is not None:
+                self._checkpoint_saver.give_up(error)
             raise
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -187,10 +173,6 @@ class ZeroTrainerMixin(_TrainerBase):
         # What follows looks for the checkpoints that there are.
         if self._checkpoint_saver is not None:
             self._checkpoint_saver.finish()
-        if self._memory_saver is not None:
-            self._memory_saver.finish()
-        if self._memory is not None:
-            self._memory.close(is_over=True)
         return super()._finalize_training(*args, **kwargs)
 
     def call_model_init(self, trial=None):
@@ -328,15 +310,6 @@ class ZeroTrainerMixin(_TrainerBase):
             self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
         position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
         self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
-
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        engine, position = _only_engine(self), self._rows_of_a_step
-        if engine is None or self._memory is None or position is None:
-            return
-        if self._memory_saver is None or self._memory_saver.engine is not engine:
-            self._memory_saver = MemorySaver(self, engine, super().save_model.__func__, self._memory)
-        self._memory_saver.save_if_due(position.position())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from accelerate_job import make_accelerator
 from cells import slow
 from deepspeed_folder import WholeState, write_deepspeed
 from foreign_checks import KINDS, Harm, on_ranks, refusal, same_bits
+from ranks import run_alone
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict, set_optimizer_state_dict
@@ -28,6 +30,7 @@ from typer.testing import CliRunner
 
 from hf_zero.checkpoint.foreign import dcp_folder
 from hf_zero.checkpoint.foreign.find import open_foreign
+from hf_zero.checkpoint.foreign.pickles import load_dcp_metadata
 from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.cli.app import app
@@ -236,6 +239,50 @@ def test_nothing_in_the_metadata_of_fsdp_is_run(fsdp, tmp_path):
     (fsdp / "optimizer_0" / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
     assert "posix.mkdir, which is none of the classes of a DCP checkpoint" in refusal(fsdp)
     assert not (tmp_path / "harm").exists()
+
+
+def doubled(first: bytes, end: bytes = b"", make: bytes = b"", call: bytes = b"", times: int = 60) -> bytes:
+    """A pickle that makes a tuple of two of the value before, `times` times, and calls `make` with each where that is given."""
+    steps = [
+        make + b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86" + call + b"q" + bytes([n + 1]) for n in range(times)
+    ]
+    return b"\x80\x04" + first + b"q\x00" + b"".join(steps) + end + b"."
+
+
+PATH, LAYOUT = b"cpathlib\nPosixPath\n", b"ctorch.serialization\n_get_layout\n"
+BOMBS = {
+    "a place of 16 GiB": b"\x80\x04Nr" + (2**30).to_bytes(4, "little") + b".",
+    "a place of many digits": b"\x80\x04Np" + b"9" * 4000 + b"\n.",
+    "bytes of 2**50": b"\x80\x04\x8e" + (2**50).to_bytes(8, "little") + b"x.",
+    "a text of 2**50": b"\x80\x04\x8d" + (2**50).to_bytes(8, "little") + b"x.",
+    "an array of 2**50": b"\x80\x05\x96" + (2**50).to_bytes(8, "little") + b"x.",
+    "a path that doubles": doubled(b"X\x08\x00\x00\x00" + b"a" * 8, make=PATH, call=b"R"),
+    "tuples in tuples for a key": doubled(b")", b"}(h\x3cK\x01u"),
+    "a list in several places": doubled(b"]"),
+    "a layout of tuples in tuples": doubled(b")", LAYOUT + b"h\x3c\x85R"),
+    "tuples a million deep": b"\x80\x04)" + b"\x85" * 10**6 + b".",
+    "a number of many digits": b"\x80\x04L" + b"9" * 10**6 + b"L\n.",
+}
+
+
+def reads_metadata(content: bytes, folder: str) -> tuple[str, int]:
+    """The refusal, and the bytes by which reading has raised the peak of this process."""
+    path = Path(folder, ".metadata")
+    path.write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        load_dcp_metadata(path)
+    except CheckpointError as error:
+        return str(error), 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return "", 0
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_metadata_of_a_few_bytes_takes_no_memory_and_no_time(name, tmp_path):
+    arguments = {"content": BOMBS[name], "folder": str(tmp_path)}
+    said, grown = run_alone(reads_metadata, time_limit_s=20, keyword_arguments=arguments)
+    assert "is not a DCP checkpoint's metadata" in said and len(said) < 500 and said.isprintable()
+    assert grown < 256 * 2**20
 
 
 def test_a_full_state_dict_is_refused_by_name(tmp_path):

@@ -86,7 +86,6 @@ PLACES = {
     "parameters on the host": {"offload": {"params": "cpu"}},
     "state on the host": {"offload": {"optimizer": "cpu"}},
     "all in files": {"offload": {"params": "nvme", "optimizer": "nvme"}},
-    "peers' memory": {"comm": {"peer_memory": "always"}},
     "kept until the step": {"reshard_after_forward": False},
 }
 

@@ -469,6 +469,13 @@ def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
     run_file = folder / "training_run.json"
     said = json.loads(run_file.read_text())
     said["data"] = {"dataset": "a|b\n\n# heading <script>", "{{ 1 + 1 }}": "[x](y)"}
+    said["data"] |= {"\x1b]0;title\x07": "\x1b[31mred\x1b[0m \x9b2J \u202eabc \x00", "long": "x" * 5000}
+    config, state = (json.loads((folder / name).read_text()) for name in ("config.json", "trainer_state.json"))
+    config["architectures"] = ["\x1b[31mBert"]
+    state["log_history"] = [{"step": step, "loss": loss} for step, loss in ((1, 1e308), (2, -1e308), (2**62, 5e-324))]
+    state["log_history"][0]["eval_\x1b[2J"] = "\x1b[2J"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "trainer_state.json").write_text(json.dumps(state))
     said["base_model"] = "../../nowhere: [x"
     run_file.write_text(json.dumps(said))
     assert hf_zero("card", folder).exit_code == 0
@@ -476,6 +483,9 @@ def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
     assert r"| dataset | a\|b # heading &lt;script> |" in card
     assert r"| {{ 1 + 1 }} | \[x](y) |" in card
     assert "nowhere" not in card
+    # Not a sign that a terminal obeys, as `cat` or `less` would show it.
+    assert card.replace("\n", "").isprintable() and r"| \x1b\[31mred\x1b\[0m \x9b2J \u202eabc \x00 |" in card
+    assert max(map(len, card.splitlines())) < 1200
     run_file.write_text("{")
     assert "training_run.json is damaged" in refusals("card", folder)[0]
 

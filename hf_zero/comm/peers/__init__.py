@@ -1,1 +1,0 @@
-"""Memory of other ranks on the same host that this rank reads directly."""
