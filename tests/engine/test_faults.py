@@ -42,9 +42,20 @@ SHORT = {
     "stopped": {"stage": 2, "world_size": 3},
     "exception": {"stage": 1},
     "lone full_grad": {"stage": 3},
+    "stopped, with ddp_timeout": {"fault": "stopped", "stage": 2, "way": "trainer", "limits_group": True},
 }
 """A few of the matrix, in a short time."""
-MORE = {"sys.exit": {"stage": 2}, "lone barrier": {"stage": 1}}
+MORE = {
+    "sys.exit": {"stage": 2},
+    "lone barrier": {"stage": 1},
+    "stopped, with InitProcessGroupKwargs": {"fault": "stopped", "stage": 3, "limits_group": True},
+    "sleeping, with a timeout of init_process_group": {
+        "fault": "sleeping",
+        "stage": 1,
+        "way": "engine",
+        "limits_group": True,
+    },
+}
 
 
 def started(runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ import small_units  # noqa: F401
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from launching import port_to_meet_on
 from torch import nn
 from training import gpt2, gpt2_batch
@@ -42,6 +44,7 @@ class Run:
     Attributes:
         way: "accelerate" or "engine": an accelerate loop, or the engine alone; "trainer".
         limit_s, late_s: `comm.timeout_s`, `comm.late_s`.
+        limits_group: `limit_s` is given to the process group, and neither setting to the engine.
         patience_s: how long its ranks may take.
     """
 
@@ -51,6 +54,7 @@ class Run:
     way: str = "accelerate"
     limit_s: float = 8.0
     late_s: float = 120.0
+    limits_group: bool = False
     patience_s: float = 60.0
 
 
@@ -78,9 +82,13 @@ def train(rank: int, run: Run, folder: Path) -> None:
 
 
 def settings_of(run: Run) -> dict:
-    comm = {"timeout_s": run.limit_s, "late_s": run.late_s}
+    comm = {} if run.limits_group else {"timeout_s": run.limit_s, "late_s": run.late_s}
     every = {"check_replicas_every": 2} if run.fault == "diverged replica" else {}
     return {"stage": run.stage, "comm": comm, **every}
+
+
+def group_limit_of(run: Run) -> dict[str, timedelta]:
+    return {"timeout": timedelta(seconds=run.limit_s)} if run.limits_group else {}
 
 
 def seed_of(rank: int, run: Run) -> int:
@@ -102,7 +110,10 @@ def begin_fault(rank: int, run: Run, accelerator: Accelerator | None, model: nn.
 
 
 def with_accelerate(rank: int, run: Run, folder: Path) -> None:
-    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)))
+    handlers = [InitProcessGroupKwargs(**limit)] if (limit := group_limit_of(run)) else []
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)), kwargs_handlers=handlers
+    )
     torch.manual_seed(seed_of(rank, run))
     model = model_of(run)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -117,7 +128,7 @@ def with_accelerate(rank: int, run: Run, folder: Path) -> None:
 
 
 def with_engine(rank: int, run: Run, folder: Path) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **group_limit_of(run))
     torch.manual_seed(seed_of(rank, run))
     model = model_of(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -159,6 +170,7 @@ def with_trainer(rank: int, run: Run, folder: Path) -> None:
         disable_tqdm=True,
         save_strategy="no",
         use_cpu=True,
+        **({"ddp_timeout": int(run.limit_s)} if run.limits_group else {}),
     )
     generator = torch.Generator().manual_seed(0)
     data = [{key: value[0] for key, value in gpt2_batch(generator, 1).items()} for _ in range(100)]

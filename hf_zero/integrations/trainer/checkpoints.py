@@ -72,7 +72,7 @@ class CheckpointSaver:
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
         name = engine.everyone.exchange(uuid.uuid4().hex)[0]
-        self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.timeout_s)
+        self._store_exchange = StoreExchange(engine.run, name, engine.config.comm.limit_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._writing: LivePieces | None = None

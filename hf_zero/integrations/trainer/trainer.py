@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, logging
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from transformers import Trainer, TrainingArguments, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -57,6 +59,8 @@ else:
 
 logger = logging.get_logger(__name__)
 
+_USUAL_DDP_TIMEOUT_S = TrainingArguments.ddp_timeout
+
 
 def trainer_under_construction() -> Trainer | None:
     """The Trainer whose `__init__` is running further up the stack, or None."""
@@ -72,6 +76,9 @@ def install_in_trainer(trainer: Trainer) -> None:
         model._is_distributed_loading_by_transformers = False
     if trainer.args.n_gpu > 1:
         _train_on_one_gpu(trainer)
+    if dist.is_initialized() and trainer.args.ddp_timeout != _USUAL_DDP_TIMEOUT_S:
+        # Trainer gives `ddp_timeout` to groups of accelerators alone, and to none that was there before its arguments.
+        _set_pg_timeout(trainer.args.ddp_timeout_delta, dist.group.WORLD)
 
 
 def _train_on_one_gpu(trainer: Trainer) -> None:
