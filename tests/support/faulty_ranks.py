@@ -111,9 +111,7 @@ def begin_fault(rank: int, run: Run, accelerator: Accelerator | None, model: nn.
 
 def with_accelerate(rank: int, run: Run, folder: Path) -> None:
     handlers = [InitProcessGroupKwargs(**limit)] if (limit := group_limit_of(run)) else []
-    accelerator = Accelerator(
-        cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)), kwargs_handlers=handlers
-    )
+    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)), kwargs_handlers=handlers)
     torch.manual_seed(seed_of(rank, run))
     model = model_of(run)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
