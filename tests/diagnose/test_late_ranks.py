@@ -3,11 +3,13 @@
 import gc
 import os
 import queue
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,11 +21,12 @@ from ranks import run_ranks
 from torch import nn
 from training import gpt2, gpt2_batch
 
+import hf_zero
 from hf_zero import ZeroEngine
 from hf_zero.comm.control.collective_log import CollectiveLog
 from hf_zero.comm.control.late import DeviceQueue, LateWatch, is_to_end, others_are_behind
 from hf_zero.comm.control.verdict import Absence, Verdict
-from hf_zero.comm.control.watch import ScriptCollective, Wait
+from hf_zero.comm.control.watch import SAVE, ScriptCollective, Wait, Watch
 from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
 from hf_zero.comm.label import Label
 from hf_zero.comm.ledger import Ledger
@@ -38,15 +41,22 @@ REDUCE = Label(kind="reduce-scatter gradients", subject="bucket 4", holds="bert.
 RUNS = {
     "hang in evaluate": {"stage": 3, "fault": "hang in evaluate", "way": "engine"},
     "save on rank 0 alone": {"stage": 2, "fault": "save on rank 0 alone"},
+    "lone JIT save": {"stage": 2, "fault": "lone JIT save", "way": "trainer"},
+    "JIT saves of two steps": {"stage": 2, "fault": "JIT saves of two steps", "way": "trainer"},
 }
 IN_A_GATHER_OF_THE_SCRIPT = {"stage": 2, "fault": "hang in evaluate"}
 LIMITS = {"limit_s": 1800.0, "late_s": 3.0, "patience_s": 110.0}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, list[dict]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("late")
+
+
+@pytest.fixture(scope="module")
+def runs(folder) -> dict[str, list[dict]]:
     """Runs whose backend would wait for half an hour."""
-    started = outcomes([{**run, **LIMITS} for run in RUNS.values()], tmp_path_factory.mktemp("late"))
+    started = outcomes([{**run, **LIMITS} for run in RUNS.values()], folder)
     return dict(zip(RUNS, started, strict=True))
 
 
@@ -90,6 +100,23 @@ def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
     told = told[told.index("the ranks are in different collectives: ") :].splitlines()[0]
     assert "rank 0 waits in accelerator.save_state (save, step 3)" in told
     assert "rank 1 waits in agreement on used parameters of this pass (backward, step 3)" in told
+
+
+def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_waits(runs):
+    told = "".join(outcome["said"] for outcome in runs["lone JIT save"])
+    assert "is in no collective" not in told
+    assert "rank 1 waits in first save of a Trainer (save, step 3)" in told
+    assert "waits in torch.distributed.all_gather (" in told
+
+
+def test_saves_of_two_steps_are_refused_with_both_steps(runs):
+    told = "".join(outcome["said"] for outcome in runs["JIT saves of two steps"])
+    assert "the ranks came to different collectives" in told
+    assert "rank 0 to the save of checkpoint-4" in told and "rank 1 to the save of checkpoint-3" in told
+
+
+def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(runs, folder):
+    assert len(list(folder.rglob("out"))) == 2 and not list(folder.rglob("out/checkpoint-*"))
 
 
 def test_the_launcher_is_told_by_the_late_rank_too(runs):
@@ -185,6 +212,7 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
     class Lookout:
         script_wait, ended, log, begun = None, None, CollectiveLog(), Counter()
         longest = Wait(GATHER)
+        kind_of = Watch().kind_of
 
         def judge_late(self, wait: Wait) -> Verdict:
             return verdict(GATHER, {1: where()})
@@ -235,9 +263,33 @@ def test_the_last_collective_of_a_queue_is_a_wait_once_it_was_started_long_ago()
 @pytest.mark.parametrize(("theirs", "is_behind"), [(40, True), (41, False), (42, False)])
 def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behind):
     other = replace(where(), begun={GATHER.kind: theirs})
-    assert others_are_behind(verdict(GATHER, {1: other}), {GATHER.kind: 41}) == is_behind
+    assert others_are_behind(verdict(GATHER, {1: other}), {GATHER.kind: 41}, GATHER.kind) == is_behind
     # One that says nothing may have come to its end.
-    assert not others_are_behind(verdict(GATHER, {1: None}), {GATHER.kind: 41})
+    assert not others_are_behind(verdict(GATHER, {1: None}), {GATHER.kind: 41}, GATHER.kind)
+
+
+@pytest.mark.parametrize(("theirs", "ends"), [(0, True), (1, False)])
+def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_for_long(theirs, ends, monkeypatch):
+    broken = threading.Event()
+    monkeypatch.setattr("hf_zero.comm.control.late.break_all_groups", broken.set)
+    asked = queue.Queue()
+
+    class Lookout(Watch):
+        script_wait = None
+
+        def judge_late(self, wait: Wait) -> Verdict:
+            asked.put(wait)
+            return verdict(wait.what, {1: replace(where(), begun={SAVE: theirs})})
+
+        def sentence(self, told: Verdict) -> None:
+            assert told.culprits == [1]
+
+    lookout = Lookout()
+    with lookout.saving(), lookout.saving(), lookout.inside("exchange of a few values") as wait:
+        watch = LateWatch(lookout, limit_s=0.1)
+        assert asked.get(timeout=30) is wait and lookout.begun[SAVE] == 1
+        assert broken.wait(30 if ends else 2) == ends and (wait.end is not None) == ends
+        watch.close()
 
 
 def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch):
@@ -251,6 +303,46 @@ def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch)
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+OF_A_LIBRARY = """
+from hf_zero.comm.control.whereabouts import script_line
+def run_backward():
+    return script_line()[0]
+"""
+TRAINS = """
+from {package}.graph import run_backward
+print(run_backward())
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "is_installed"),
+    [("torch", False), ("transformers", False), ("accelerate", False), ("lightning", True), ("google.cloud", True)],
+)
+def test_a_rank_is_where_its_script_is_wherever_the_libraries_lie(package, is_installed, tmp_path):
+    """As in a checkout of torch's source, or in a folder of `pip install --target`."""
+    elsewhere = tmp_path / "elsewhere"
+    folder = elsewhere.joinpath(*package.split("."))
+    folder.mkdir(parents=True)
+    if "." not in package:
+        (folder / "__init__.py").touch()
+    (folder / "graph.py").write_text(OF_A_LIBRARY)
+    if is_installed:
+        (elsewhere / "anything-1.0.dist-info").mkdir()
+    # In a module of the script's, in a folder whose name begins as a library's does.
+    script = tmp_path / "elsewhere" / "torch_jobs"
+    script.mkdir()
+    (script / "job.py").write_text(TRAINS.format(package=package))
+    if is_installed:
+        script = script.rename(tmp_path / "torch_jobs")
+    (script / "main.py").write_text("import job")
+    paths = os.pathsep.join([str(elsewhere), str(Path(hf_zero.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ran = subprocess.run(
+        [sys.executable, script / "main.py"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.strip() == "job.py:3: print(run_backward())", ran.stderr
 
 
 # ---- the log ----

@@ -27,6 +27,7 @@ from launching import port_to_meet_on
 from torch import nn
 from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import hf_zero.integrations.callback  # noqa: F401
 from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
@@ -34,6 +35,8 @@ from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 FAULTY = 1
 """The rank that does it."""
 AT_STEP = 3
+JIT_SAVES = ("lone JIT save", "JIT saves of two steps")
+"""Trainer's saves on SIGTERM, which not all ranks make, or at different steps."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -154,6 +157,19 @@ class FaultAtStep(TrainerCallback):
             trainer = self.trainer
             if begin_fault(self._rank, self._run, trainer.accelerator, trainer.model, self._folder):
                 control.should_training_stop = True
+            if self._run.fault in JIT_SAVES and self._rank == FAULTY:
+                self._ask_for_a_save()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        # Trainer's own callback has been called before this one: this rank saves behind the step, under another number.
+        if state.global_step == AT_STEP and self._run.fault == "JIT saves of two steps" and self._rank != FAULTY:
+            self._ask_for_a_save()
+
+    def _ask_for_a_save(self) -> None:
+        """As a SIGTERM that came some seconds ago."""
+        callbacks = self.trainer.callback_handler.callbacks
+        [jit] = [each for each in callbacks if isinstance(each, JITCheckpointCallback)]
+        jit.jit_manager.is_checkpoint_requested = True
 
 
 def with_trainer(rank: int, run: Run, folder: Path) -> None:
@@ -168,6 +184,7 @@ def with_trainer(rank: int, run: Run, folder: Path) -> None:
         disable_tqdm=True,
         save_strategy="no",
         use_cpu=True,
+        enable_jit_checkpoint=run.fault in JIT_SAVES,
         **({"ddp_timeout": int(run.limit_s)} if run.limits_group else {}),
     )
     generator = torch.Generator().manual_seed(0)
@@ -306,6 +323,8 @@ FAULTS = {
     "different batch counts": ends_its_loop,
     "different seeds": is_no_fault,
     "diverged replica": diverges,
+    "lone JIT save": is_no_fault,
+    "JIT saves of two steps": is_no_fault,
 }
 
 

@@ -332,10 +332,11 @@ class Lookout(Watch):
         timed = wait or self.script_wait
         return Whereabouts(
             waits_in=None if wait is None else str(wait.what),
-            kind=None if wait is None else wait.kind,
+            kind=None if wait is None else self.kind_of(wait),
             seconds=0.0 if timed is None else timed.seconds,
             failure=None if wait is None else wait.failure,
-            torch_call=torch_call,
+            # Of a collective of the engine, the function is torch's too.
+            torch_call=torch_call if wait is None else None,
             line=line,
             begun=dict(self.begun),
             holds="" if wait is None else wait.holds,

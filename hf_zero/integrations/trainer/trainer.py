@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import Trainer, TrainingArguments, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...checkpoint.foreign.find import is_foreign
@@ -41,7 +41,7 @@ from ..gathered import gathered
 from ..hub.card_facts import write_run
 from ..model_parallel import as_if_whole, is_split
 from ..seams import mix_in, replaced
-from .checkpoints import CheckpointSaver
+from .checkpoints import CheckpointSaver, take_mark_away
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
 from .memory_saver import MemorySaver, newest_in_memory, open_memory
@@ -331,10 +331,12 @@ class ZeroTrainerMixin(_TrainerBase):
             super()._save_checkpoint(model, trial)
 
     def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
-        if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
-            self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
-        position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
-        self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
+        with engine.transport.watch.saving():
+            take_mark_away(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
+                self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
+            position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
+            self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         super()._maybe_log_save_evaluate(*args, **kwargs)
