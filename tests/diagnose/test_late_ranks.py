@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 from fault_matrix import FAULTS, ONLY_BELOW_3, WITHIN_S, print_table, run_cells
 from fault_runs import outcomes
 from hypothesis import given
@@ -22,7 +24,7 @@ from torch import nn
 from training import gpt2, gpt2_batch
 
 import hf_zero
-from hf_zero import ZeroEngine
+from hf_zero import ZeroEngine, engine_of
 from hf_zero.comm.control.collective_log import CollectiveLog
 from hf_zero.comm.control.late import DeviceQueue, LateWatch, is_to_end, others_are_behind
 from hf_zero.comm.control.verdict import Absence, Verdict
@@ -223,7 +225,7 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
     lookout = Lookout()
     watch = LateWatch(lookout, limit_s=0.1)
     error, ended = errors.get(timeout=30)
-    watch.close()
+    watch.close(within_s=10)
     assert "failed for want of rank 1" in str(error) and ended == str(error)
 
 
@@ -289,7 +291,7 @@ def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_
         watch = LateWatch(lookout, limit_s=0.1)
         assert asked.get(timeout=30) is wait and lookout.begun[SAVE] == 1
         assert broken.wait(30 if ends else 2) == ends and (wait.end is not None) == ends
-        watch.close()
+        watch.close(within_s=10)
 
 
 def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch):
@@ -438,8 +440,13 @@ def flip(engine: ZeroEngine, model: nn.Module, frozen: bool) -> None:
 @pytest.mark.parametrize(
     ("stage", "frozen", "group", "named"),
     [
-        (0, False, None, r"in bucket 0. Ranks with the same values: rank 0; rank 1."),
-        (2, True, None, r"'transformer.wpe.weight'. Ranks with the same values: rank 0; rank 1."),
+        (0, False, None, "between the updates of steps 2 and 3. The copy of rank 1 has changed by itself. Ranks with"),
+        (
+            2,
+            True,
+            None,
+            "'transformer.wpe.weight', between the updates of steps 1 and 4. The copy of rank 1 has changed by",
+        ),
     ],
 )
 def test_copies_that_have_diverged_are_named_on_all_ranks(stage, frozen, group, named):
@@ -454,7 +461,123 @@ def test_copies_that_have_diverged_are_named_on_all_ranks(stage, frozen, group, 
 def test_shards_of_replicate_groups_that_have_diverged_are_named_with_the_bucket_and_the_ranks():
     arguments = {"stage": 3, "frozen": False, "group": 2}
     for said in run_ranks(diverges, world_size=4, time_limit_s=100, keyword_arguments=arguments):
-        assert "bucket 0 (" in said and "Ranks with the same values: rank 1; rank 3." in said
+        assert "The copy of rank 1 has changed by itself. Ranks with the same values: rank 1; rank 3." in said
+
+
+COPIES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2, "param_dtype": "bfloat16"},
+    "stage 0, 8-bit moments": {"stage": 0, "moments": "8bit"},
+    "stage 2, shard groups": {"stage": 2, "comm": {"shard_group_size": 2}, "param_dtype": "bfloat16"},
+    "stage 3, shard groups": {"stage": 3, "comm": {"shard_group_size": 2}},
+}
+EVERY = 3
+
+
+def training(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, ZeroEngine(model, [optimizer], {**settings, "check_replicas_every": EVERY})
+
+
+def copies_of(model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> list[tuple[str, torch.Tensor]]:
+    """What other ranks have, too, with its name in an error."""
+    has_shards = engine.groups.replicate.size > 1
+    found = [(repr(name), p.data) for name, p in model.named_parameters() if engine.config.stage < 3]
+    for row in (row for bucket in engine.buckets for row in bucket.rows if has_shards):
+        name = repr(row.slot.name)
+        if engine.config.stage == 3 or row.slot.bucket.precision.rounds:
+            found.append((name if engine.config.stage == 3 else f"master of {name}", row.tensor.data))
+        state = optimizer.state.get(row.tensor, {}) if engine.config.moments == "32bit" else {}
+        found += [(f"{kind} of {name}", value) for kind, value in state.items() if torch.is_tensor(value)]
+    return found
+
+
+def flip_a_bit(
+    random: Random, model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, *, really: bool
+) -> str:
+    """Returns what it is in."""
+    engine.finish_parameters()
+    name, values = random.choice(copies_of(model, optimizer, engine))
+    place, byte, bit = random.randrange(values.numel()), random.randrange(values.element_size()), random.randrange(8)
+    if really:
+        values.view(-1)[place : place + 1].view(torch.uint8)[byte] ^= 1 << bit
+    return name
+
+
+def flips(rank: int, world_size: int, settings: dict, seeds: list[int]) -> list[str]:
+    """Trains anew for each seed, and flips a bit somewhere; returns what is wrong with what is said of it."""
+    faults = []
+    for seed in seeds:
+        random = Random(seed)
+        model, optimizer, engine = training(settings)
+        at, victim, is_late = random.randrange(2 * EVERY), random.randrange(world_size), random.random() < 0.5
+        generator, said = torch.Generator().manual_seed(rank), ""
+        for step in range(3 * EVERY):
+            if step == at and not is_late:
+                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim)
+            model(**gpt2_batch(generator, 2)).loss.backward()
+            if step == at and is_late:
+                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim)
+            try:
+                engine.clip_grad_norm_(1.0)
+                optimizer.step()
+            except ReplicasDivergedError as error:
+                said = str(error)
+                break
+            optimizer.zero_grad()
+        engine.close()
+        # Ranks may have chosen among other shards.
+        names = [name]
+        dist.broadcast_object_list(names, src=victim)
+        who = f"The copy of rank {victim} has changed by itself."
+        when = f"the first that differs is {names[0]}, between the updates of steps {at} and {at + 1}."
+        if who not in said or when not in said:
+            faults.append(f"seed {seed}: rank {victim}, {when} And: {said[:400] or 'nothing is said'}")
+    return faults
+
+
+def flipped(settings: dict, seeds: range) -> list[str]:
+    world_size = 4 if "comm" in settings else 2
+    arguments = {"settings": settings, "seeds": list(seeds)}
+    return run_ranks(flips, world_size=world_size, time_limit_s=800, keyword_arguments=arguments)[0]
+
+
+@pytest.mark.parametrize("settings", ["stage 0", "stage 2"])
+def test_a_bit_that_flips_on_any_rank_is_found_with_the_rank_the_parameter_and_the_step(settings):
+    assert flipped(COPIES[settings], range(6)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", COPIES)
+def test_200_bits_that_flip_are_found_with_the_rank_the_parameter_and_the_step(settings):
+    assert flipped(COPIES[settings], range(100, 300)) == []
+
+
+def trains_clean(rank: int, world_size: int, settings: dict, steps: int) -> None:
+    model, optimizer, _ = training(settings)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 20:
+            # On all ranks: no bit has flipped.
+            with torch.no_grad(), engine_of(model).gathered(writeback=True):
+                next(model.parameters()).mul_(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", COPIES)
+def test_400_clean_steps_raise_no_alarm(settings):
+    """2,400 in all."""
+    arguments = {"settings": COPIES[settings], "steps": 400}
+    world_size = 4 if "comm" in COPIES[settings] else 2
+    run_ranks(trains_clean, world_size=world_size, time_limit_s=800, keyword_arguments=arguments)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.data())
@@ -464,6 +587,14 @@ def test_a_flipped_bit_and_two_values_that_changed_places_change_the_checksum(va
     after = before.clone()
     after[place] ^= 1 << bit
     assert checksum(after.view(torch.float32)) != checksum(before.view(torch.float32))
+    for dtype in (torch.uint8, torch.int16, torch.int64):
+        narrow = before.to(dtype)
+        flipped = narrow.clone()
+        byte = data.draw(st.integers(0, dtype.itemsize - 1))
+        flipped[place : place + 1].view(torch.uint8)[byte] ^= 1 << data.draw(st.integers(0, 7))
+        assert checksum(flipped) != checksum(narrow)
+    parts = torch.tensor([*values, *values] * 4, dtype=torch.int32)
+    assert checksum(parts) == checksum(parts[:8]) + checksum(parts[8:])
     swapped = before.clone()
     swapped[:2] = before[:2].flip(0)
     assert (checksum(swapped) != checksum(before)) == (values[0] != values[1])

@@ -252,7 +252,7 @@ def _assemble(
         ),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
-        replicas=_replica_check(model, all_buckets, meeting),
+        replicas=_replica_check(model, all_buckets, holder, meeting),
         copies=copies,
         norm=_choose_norm(meeting, buckets, copies),
     )
@@ -278,15 +278,20 @@ def _choose_wires(meeting: Meeting) -> _Wires:
     return _Wires(usual=usual, experts=experts, of_all=wire_with_experts(usual, experts))
 
 
-def _replica_check(model: nn.Module, all_buckets: Sequence[Bucket], meeting: Meeting) -> ReplicaCheck:
-    world = meeting.groups.world
+def _replica_check(
+    model: nn.Module, all_buckets: Sequence[Bucket], holder: StateHolder, meeting: Meeting
+) -> ReplicaCheck:
+    world, sharers = meeting.groups.world, meeting.sharers
+    replicates = {each.groups.of_a_step().replicate.size for each in (sharers.usual, sharers.experts)}
     return ReplicaCheck(
         meeting.config.check_replicas_every,
         all_buckets,
         _frozen_whole(model, all_buckets),
+        holder,
         meeting.step_transport,
         world.ranks[world.place],
-        meeting.sharers.place_of,
+        sharers.place_of,
+        has_copies=max(replicates) > 1,
     )
 
 
