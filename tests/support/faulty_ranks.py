@@ -48,6 +48,7 @@ class Run:
         way: "accelerate" or "engine": an accelerate loop, or the engine alone; "trainer".
         limit_s, late_s: `comm.timeout_s`, `comm.late_s`.
         limits_group: `limit_s` is given to the process group, and neither setting to the engine.
+        own_store: rank 0 keeps the store, as without torchrun.
         patience_s: how long its ranks may take.
     """
 
@@ -58,6 +59,7 @@ class Run:
     limit_s: float = 8.0
     late_s: float = 120.0
     limits_group: bool = False
+    own_store: bool = False
     patience_s: float = 60.0
 
 
@@ -126,6 +128,8 @@ def with_accelerate(rank: int, run: Run, folder: Path) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if run.fault == "end_training":
+        accelerator.end_training()
 
 
 def with_engine(rank: int, run: Run, folder: Path) -> None:
@@ -143,6 +147,8 @@ def with_engine(rank: int, run: Run, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     engine.finish_parameters()
+    if run.fault == "destroyed groups":
+        dist.destroy_process_group()
 
 
 class FaultAtStep(TrainerCallback):
@@ -227,6 +233,10 @@ def saves_on_rank_0(rank: int, accelerator: Accelerator | None, model: nn.Module
 
 def ends_its_loop(rank: int, *_: object) -> bool:
     return rank == FAULTY
+
+
+def ends_first(rank: int, *_: object) -> bool:
+    return rank == 0
 
 
 def is_no_fault(*_: object) -> None:
@@ -323,6 +333,9 @@ FAULTS = {
     "different batch counts": ends_its_loop,
     "different seeds": is_no_fault,
     "diverged replica": diverges,
+    "end_training": ends_first,
+    "destroyed groups": ends_first,
+    "end": ends_first,
     "lone JIT save": is_no_fault,
     "JIT saves of two steps": is_no_fault,
 }
@@ -382,7 +395,7 @@ class Started:
 
     def keep_store(self) -> None:
         """As a launcher does: the ranks' store outlives them. Made behind the fork, for it has a thread."""
-        if self.networks is None:
+        if self.networks is None and not self.run.own_store:
             self.store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -394,7 +407,7 @@ class Started:
             "LOCAL_WORLD_SIZE": str(self.run.world_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.networks is None),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.networks is None and not self.run.own_store),
             "TORCHELASTIC_ERROR_FILE": str(self.folder / f"error{rank}.json"),
             "TORCHELASTIC_RUN_ID": "faults",
             "ACCELERATE_USE_CPU": "true",
@@ -473,7 +486,9 @@ def become(rank: int, started: Started) -> NoReturn:
         train(rank, started.run, started.folder)
     except SystemExit as end:
         code = int(end.code or 0)
-    except BaseException:
+    except BaseException as error:
+        # As Python does.
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
         code = 1
     ctypes.pythonapi.Py_Exit(code)

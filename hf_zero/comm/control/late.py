@@ -77,11 +77,14 @@ class LateWatch:
         self._queue = DeviceQueue(limit_s) if has_queue else None
         self._is_over = threading.Event()
         reference = weakref.ref(lookout)
-        threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True)
+        self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread at its next look."""
+    def close(self, within_s: float) -> None:
+        """Ends the thread at its next look, and waits for that: one that is in a call to torch ends Python with an abort."""
         self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
 
     def _run(self, reference: "weakref.ref[Waiting]") -> None:
         while not self._is_over.wait(_BEAT_S):

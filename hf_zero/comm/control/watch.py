@@ -84,6 +84,7 @@ class Watch:
         given_up: the last wait that failed.
         log: the last collectives.
         ended: what was found of a rank that was late, once waits have been ended for it.
+        is_left_by_others: `leave` is called at the end of Python.
     """
 
     def __init__(self):
@@ -91,6 +92,7 @@ class Watch:
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
         self.ended: str | None = None
+        self.is_left_by_others = False
         # By thread.
         self._inside: dict[int, Wait] = {}
 
