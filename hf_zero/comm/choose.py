@@ -60,7 +60,7 @@ def choose_peer_memory(
     def find() -> PeerMemory:
         if hindrance is not None:
             raise RuntimeError(hindrance)
-        return _peer_memory(groups, transport, device, config.comm.timeout_s)
+        return _peer_memory(groups, transport, device, config.comm.limit_s)
 
     try:
         return all_or_none(
