@@ -102,10 +102,12 @@ def whole_number(name: str, value: Any, least: int, *, most: int = _MOST, also: 
         raise refuse(name, value, f"{', '.join((*also, ''))}a whole number{what} from {least} to {most}")
 
 
-def seconds(name: str, value: Any) -> None:
-    """Refuses all but a time that timers can be set to."""
+def seconds(name: str, value: Any, *, also: tuple = ()) -> None:
+    """Refuses all but a time that timers can be set to, or one of the words in `also`."""
+    if type(value) is str and value in also:
+        return
     if type(value) not in (int, float) or not 0.001 <= value <= _MOST_SECONDS:
-        raise refuse(name, value, f"a number of seconds from 0.001 to {_MOST_SECONDS}")
+        raise refuse(name, value, f"{', '.join((*also, ''))}a number of seconds from 0.001 to {_MOST_SECONDS}")
 
 
 def number(name: str, value: Any, holds: Any, allowed: str) -> None:

@@ -189,18 +189,26 @@ class CommConfig:
     between them carry 1/sync_every of the bytes. Not exact. 1: all ranks take each step together."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """`sync_every`: learning rate and momentum of the outer steps."""
-    timeout_s: float = 1800.0
-    """Seconds after which a collective that a peer never joined is an error that names it."""
+    timeout_s: float | Literal["auto"] = AUTO
+    """Seconds after which a collective that a peer never joined is an error that names it. `auto` is the process group's own
+    limit: Trainer's `ddp_timeout`, the `timeout` of `InitProcessGroupKwargs` or of `init_process_group`."""
     late_s: float = 120.0
-    """Seconds that a rank may be late at a collective of training. Then all ranks are asked where they are, and end with an error
-    that says so. 0: only `timeout_s` ends a wait."""
+    """Seconds that a rank may be late at a collective of training, or at a save. Then all ranks are asked where they are, and end
+    with an error that says so. Never more than `timeout_s`. 0: only `timeout_s` ends a wait."""
     gather_timeout_s: float = 120.0
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
     @property
+    def limit_s(self) -> float:
+        """`timeout_s` in seconds, once the process group has said what `auto` is; see `Groups.create`."""
+        if self.timeout_s == AUTO:
+            raise AssertionError("hf_zero: `comm.timeout_s: auto` was read before it was resolved; please report this")
+        return float(self.timeout_s)
+
+    @property
     def meeting_timeout_s(self) -> float:
         """Seconds that ranks wait where they meet for whole parameters: no more than they do anywhere."""
-        return min(self.timeout_s, self.gather_timeout_s)
+        return min(self.limit_s, self.gather_timeout_s)
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -213,8 +221,8 @@ class CommConfig:
         one_of("comm.communicators", self.communicators, (1, 2))
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
-        for name in ("timeout_s", "gather_timeout_s"):
-            seconds(f"comm.{name}", getattr(self, name))
+        seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
+        seconds("comm.gather_timeout_s", self.gather_timeout_s)
         if type(self.late_s) not in (int, float) or self.late_s != 0:
             seconds("comm.late_s", self.late_s)
 

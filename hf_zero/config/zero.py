@@ -66,8 +66,8 @@ class ZeroConfig:
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
         check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
             them.
-        check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
-            where they differ; 0 for never.
+        check_replicas_every: steps after which ranks that hold copies of the same parameters or optimizer state compare checksums
+            of all steps since, and end where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
             on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
         nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.

@@ -225,7 +225,7 @@ class ZeroEngine:
         """For savers: whole, exact parameters where `wanted`, in host memory at stage 3; see `ShardedModel.lent`. Collective."""
         self.synchronise()
         with (
-            self.transport.watch.log.at("save"),
+            self.transport.watch.saving(),
             self._parts.exact.at_hand(purpose, IN_GATHERED),
             self.sharded.lent(purpose, wanted=wanted) as state,
         ):

@@ -98,8 +98,8 @@ class TrainingStep:
             rows=parts.row_of,
             trained=set(parts.slot_of),
             identity=identity_of(parts.meeting.groups, self._config.stage, parts.buckets),
-            before_step=lambda: self._before_step(optimizer, mine),
-            after_step=lambda is_taken: self._after_step(mine, is_taken=is_taken, is_first=index == 0),
+            before_step=lambda: self._before_step(optimizer, mine, is_first=index == 0),
+            after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
         )
         parts.holder.step_with(optimizer, mine)
@@ -114,6 +114,8 @@ class TrainingStep:
         self._entry = entry
         is_first_rank = self._parts.meeting.groups.is_first_of_run
         self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
+        for sharded, buckets in self._by_optimizer():
+            self._parts.replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
@@ -185,9 +187,23 @@ class TrainingStep:
         self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
         if bad is not None:
+            self._look_for_flipped_bits()
             self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
         self._parts.holder.scale_gradients(rows, measured.coefficient)
         return measured.norm
+
+    def _look_for_flipped_bits(self) -> None:
+        """Before gradients are called bad: those of a rank whose parameters were harmed often are."""
+        replicas, step = self._parts.replicas, self._log.step
+        if replicas.is_due(step + 1, at_once=True):
+            self._parts.parameter_gather.finish_all()
+            for sharded, buckets in self._by_optimizer():
+                replicas.before_update(step, sharded.optimizer, buckets)
+            replicas.compare(step + 1)
+
+    def _by_optimizer(self) -> Iterator[tuple[ShardedOptimizer, list[Bucket]]]:
+        for index, sharded in enumerate(self.optimizers):
+            yield sharded, [bucket for bucket in self._parts.buckets if bucket.key.optimizer == index]
 
     def share(self, buckets: Iterable[Bucket]) -> None:
         """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
@@ -274,8 +290,12 @@ class TrainingStep:
 
     # ---- the optimizer's step ----
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> bool:
-        """Returns whether the step is to be taken."""
+    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_first: bool) -> bool:
+        """Returns whether the step is to be taken.
+
+        Args:
+            is_first: the step of the first of the engine's optimizers, which steps are counted by.
+        """
         _refuse_inside_backward()
         free_norms(buckets)
         nonfinite = self._parts.nonfinite
@@ -283,6 +303,11 @@ class TrainingStep:
         self._end_reads()
         self._gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
+        self._parts.replicas.before_update(self._log.step, optimizer, buckets)
+        # In the first steps at once: a flipped bit would be taken for an edit of the script's.
+        is_watched = bool(self._uncounted_edits.watched)
+        if is_first and self._parts.replicas.is_due(self._log.step + 1, at_once=is_watched):
+            self._parts.replicas.compare(self._log.step + 1)
         if self.bad_steps.has_skipped:
             return False
         self._refuse_without_rescue()
@@ -313,33 +338,25 @@ class TrainingStep:
         self._parts.parameter_gather.finish_all()
         self._parts.sharded.schedule.reshard_all()
 
-    def _after_step(self, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool) -> None:
-        """
-        Args:
-            is_first: the step of the first of the engine's optimizers, which steps are counted by.
-        """
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool
+    ) -> None:
+        """`is_first`: as of `_before_step`."""
         if is_first:
             self._batches.end_step()
         if is_taken:
-            self._hand_over(buckets)
+            self._hand_over(optimizer, buckets)
         if is_taken and is_first:
             self.bad_steps.taken()
         self._parts.model_buffers.after_step()
         self._log.step += is_first
         self._log.site = "between steps"
-        if is_first:
-            self._compare_copies(self._log.step)
-
-    def _compare_copies(self, step: int) -> None:
         parts = self._parts
-        if parts.replicas.is_due(step):
+        if is_first and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
             parts.parameter_gather.finish_all()
-            parts.replicas.compare(step)
-        if parts.copies.is_due(step, every=self._config.check_replicas_every):
-            parts.parameter_gather.finish_all()
-            parts.copies.compare_values(step)
+            parts.copies.compare_values(self._log.step)
 
-    def _hand_over(self, buckets: Sequence[Bucket]) -> None:
+    def _hand_over(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
         self._log.site = "optimizer step"
         parts.holder.after_step(buckets)
@@ -349,6 +366,7 @@ class TrainingStep:
             if not bucket.rows_are_parameters:
                 bucket.end_step()
             self.store.release(bucket)
+        parts.replicas.after_update(optimizer, buckets)
         self.share(reversed(buckets))
         self.row_writes.follow(buckets)
         if not self._config.overlap_param_gather:

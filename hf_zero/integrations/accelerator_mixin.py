@@ -210,6 +210,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         except Exception:
             self._forget(prepared, optimizers)
             raise
+        engine.transport.watch.is_left_by_others = True
         refuse_other_split(self, engine)
         self.zero_engines.append(engine)
         if self.zero_run is not None and optimizers:

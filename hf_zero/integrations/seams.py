@@ -259,8 +259,8 @@ SEAMS = (
     Seam(
         owner="torch.distributed.distributed_c10d:",
         names=("_set_pg_timeout",),
-        where=("comm/groups/own_groups",),
-        why="Ranks that connect to each other have less time for it than for a collective.",
+        where=("comm/groups/own_groups", "integrations/trainer/trainer"),
+        why="Ranks that connect to each other have less time for it than for a collective; Trainer gives none to a CPU's group.",
         test="test_arrivals.py::test_the_limit_of_making_a_group_is_not_that_of_its_collectives",
     ),
     Seam(
@@ -273,9 +273,16 @@ SEAMS = (
     Seam(
         owner="torch.distributed:ProcessGroup",
         names=("_device_types", "_get_backend"),
-        where=("comm/groups/broken",),
-        why="The backends of those groups.",
+        where=("comm/groups/broken", "comm/groups/groups"),
+        why="The backends of those groups, and the time limit of the default group's.",
         test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
+    ),
+    Seam(
+        owner="torch._C._distributed_c10d:Backend.Options",
+        names=("_timeout",),
+        where=("comm/groups/groups",),
+        why="How long the default group waits for a rank is how long an engine does.",
+        test="test_arrivals.py::test_ranks_are_waited_for_as_long_as_the_process_group_says_unless_a_setting_does",
     ),
     Seam(
         owner="torch.distributed:ProcessGroupNCCL.Options",

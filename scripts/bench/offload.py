@@ -31,6 +31,7 @@ from rich.table import Table
 from workload import WORKLOADS
 
 from hf_zero.device import peak_bytes, wait_for_device
+from hf_zero.offload import stored
 
 HOST = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -47,8 +48,11 @@ def measure(
     with device:
         model = workload.make_model().to(DTYPES[dtype])
     trainer = WAYS[way].start(model, workload, nvme_path)
+    hashing_ms = time_of_hashing()
     losses, step_ms, optimizer_ms, cpu_ms = [], [], [], []
     for number in range(steps + 1):
+        if number == 1:
+            hashing_ms.clear()
         input_ids = workload.make_batch(0, number).to(device)
         began, cpu_began = time.perf_counter(), time.process_time()
         losses.append(trainer.backward(input_ids).item())
@@ -67,12 +71,27 @@ def measure(
         "step_ms": step_ms,
         "optimizer_ms": optimizer_ms,
         "cpu_ms": cpu_ms,
+        "hashing_ms": sum(hashing_ms) / steps,
         "host_peak_bytes": peak_bytes(HOST) - before_bytes,
         "device_peak_bytes": peak_bytes(device) if device.type != "cpu" else None,
         **trainer.traffic(),
     }
     trainer.close()
     return figures
+
+
+def time_of_hashing() -> list[float]:
+    """Milliseconds of CPU time that each checksum of a part of a file takes, from now on."""
+    found, stock = [], stored._sum_of
+
+    def timed(chunk: torch.Tensor) -> int:
+        began = time.thread_time()
+        value = stock(chunk)
+        found.append(1000 * (time.thread_time() - began))
+        return value
+
+    stored._sum_of = timed
+    return found
 
 
 def here() -> torch.device:
@@ -138,6 +157,7 @@ def summarise(runs: list[dict]) -> dict[str, Any]:
         "step_ms": median(ms for run in runs for ms in run["step_ms"]),
         "optimizer_ms": median(ms for run in runs for ms in run["optimizer_ms"]),
         "cpu_ms": median(ms for run in runs for ms in run["cpu_ms"]),
+        "hashing_ms": median(run["hashing_ms"] for run in runs),
         "host_peak_bytes": max(run["host_peak_bytes"] for run in runs),
         "device_peak_bytes": max((run["device_peak_bytes"] or 0) for run in runs) or None,
         "masters": WAYS[first["way"]].masters,
@@ -148,7 +168,7 @@ def table_of(summaries: list[dict], title: str) -> Table:
     table = Table(title=title, title_justify="left")
     headings = (
         *("ms a step", "of it optimizer", "CPU ms a step", "host peak MiB", "device peak MiB"),
-        *("written MiB a step", "window MiB", "losses"),
+        *("written MiB a step", "checksums CPU ms", "window MiB", "losses"),
     )
     table.add_column("way")
     for heading in headings:
@@ -163,6 +183,7 @@ def table_of(summaries: list[dict], title: str) -> Table:
             _mib(summary["host_peak_bytes"]),
             _mib(summary["device_peak_bytes"]),
             _mib(summary["written_bytes_a_step"]),
+            f"{summary['hashing_ms']:.0f}" if summary["hashing_ms"] else "",
             _mib(summary["window_bytes"]),
             _losses(summary, summaries[0]),
         )

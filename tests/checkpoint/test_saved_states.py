@@ -95,6 +95,10 @@ def names_no_folder(rank: int, world_size: int, folder: str) -> None:
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     with pytest.raises(ValueError, match=r"save_state\(\) was called without a folder.*Give the folder, or Project"):
         accelerator.save_state()
+    with pytest.raises(
+        ValueError, match=r"to different folders: .*/step0/state, .*/step1/state\. .* the same one on every"
+    ):
+        accelerator.save_state(f"{folder}/step{rank}/state")
     with pytest.raises(ValueError, match=r"load_state\(\) was called without a folder.*is off\. Give the folder"):
         accelerator.load_state()
     Path(folder, f"file{rank}").touch()

@@ -228,3 +228,16 @@ def interfaces_asked_for(rank: int, world_size: int) -> None:
 
 def test_the_host_interface_is_the_one_that_reaches_the_first_rank():
     on_two_ranks(interfaces_asked_for)
+
+
+def limits(rank: int, world_size: int) -> list[tuple[float, float]]:
+    settings = (CommConfig(), CommConfig(timeout_s=30.0), CommConfig(timeout_s=90.0, late_s=80.0), CommConfig(late_s=0))
+    made = [Groups.create(stage=2, device_type="cpu", comm=comm) for comm in settings]
+    return [(groups.timeout_s, groups.late_s) for groups in made]
+
+
+def test_ranks_are_waited_for_as_long_as_the_process_group_says_unless_a_setting_does():
+    # `run_ranks` gives its limit to the process group.
+    for found in run_ranks(limits, world_size=2, time_limit_s=50):
+        assert found == [(50, 50), (30, 30), (90, 80), (50, 0)]
+    assert limits(0, 1) == [(1800, 120), (30, 30), (90, 80), (1800, 0)]

@@ -3,14 +3,18 @@
 import gc
 import os
 import queue
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 from fault_matrix import FAULTS, ONLY_BELOW_3, WITHIN_S, print_table, run_cells
 from fault_runs import outcomes
 from hypothesis import given
@@ -19,11 +23,12 @@ from ranks import run_ranks
 from torch import nn
 from training import gpt2, gpt2_batch
 
-from hf_zero import ZeroEngine
+import hf_zero
+from hf_zero import ZeroEngine, engine_of
 from hf_zero.comm.control.collective_log import CollectiveLog
 from hf_zero.comm.control.late import DeviceQueue, LateWatch, is_to_end, others_are_behind
 from hf_zero.comm.control.verdict import Absence, Verdict
-from hf_zero.comm.control.watch import ScriptCollective, Wait
+from hf_zero.comm.control.watch import SAVE, ScriptCollective, Wait, Watch
 from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
 from hf_zero.comm.label import Label
 from hf_zero.comm.ledger import Ledger
@@ -38,15 +43,22 @@ REDUCE = Label(kind="reduce-scatter gradients", subject="bucket 4", holds="bert.
 RUNS = {
     "hang in evaluate": {"stage": 3, "fault": "hang in evaluate", "way": "engine"},
     "save on rank 0 alone": {"stage": 2, "fault": "save on rank 0 alone"},
+    "lone JIT save": {"stage": 2, "fault": "lone JIT save", "way": "trainer"},
+    "JIT saves of two steps": {"stage": 2, "fault": "JIT saves of two steps", "way": "trainer"},
 }
 IN_A_GATHER_OF_THE_SCRIPT = {"stage": 2, "fault": "hang in evaluate"}
 LIMITS = {"limit_s": 1800.0, "late_s": 3.0, "patience_s": 110.0}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, list[dict]]:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("late")
+
+
+@pytest.fixture(scope="module")
+def runs(folder) -> dict[str, list[dict]]:
     """Runs whose backend would wait for half an hour."""
-    started = outcomes([{**run, **LIMITS} for run in RUNS.values()], tmp_path_factory.mktemp("late"))
+    started = outcomes([{**run, **LIMITS} for run in RUNS.values()], folder)
     return dict(zip(RUNS, started, strict=True))
 
 
@@ -90,6 +102,23 @@ def test_ranks_in_different_collectives_are_told_who_waits_where(runs):
     told = told[told.index("the ranks are in different collectives: ") :].splitlines()[0]
     assert "rank 0 waits in accelerator.save_state (save, step 3)" in told
     assert "rank 1 waits in agreement on used parameters of this pass (backward, step 3)" in told
+
+
+def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_waits(runs):
+    told = "".join(outcome["said"] for outcome in runs["lone JIT save"])
+    assert "is in no collective" not in told
+    assert "rank 1 waits in first save of a Trainer (save, step 3)" in told
+    assert "waits in torch.distributed.all_gather (" in told
+
+
+def test_saves_of_two_steps_are_refused_with_both_steps(runs):
+    told = "".join(outcome["said"] for outcome in runs["JIT saves of two steps"])
+    assert "the ranks came to different collectives" in told
+    assert "rank 0 to the save of checkpoint-4" in told and "rank 1 to the save of checkpoint-3" in told
+
+
+def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(runs, folder):
+    assert len(list(folder.rglob("out"))) == 2 and not list(folder.rglob("out/checkpoint-*"))
 
 
 def test_the_launcher_is_told_by_the_late_rank_too(runs):
@@ -185,6 +214,7 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
     class Lookout:
         script_wait, ended, log, begun = None, None, CollectiveLog(), Counter()
         longest = Wait(GATHER)
+        kind_of = Watch().kind_of
 
         def judge_late(self, wait: Wait) -> Verdict:
             return verdict(GATHER, {1: where()})
@@ -195,7 +225,7 @@ def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monk
     lookout = Lookout()
     watch = LateWatch(lookout, limit_s=0.1)
     error, ended = errors.get(timeout=30)
-    watch.close()
+    watch.close(within_s=10)
     assert "failed for want of rank 1" in str(error) and ended == str(error)
 
 
@@ -235,9 +265,33 @@ def test_the_last_collective_of_a_queue_is_a_wait_once_it_was_started_long_ago()
 @pytest.mark.parametrize(("theirs", "is_behind"), [(40, True), (41, False), (42, False)])
 def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behind):
     other = replace(where(), begun={GATHER.kind: theirs})
-    assert others_are_behind(verdict(GATHER, {1: other}), {GATHER.kind: 41}) == is_behind
+    assert others_are_behind(verdict(GATHER, {1: other}), {GATHER.kind: 41}, GATHER.kind) == is_behind
     # One that says nothing may have come to its end.
-    assert not others_are_behind(verdict(GATHER, {1: None}), {GATHER.kind: 41})
+    assert not others_are_behind(verdict(GATHER, {1: None}), {GATHER.kind: 41}, GATHER.kind)
+
+
+@pytest.mark.parametrize(("theirs", "ends"), [(0, True), (1, False)])
+def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_for_long(theirs, ends, monkeypatch):
+    broken = threading.Event()
+    monkeypatch.setattr("hf_zero.comm.control.late.break_all_groups", broken.set)
+    asked = queue.Queue()
+
+    class Lookout(Watch):
+        script_wait = None
+
+        def judge_late(self, wait: Wait) -> Verdict:
+            asked.put(wait)
+            return verdict(wait.what, {1: replace(where(), begun={SAVE: theirs})})
+
+        def sentence(self, told: Verdict) -> None:
+            assert told.culprits == [1]
+
+    lookout = Lookout()
+    with lookout.saving(), lookout.saving(), lookout.inside("exchange of a few values") as wait:
+        watch = LateWatch(lookout, limit_s=0.1)
+        assert asked.get(timeout=30) is wait and lookout.begun[SAVE] == 1
+        assert broken.wait(30 if ends else 2) == ends and (wait.end is not None) == ends
+        watch.close(within_s=10)
 
 
 def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch):
@@ -251,6 +305,46 @@ def test_the_main_threads_frames_are_read_without_pythons_collector(monkeypatch)
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+OF_A_LIBRARY = """
+from hf_zero.comm.control.whereabouts import script_line
+def run_backward():
+    return script_line()[0]
+"""
+TRAINS = """
+from {package}.graph import run_backward
+print(run_backward())
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "is_installed"),
+    [("torch", False), ("transformers", False), ("accelerate", False), ("lightning", True), ("google.cloud", True)],
+)
+def test_a_rank_is_where_its_script_is_wherever_the_libraries_lie(package, is_installed, tmp_path):
+    """As in a checkout of torch's source, or in a folder of `pip install --target`."""
+    elsewhere = tmp_path / "elsewhere"
+    folder = elsewhere.joinpath(*package.split("."))
+    folder.mkdir(parents=True)
+    if "." not in package:
+        (folder / "__init__.py").touch()
+    (folder / "graph.py").write_text(OF_A_LIBRARY)
+    if is_installed:
+        (elsewhere / "anything-1.0.dist-info").mkdir()
+    # In a module of the script's, in a folder whose name begins as a library's does.
+    script = tmp_path / "elsewhere" / "torch_jobs"
+    script.mkdir()
+    (script / "job.py").write_text(TRAINS.format(package=package))
+    if is_installed:
+        script = script.rename(tmp_path / "torch_jobs")
+    (script / "main.py").write_text("import job")
+    paths = os.pathsep.join([str(elsewhere), str(Path(hf_zero.__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    ran = subprocess.run(
+        [sys.executable, script / "main.py"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert ran.stdout.strip() == "job.py:3: print(run_backward())", ran.stderr
 
 
 # ---- the log ----
@@ -346,8 +440,13 @@ def flip(engine: ZeroEngine, model: nn.Module, frozen: bool) -> None:
 @pytest.mark.parametrize(
     ("stage", "frozen", "group", "named"),
     [
-        (0, False, None, r"in bucket 0. Ranks with the same values: rank 0; rank 1."),
-        (2, True, None, r"'transformer.wpe.weight'. Ranks with the same values: rank 0; rank 1."),
+        (0, False, None, "between the updates of steps 2 and 3. The copy of rank 1 has changed by itself. Ranks with"),
+        (
+            2,
+            True,
+            None,
+            "'transformer.wpe.weight', between the updates of steps 1 and 4. The copy of rank 1 has changed by",
+        ),
     ],
 )
 def test_copies_that_have_diverged_are_named_on_all_ranks(stage, frozen, group, named):
@@ -362,7 +461,126 @@ def test_copies_that_have_diverged_are_named_on_all_ranks(stage, frozen, group, 
 def test_shards_of_replicate_groups_that_have_diverged_are_named_with_the_bucket_and_the_ranks():
     arguments = {"stage": 3, "frozen": False, "group": 2}
     for said in run_ranks(diverges, world_size=4, time_limit_s=100, keyword_arguments=arguments):
-        assert "bucket 0 (" in said and "Ranks with the same values: rank 1; rank 3." in said
+        assert "The copy of rank 1 has changed by itself. Ranks with the same values: rank 1; rank 3." in said
+
+
+COPIES = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2, "param_dtype": "bfloat16"},
+    "stage 0, 8-bit moments": {"stage": 0, "moments": "8bit"},
+    "stage 2, shard groups": {"stage": 2, "comm": {"shard_group_size": 2}, "param_dtype": "bfloat16"},
+    "stage 3, shard groups": {"stage": 3, "comm": {"shard_group_size": 2}},
+}
+EVERY = 3
+
+
+def training(settings: dict) -> tuple[nn.Module, torch.optim.Optimizer, ZeroEngine]:
+    torch.manual_seed(0)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, ZeroEngine(model, [optimizer], {**settings, "check_replicas_every": EVERY})
+
+
+def copies_of(model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine) -> list[tuple[str, torch.Tensor]]:
+    """What other ranks have, too, with its name in an error."""
+    has_shards = engine.groups.replicate.size > 1
+    found = [(repr(name), p.data) for name, p in model.named_parameters() if engine.config.stage < 3]
+    for row in (row for bucket in engine.buckets for row in bucket.rows if has_shards):
+        name = repr(row.slot.name)
+        if engine.config.stage == 3 or row.slot.bucket.precision.rounds:
+            found.append((name if engine.config.stage == 3 else f"master of {name}", row.tensor.data))
+        state = optimizer.state.get(row.tensor, {}) if engine.config.moments == "32bit" else {}
+        found += [(f"{kind} of {name}", value) for kind, value in state.items() if torch.is_tensor(value)]
+    return found
+
+
+def flip_a_bit(
+    random: Random, model: nn.Module, optimizer: torch.optim.Optimizer, engine: ZeroEngine, *, really: bool
+) -> str:
+    """Returns what it is in."""
+    engine.finish_parameters()
+    name, values = random.choice(copies_of(model, optimizer, engine))
+    place, byte, bit = random.randrange(values.numel()), random.randrange(values.element_size()), random.randrange(8)
+    if name.startswith("step of "):
+        # A negative number of steps ends Adam's own step with an error of its own, on that rank, at once.
+        bit %= 7
+    if really:
+        values.view(-1)[place : place + 1].view(torch.uint8)[byte] ^= 1 << bit
+    return name
+
+
+def flips(rank: int, world_size: int, settings: dict, seeds: list[int]) -> list[str]:
+    """Trains anew for each seed, and flips a bit somewhere; returns what is wrong with what is said of it."""
+    faults = []
+    for seed in seeds:
+        random = Random(seed)
+        model, optimizer, engine = training(settings)
+        at, victim, is_late = random.randrange(2 * EVERY), random.randrange(world_size), random.random() < 0.5
+        generator, said = torch.Generator().manual_seed(rank), ""
+        for step in range(3 * EVERY):
+            if step == at and not is_late:
+                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim)
+            model(**gpt2_batch(generator, 2)).loss.backward()
+            if step == at and is_late:
+                name = flip_a_bit(random, model, optimizer, engine, really=rank == victim)
+            try:
+                engine.clip_grad_norm_(1.0)
+                optimizer.step()
+            except ReplicasDivergedError as error:
+                said = str(error)
+                break
+            optimizer.zero_grad()
+        engine.close()
+        # Ranks may have chosen among other shards.
+        names = [name]
+        dist.broadcast_object_list(names, src=victim)
+        who = f"The copy of rank {victim} has changed by itself."
+        when = f"the first that differs is {names[0]}, between the updates of steps {at} and {at + 1}."
+        if who not in said or when not in said:
+            faults.append(f"seed {seed}: rank {victim}, {when} And: {said[:400] or 'nothing is said'}")
+    return faults
+
+
+def flipped(settings: dict, seeds: range) -> list[str]:
+    world_size = 4 if "comm" in settings else 2
+    arguments = {"settings": settings, "seeds": list(seeds)}
+    return run_ranks(flips, world_size=world_size, time_limit_s=800, keyword_arguments=arguments)[0]
+
+
+@pytest.mark.parametrize("settings", ["stage 0", "stage 2"])
+def test_a_bit_that_flips_on_any_rank_is_found_with_the_rank_the_parameter_and_the_step(settings):
+    assert flipped(COPIES[settings], range(6)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", COPIES)
+def test_200_bits_that_flip_are_found_with_the_rank_the_parameter_and_the_step(settings):
+    assert flipped(COPIES[settings], range(100, 300)) == []
+
+
+def trains_clean(rank: int, world_size: int, settings: dict, steps: int) -> None:
+    model, optimizer, _ = training(settings)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(steps):
+        model(**gpt2_batch(generator, 2)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 20:
+            # On all ranks: no bit has flipped.
+            with torch.no_grad(), engine_of(model).gathered(writeback=True):
+                next(model.parameters()).mul_(0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("settings", COPIES)
+def test_400_clean_steps_raise_no_alarm(settings):
+    """2,400 in all."""
+    arguments = {"settings": COPIES[settings], "steps": 400}
+    world_size = 4 if "comm" in COPIES[settings] else 2
+    run_ranks(trains_clean, world_size=world_size, time_limit_s=800, keyword_arguments=arguments)
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), min_size=2, max_size=40), st.data())
@@ -372,6 +590,14 @@ def test_a_flipped_bit_and_two_values_that_changed_places_change_the_checksum(va
     after = before.clone()
     after[place] ^= 1 << bit
     assert checksum(after.view(torch.float32)) != checksum(before.view(torch.float32))
+    for dtype in (torch.uint8, torch.int16, torch.int64):
+        narrow = before.to(dtype)
+        flipped = narrow.clone()
+        byte = data.draw(st.integers(0, dtype.itemsize - 1))
+        flipped[place : place + 1].view(torch.uint8)[byte] ^= 1 << data.draw(st.integers(0, 7))
+        assert checksum(flipped) != checksum(narrow)
+    parts = torch.tensor([*values, *values] * 4, dtype=torch.int32)
+    assert checksum(parts) == checksum(parts[:8]) + checksum(parts[8:])
     swapped = before.clone()
     swapped[:2] = before[:2].flip(0)
     assert (checksum(swapped) != checksum(before)) == (values[0] != values[1])

@@ -42,9 +42,32 @@ SHORT = {
     "stopped": {"stage": 2, "world_size": 3},
     "exception": {"stage": 1},
     "lone full_grad": {"stage": 3},
+    "stopped, with ddp_timeout": {"fault": "stopped", "stage": 2, "way": "trainer", "limits_group": True},
 }
 """A few of the matrix, in a short time."""
-MORE = {"sys.exit": {"stage": 2}, "lone barrier": {"stage": 1}}
+MORE = {
+    "sys.exit": {"stage": 2},
+    "lone barrier": {"stage": 1},
+    "stopped, with InitProcessGroupKwargs": {"fault": "stopped", "stage": 3, "limits_group": True},
+    "sleeping, with a timeout of init_process_group": {
+        "fault": "sleeping",
+        "stage": 1,
+        "way": "engine",
+        "limits_group": True,
+    },
+}
+
+
+LEFT = {
+    "end_training": {"fault": "end_training", "stage": 2, "own_store": True},
+    "destroyed groups": {"fault": "destroyed groups", "stage": 2, "way": "engine", "own_store": True},
+    "end": {"fault": "end", "stage": 3, "way": "engine", "own_store": True},
+    "end_training, under torchrun": {"fault": "end_training", "stage": 3},
+    "destroyed groups, under torchrun": {"fault": "destroyed groups", "stage": 1, "way": "engine"},
+    "end, under torchrun": {"fault": "end", "stage": 1, "way": "engine", "world_size": 3},
+}
+"""Rank 0 has fewer batches, and ends well."""
+SHORT_LEFT = ("end_training", "destroyed groups")
 
 
 def started(runs: dict[str, dict], folder: Path) -> dict[str, list[dict]]:
@@ -118,6 +141,36 @@ def test_what_the_launcher_shows_is_the_paragraph_or_the_traceback_of_the_script
     assert told.startswith("hf_zero: ") and "failed for want of rank 1" in told and "Traceback" not in told
     told = short_runs["exception"][1]["told"]
     assert told.startswith("Traceback") and "LookupError: a bad batch" in told
+
+
+@pytest.fixture(scope="module")
+def left_runs(tmp_path_factory) -> dict[str, list[dict]]:
+    return started({name: LEFT[name] for name in SHORT_LEFT}, tmp_path_factory.mktemp("left"))
+
+
+def check_left(ranks: list[dict]) -> None:
+    first, *others = ranks
+    assert first["code"] == 0, first["said"][-3000:]
+    for rank, outcome in enumerate(others, start=1):
+        said = outcome["said"]
+        assert outcome["code"] == 1 and outcome["seconds"] < SECONDS * slack(), said[-3000:]
+        assert "rank 0 (" in said and "has come to the end of its script" in said, said[-3000:]
+        assert f"Rank 0 came to its end while rank {rank} goes on" in said and "its own error" not in said
+        # What torch says of a store that has gone.
+        assert "recvValue" not in said and "frame #" not in said, said
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SHORT_LEFT)
+def test_a_rank_that_has_ended_well_with_fewer_batches_has_left_and_not_failed(name, left_runs):
+    check_left(left_runs[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_nor_has_any_other_that_ends_well(tmp_path):
+    for ranks in started(LEFT, tmp_path / "left").values():
+        check_left(ranks)
 
 
 SLEEPY = """

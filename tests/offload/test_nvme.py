@@ -21,9 +21,11 @@ from torch import nn
 from training import VOCABULARY, fused_adamw, gpt2
 
 from hf_zero.config import ConfigError
+from hf_zero.device import allocate
 from hf_zero.engine.build import holders
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.layout.intervals import Interval
 from hf_zero.offload import files, run_folder
 from hf_zero.offload.files import ALIGNMENT, AlignedFile, OffloadError, aligned
 from hf_zero.offload.host_cores import HostCores
@@ -390,6 +392,83 @@ def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
         list(engine.state.rows())
     with pytest.raises(OffloadError, match=rf"{path}: .* could be read \(the file is shorter than it was\)"):
         one_step(model, optimizer)
+
+
+def flip_a_bit_in(path: Path, place: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(place)
+        [byte] = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+CHANGED = r"bucket-\d+.state: the \d+ bytes at \d+ are not those that were written: .* resume from the last checkpoint"
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+@pytest.mark.parametrize("more", [{}, {"params": "nvme"}, {"speculate_bytes": "64MiB"}])
+@pytest.mark.parametrize("moments", ["32bit", "8bit"])
+def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no_checkpoint(
+    moments, more, where, tmp_path
+):
+    stage = 3 if "params" in more else 2
+    model, optimizer, engine = built({**nvme(tmp_path, **more), "stage": stage, "moments": moments})
+    for _ in range(2):
+        one_step(model, optimizer)
+    shard = engine.tier.shards[-1]
+    [offset, kind] = list(shard._regions.values())[-1]
+    place = {"first": 0, "middle": kind.nbytes // 2, "last": kind.nbytes - 1}[where]
+    flip_a_bit_in(shard.file.path, shard._start + offset + place)
+    with pytest.raises(OffloadError, match=CHANGED):
+        for row in engine.state.rows():
+            row.tensor.detach().sum()
+    with pytest.raises(OffloadError, match=CHANGED):
+        one_step(model, optimizer)
+
+
+def test_a_bit_that_flips_in_a_file_of_parameters_ends_the_next_forward(tmp_path):
+    settings = {"stage": 3, "offload": {"params": "nvme", "nvme_path": str(tmp_path)}}
+    model, optimizer, _ = built(settings)
+    one_step(model, optimizer)
+    path = max(filter(Path.is_file, tmp_path.rglob("*")), key=lambda path: path.stat().st_size)
+    flip_a_bit_in(path, 100)
+    with pytest.raises(OffloadError, match="are not those that were written"):
+        one_step(model, optimizer)
+
+
+def host_bytes(nbytes: int) -> torch.Tensor:
+    return allocate(nbytes, torch.uint8, torch.device("cpu"))
+
+
+def test_each_read_of_what_is_changed_in_a_file_is_refused_and_no_other(tmp_path):
+    numel = 600_000
+    shard = StoredShard(tmp_path / "x.state", (Kind("a", torch.float32, 10), Kind("b", torch.float32, numel)))
+    buffer = host_bytes(shard.nbytes)
+    # What nobody has written is of no value.
+    flip_a_bit_in(shard.file.path, 5)
+    shard.read(buffer)
+    buffer.zero_()
+    shard.write(buffer)
+    shard.write_part("b", Interval(599_990, numel), torch.ones(10))
+    assert shard.read_part("b", Interval(599_980, numel)).tolist() == [0.0] * 10 + [1.0] * 10
+    shard.add_side()
+    shard.write_aside(buffer)
+    flip_a_bit_in(shard.file.path, aligned(40) + 4 * 450_000)
+    assert shard.read_part("a", Interval(0, 10)).sum() == 0 and shard.mapped_part("b", Interval(0, 1000)).sum() == 0
+    reads = (
+        lambda: shard.read(buffer),
+        lambda: shard.read_region("b", host_bytes(shard.region_bytes("b"))),
+        lambda: shard.read_part("b", Interval(449_000, 449_001)),
+        lambda: shard.mapped_part("b", Interval(449_000, 449_001)),
+        lambda: shard.write_part("b", Interval(449_000, 449_001), torch.ones(1)),
+    )
+    for read in reads:
+        with pytest.raises(OffloadError, match=r"x.state: the \d+ bytes at \d+ are not those that were written"):
+            read()
+    # The other side is as it was written.
+    shard.exchange()
+    for read in reads:
+        read()
 
 
 def test_a_run_goes_on_without_the_names_of_its_files(tmp_path, monkeypatch):

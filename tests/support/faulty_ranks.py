@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,10 +22,12 @@ import small_units  # noqa: F401
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from launching import port_to_meet_on
 from torch import nn
 from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import hf_zero.integrations.callback  # noqa: F401
 from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
@@ -32,6 +35,8 @@ from hf_zero import ZeroEngine, ZeroPlugin, ZeroTrainingArguments, engine_of
 FAULTY = 1
 """The rank that does it."""
 AT_STEP = 3
+JIT_SAVES = ("lone JIT save", "JIT saves of two steps")
+"""Trainer's saves on SIGTERM, which not all ranks make, or at different steps."""
 _CLONE_NEWNET = 0x40000000
 
 
@@ -42,6 +47,8 @@ class Run:
     Attributes:
         way: "accelerate" or "engine": an accelerate loop, or the engine alone; "trainer".
         limit_s, late_s: `comm.timeout_s`, `comm.late_s`.
+        limits_group: `limit_s` is given to the process group, and neither setting to the engine.
+        own_store: rank 0 keeps the store, as without torchrun.
         patience_s: how long its ranks may take.
     """
 
@@ -51,6 +58,8 @@ class Run:
     way: str = "accelerate"
     limit_s: float = 8.0
     late_s: float = 120.0
+    limits_group: bool = False
+    own_store: bool = False
     patience_s: float = 60.0
 
 
@@ -78,9 +87,13 @@ def train(rank: int, run: Run, folder: Path) -> None:
 
 
 def settings_of(run: Run) -> dict:
-    comm = {"timeout_s": run.limit_s, "late_s": run.late_s}
+    comm = {} if run.limits_group else {"timeout_s": run.limit_s, "late_s": run.late_s}
     every = {"check_replicas_every": 2} if run.fault == "diverged replica" else {}
     return {"stage": run.stage, "comm": comm, **every}
+
+
+def group_limit_of(run: Run) -> dict[str, timedelta]:
+    return {"timeout": timedelta(seconds=run.limit_s)} if run.limits_group else {}
 
 
 def seed_of(rank: int, run: Run) -> int:
@@ -102,7 +115,8 @@ def begin_fault(rank: int, run: Run, accelerator: Accelerator | None, model: nn.
 
 
 def with_accelerate(rank: int, run: Run, folder: Path) -> None:
-    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)))
+    handlers = [InitProcessGroupKwargs(**limit)] if (limit := group_limit_of(run)) else []
+    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(**settings_of(run)), kwargs_handlers=handlers)
     torch.manual_seed(seed_of(rank, run))
     model = model_of(run)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -114,10 +128,12 @@ def with_accelerate(rank: int, run: Run, folder: Path) -> None:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    if run.fault == "end_training":
+        accelerator.end_training()
 
 
 def with_engine(rank: int, run: Run, folder: Path) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", **group_limit_of(run))
     torch.manual_seed(seed_of(rank, run))
     model = model_of(run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -131,6 +147,8 @@ def with_engine(rank: int, run: Run, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     engine.finish_parameters()
+    if run.fault == "destroyed groups":
+        dist.destroy_process_group()
 
 
 class FaultAtStep(TrainerCallback):
@@ -145,6 +163,19 @@ class FaultAtStep(TrainerCallback):
             trainer = self.trainer
             if begin_fault(self._rank, self._run, trainer.accelerator, trainer.model, self._folder):
                 control.should_training_stop = True
+            if self._run.fault in JIT_SAVES and self._rank == FAULTY:
+                self._ask_for_a_save()
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs) -> None:
+        # Trainer's own callback has been called before this one: this rank saves behind the step, under another number.
+        if state.global_step == AT_STEP and self._run.fault == "JIT saves of two steps" and self._rank != FAULTY:
+            self._ask_for_a_save()
+
+    def _ask_for_a_save(self) -> None:
+        """As a SIGTERM that came some seconds ago."""
+        callbacks = self.trainer.callback_handler.callbacks
+        [jit] = [each for each in callbacks if isinstance(each, JITCheckpointCallback)]
+        jit.jit_manager.is_checkpoint_requested = True
 
 
 def with_trainer(rank: int, run: Run, folder: Path) -> None:
@@ -159,6 +190,8 @@ def with_trainer(rank: int, run: Run, folder: Path) -> None:
         disable_tqdm=True,
         save_strategy="no",
         use_cpu=True,
+        enable_jit_checkpoint=run.fault in JIT_SAVES,
+        **({"ddp_timeout": int(run.limit_s)} if run.limits_group else {}),
     )
     generator = torch.Generator().manual_seed(0)
     data = [{key: value[0] for key, value in gpt2_batch(generator, 1).items()} for _ in range(100)]
@@ -200,6 +233,10 @@ def saves_on_rank_0(rank: int, accelerator: Accelerator | None, model: nn.Module
 
 def ends_its_loop(rank: int, *_: object) -> bool:
     return rank == FAULTY
+
+
+def ends_first(rank: int, *_: object) -> bool:
+    return rank == 0
 
 
 def is_no_fault(*_: object) -> None:
@@ -296,6 +333,11 @@ FAULTS = {
     "different batch counts": ends_its_loop,
     "different seeds": is_no_fault,
     "diverged replica": diverges,
+    "end_training": ends_first,
+    "destroyed groups": ends_first,
+    "end": ends_first,
+    "lone JIT save": is_no_fault,
+    "JIT saves of two steps": is_no_fault,
 }
 
 
@@ -353,7 +395,7 @@ class Started:
 
     def keep_store(self) -> None:
         """As a launcher does: the ranks' store outlives them. Made behind the fork, for it has a thread."""
-        if self.networks is None:
+        if self.networks is None and not self.run.own_store:
             self.store = dist.TCPStore("127.0.0.1", self.port, is_master=True, wait_for_workers=False)
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -365,7 +407,7 @@ class Started:
             "LOCAL_WORLD_SIZE": str(self.run.world_size),
             "MASTER_ADDR": host,
             "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.networks is None),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.networks is None and not self.run.own_store),
             "TORCHELASTIC_ERROR_FILE": str(self.folder / f"error{rank}.json"),
             "TORCHELASTIC_RUN_ID": "faults",
             "ACCELERATE_USE_CPU": "true",
@@ -444,7 +486,9 @@ def become(rank: int, started: Started) -> NoReturn:
         train(rank, started.run, started.folder)
     except SystemExit as end:
         code = int(end.code or 0)
-    except BaseException:
+    except BaseException as error:
+        # As Python does.
+        sys.last_value = error
         sys.excepthook(*sys.exc_info())
         code = 1
     ctypes.pythonapi.Py_Exit(code)

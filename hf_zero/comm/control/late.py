@@ -8,8 +8,9 @@ is in no wait that could fail: it is told by way of the store, and its own threa
 
 Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet in barriers and in exchanges of words behind work
 that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not answer, or
-waits as long in another collective; in a collective of training it is late wherever it is. Nothing is ended where all ranks
-wait in the same collective: a slow link is no late rank.
+waits as long in another collective; in a collective of training it is late wherever it is. In a save a rank is late that has not
+begun as many saves, wherever it is: one that has begun this one may write for long. Nothing is ended where all ranks wait in the
+same collective: a slow link is no late rank.
 
 An accelerator's host does not wait for a collective: its queue does, and the host stands in the next call that asks for a
 result. There the last collective that was started so long ago is taken for a wait, and a rank is late that has not started as
@@ -29,7 +30,7 @@ from ..groups.failures import CommunicationError
 from .collective_log import LABEL, STARTED, CollectiveLog
 from .end_of_process import end_process
 from .verdict import Verdict
-from .watch import ScriptCollective, Wait
+from .watch import SAVE, ScriptCollective, Wait
 from .whereabouts import script_frame
 
 _BEAT_S = 0.5
@@ -53,6 +54,8 @@ class Waiting(Protocol):
     @property
     def longest(self) -> Wait | None: ...
 
+    def kind_of(self, wait: Wait) -> str | None: ...
+
     def judge_late(self, wait: Wait) -> Verdict: ...
 
     def sentence(self, verdict: Verdict) -> None: ...
@@ -74,11 +77,14 @@ class LateWatch:
         self._queue = DeviceQueue(limit_s) if has_queue else None
         self._is_over = threading.Event()
         reference = weakref.ref(lookout)
-        threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True)
+        self._thread.start()
 
-    def close(self) -> None:
-        """Ends the thread at its next look."""
+    def close(self, within_s: float) -> None:
+        """Ends the thread at its next look, and waits for that: one that is in a call to torch ends Python with an abort."""
         self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
 
     def _run(self, reference: "weakref.ref[Waiting]") -> None:
         while not self._is_over.wait(_BEAT_S):
@@ -103,7 +109,12 @@ class LateWatch:
             return
         self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
         verdict = lookout.judge_late(wait)
-        if not is_to_end(verdict) or (wait is queued and not others_are_behind(verdict, lookout.begun)):
+        if wait is queued:
+            is_over = is_to_end(verdict) and others_are_behind(verdict, lookout.begun, wait.kind)
+        else:
+            is_in_save = lookout.kind_of(wait) == SAVE
+            is_over = is_to_end(verdict) or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))
+        if not is_over:
             return
         # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
         wait.end = CommunicationError(str(verdict), verdict.culprits)
@@ -169,12 +180,12 @@ class DeviceQueue:
         return self._wait
 
 
-def others_are_behind(verdict: Verdict, begun: Mapping[str, int]) -> bool:
+def others_are_behind(verdict: Verdict, begun: Mapping[str, int], kind: str | None) -> bool:
     """Whether a rank is stopped, or has started fewer collectives of the kind that is waited for.
 
     Of one that has come to its end, or is silent, nothing follows: this one may be busy by itself, with no collective under way.
     """
-    kind = verdict.wait.kind or ""
+    kind = kind or ""
     alive = [each for each in verdict.absences.values() if not each.is_over]
     return any(
         each.is_stopped or (each.where is not None and each.where.begun.get(kind, 0) < begun.get(kind, 0))

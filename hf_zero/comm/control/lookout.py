@@ -7,6 +7,7 @@ process is stopped, or its host cannot be reached. What the connections themselv
 group in which one wait has failed, so that most ranks see the end of a rank that is as innocent as they are.
 """
 
+import atexit
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..groups.broken import break_all_groups
 from ..groups.failures import CommunicationError, PeerFailure
 from ..groups.groups import Groups
 from ..groups.processes import RankProcesses
@@ -43,6 +45,8 @@ _GIVEN_UP_S = 15.0
 """So long after a wait has failed, a rank is still said to have given up there."""
 _HEARD_S = 2.0
 """How long it is waited for that a rank has heard of its end, before this one ends and the store perhaps with it."""
+_FAREWELL_S = 8.0
+"""How long the process that keeps the store waits at its end for those that ask why it has left."""
 _CLOSELY = "closely"
 """A question that is answered with stack and last collectives, too."""
 _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
@@ -78,8 +82,11 @@ class Lookout(Watch):
         self._thread.ask(lambda store: self._seen_by(store).register(), _STORE_S + _ANSWER_S)
         # Before Python ends, too: a thread that comes back from a call to torch behind that takes the process down.
         weakref.finalize(self, self._thread.close, _STORE_S)
+        self._has_said_it_leaves = False
+        # Python calls what was registered last first, and so this before that close.
+        atexit.register(_say_at_exit, reference)
         if late_s:
-            weakref.finalize(self, LateWatch(self, late_s, has_queue=has_queue).close)
+            weakref.finalize(self, LateWatch(self, late_s, has_queue=has_queue).close, _HEARD_S + _STORE_S)
 
     # ---- what fails ----
 
@@ -197,27 +204,64 @@ class Lookout(Watch):
 
     def leave(self, patience_s: float) -> list[int]:
         """Waits for the others to come to their end, unless one waits for what this rank will not do any more."""
-        deadline_s = time.monotonic() + patience_s
         try:
-            self._thread.ask(lambda store: self._seen_by(store).say_that_this_one_leaves(), _STORE_S)
-            look_s = time.monotonic()
-            seen: set[tuple] = set()
-            while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
-                if time.monotonic() >= deadline_s:
-                    return at_work
-                if time.monotonic() >= look_s:
-                    misses, waiting = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
-                    # In a collective of the script's own, which ends soon where all have been in it, it has to be seen twice.
-                    if misses or waiting & seen:
-                        return at_work
-                    look_s, seen = time.monotonic() + _LOOK_S, waiting
-                time.sleep(_GLANCE_S)
+            self._thread.ask(self.say_that_it_leaves, _STORE_S)
+            at_work = self._await_the_others(time.monotonic() + patience_s)
+            if at_work:
+                self._keep_store_for(at_work)
+            return at_work
         except (StoreSilentError, dist.DistNetworkError):
             # The store is kept for as long as anyone works: whoever keeps it has left.
             return []
         finally:
             self._thread.close(_STORE_S)
+
+    def say_that_it_leaves(self, store: dist.Store) -> None:
+        """Tells the others that this rank has come to its end; once."""
+        if not self._has_said_it_leaves:
+            self._has_said_it_leaves = True
+            self._seen_by(store).say_that_this_one_leaves(self._rank)
+
+    def end(self) -> None:
+        """At the end of Python, unless somebody calls `leave`: says so, and keeps the store for those that ask why."""
+        if self._thread.is_closing or (self.is_left_by_others and dist.is_initialized()):
+            return
+        try:
+            self._thread.ask(self.say_that_it_leaves, _STORE_S)
+            self._keep_store_for(self._others)
+        except (StoreSilentError, dist.DistNetworkError):
+            # Nobody is there to hear it.
+            return
+
+    def _await_the_others(self, deadline_s: float) -> list[int]:
+        """Those that are still at work when this one need not or may not wait any more."""
+        look_s = time.monotonic()
+        seen: set[tuple] = set()
+        while at_work := self._thread.ask(self._at_work, _STORE_S + _ANSWER_S):
+            if time.monotonic() >= deadline_s:
+                return at_work
+            if time.monotonic() >= look_s:
+                misses, waiting = self._thread.ask(self._missed_by, _STORE_S + _ANSWER_S)
+                # In a collective of the script's own, which ends soon where all have been in it, it has to be seen twice.
+                if misses or waiting & seen:
+                    return at_work
+                look_s, seen = time.monotonic() + _LOOK_S, waiting
+            time.sleep(_GLANCE_S)
         return []
+
+    def _keep_store_for(self, ranks: Sequence[int]) -> None:
+        """Lets the others look up why this rank has left, where the store goes with its process."""
+        if self._rank != 0 or not self._thread.is_of_rank_0:
+            return
+        if dist.is_initialized():
+            # What waits for this rank fails now, and not with this process.
+            break_all_groups()
+        deadline_s = time.monotonic() + _FAREWELL_S
+        while time.monotonic() < deadline_s:
+            gone = self._thread.ask(lambda store: self.gone(store, ranks), _STORE_S)
+            if len(gone) == len(ranks):
+                return
+            time.sleep(_GLANCE_S)
 
     def _at_work(self, store: dist.Store) -> list[int]:
         gone = self.gone(store, self._others)
@@ -332,10 +376,11 @@ class Lookout(Watch):
         timed = wait or self.script_wait
         return Whereabouts(
             waits_in=None if wait is None else str(wait.what),
-            kind=None if wait is None else wait.kind,
+            kind=None if wait is None else self.kind_of(wait),
             seconds=0.0 if timed is None else timed.seconds,
             failure=None if wait is None else wait.failure,
-            torch_call=torch_call,
+            # Of a collective of the engine, the function is torch's too.
+            torch_call=torch_call if wait is None else None,
             line=line,
             begun=dict(self.begun),
             holds="" if wait is None else wait.holds,
@@ -359,7 +404,16 @@ def _beat(reference: "weakref.ref[Lookout]", store: dist.Store) -> bool:
         return False
     lookout.answer(store)
     lookout.notice(store)
+    if not dist.is_initialized():
+        # By the script, or by accelerate's `end_training`.
+        lookout.say_that_it_leaves(store)
     return True
+
+
+def _say_at_exit(reference: "weakref.ref[Lookout]") -> None:
+    lookout = reference()
+    if lookout is not None and getattr(sys, "last_value", None) is None:
+        lookout.end()
 
 
 def watch_over(groups: Groups) -> Watch:

@@ -3,6 +3,7 @@
 A store whose host is stopped, or whose link is cut, does not answer, and torch's calls then wait without limit.
 """
 
+import os
 import queue
 import threading
 import time
@@ -32,8 +33,10 @@ class StoreThread:
     """
 
     def __init__(self, each: Callable[[dist.Store], bool], period_s: float):
+        # Where this process keeps the store, others need it longer than this one's process group lasts.
+        self._kept = _get_default_store()
         # A connection serves one call at a time: on a shared one, a call here would hold training's up.
-        self._store = cast(Any, _get_default_store()).clone()
+        self._store = cast(Any, self._kept).clone()
         self._each = each
         self._period_s = period_s
         self.is_closing = False
@@ -56,6 +59,15 @@ class StoreThread:
             raise StoreSilentError(
                 f"the process that keeps the ranks' store, rank 0's or the launcher's, has not answered for {within_s:.0f} s"
             ) from None
+
+    @property
+    def is_of_rank_0(self) -> bool:
+        """Whether rank 0's process keeps the store, and takes it along when it ends."""
+        store: Any = self._kept
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        return isinstance(store, dist.TCPStore) and not by_launcher
 
     def close(self, within_s: float) -> None:
         """Ends the thread behind what it has been asked for, and waits for that."""

@@ -3,11 +3,15 @@
 import threading
 import time
 from collections import Counter
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from ..groups.failures import CommunicationError
 from .collective_log import CollectiveLog
 from .whereabouts import script_line
+
+SAVE = "save"
+"""Where training is in a save, and the kind of collective that a save is as a whole."""
 
 
 class ScriptCollective(str):
@@ -80,6 +84,7 @@ class Watch:
         given_up: the last wait that failed.
         log: the last collectives.
         ended: what was found of a rank that was late, once waits have been ended for it.
+        is_left_by_others: `leave` is called at the end of Python.
     """
 
     def __init__(self):
@@ -87,6 +92,7 @@ class Watch:
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
         self.ended: str | None = None
+        self.is_left_by_others = False
         # By thread.
         self._inside: dict[int, Wait] = {}
 
@@ -97,6 +103,20 @@ class Watch:
             what: a `Label`, or words.
         """
         return _Inside(self, self._inside, what)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """For the duration of a save, which all ranks have to come to; one inside another is a part of it."""
+        if self.log.site == SAVE:
+            yield
+            return
+        self.begun[SAVE] += 1
+        with self.log.at(SAVE):
+            yield
+
+    def kind_of(self, wait: Wait) -> str | None:
+        """Of a collective of training, or of a save that a wait is a part of; None of others."""
+        return wait.kind or (SAVE if self.log.site == SAVE else None)
 
     def fail(self, wait: Wait, error: RuntimeError) -> None:
         """Notes that a wait has failed."""

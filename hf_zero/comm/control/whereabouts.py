@@ -2,16 +2,19 @@
 
 import gc
 import linecache
+import os
 import sys
-import sysconfig
 import threading
 import traceback
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
-_PACKAGE = str(Path(__file__).resolve().parents[2])
-_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_PYTHON = str(Path(os.__file__).parent) + os.sep
+_LIBRARIES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets")
+"""Those that may lie in a checkout of their source, where nothing says that they are installed."""
 _COLLECTIVES = str(Path("torch", "distributed", "distributed_c10d.py"))
 _INNERMOST = 20
 """Frames of a stack that are told."""
@@ -65,25 +68,40 @@ class Whereabouts:
 
 
 def script_line() -> tuple[str, str | None]:
-    """The line of the script that the main thread is in, and torch's collective that it called there by itself."""
+    """The line of the script that the main thread is in, and the function of torch.distributed that it is in there."""
     frame, torch_call = script_frame()
     return "" if frame is None else _in_words(frame), torch_call
 
 
 def script_frame() -> tuple[FrameType | None, str | None]:
-    """The innermost frame of the main thread in the script, else of all, and torch's collective that it called by itself."""
+    """The innermost frame of the main thread in the script, else of all, and the function of torch.distributed inside of it."""
     frame = innermost = _main_frame()
     torch_call = None
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_PACKAGE):
-            torch_call = None
-        elif path.endswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
+        if path.endswith(_COLLECTIVES) and frame.f_code.co_name != "wrapper":
             torch_call = frame.f_code.co_name
-        if not path.startswith((_PACKAGE, *_LIBRARIES, "<")):
+        if not path.startswith((_OURS, "<")) and (
+            frame.f_globals.get("__name__") == "__main__" or not _is_library(path)
+        ):
             return frame, torch_call
         frame = frame.f_back
     return innermost, torch_call
+
+
+def _is_library(path: str) -> bool:
+    """Whether a file is of Python's own library or of an installed package, wherever that lies.
+
+    A cluster's libraries may lie in several folders: of the system, of a user, of `pip install --target`.
+    """
+    folders = [os.path.dirname(getattr(sys.modules.get(name), "__file__", None) or "") for name in _LIBRARIES]
+    return path.startswith((_PYTHON, *(folder + os.sep for folder in folders if folder))) or _is_installed(path)
+
+
+@cache
+def _is_installed(path: str) -> bool:
+    """Whether a folder above a file is one that pip installs to."""
+    return any(next(folder.glob("*.dist-info"), None) is not None for folder in Path(path).parents)
 
 
 def _main_frame() -> FrameType | None:

@@ -22,11 +22,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
+from typing import cast
 
+import torch
 import torch.distributed as dist
 
 from ...config import AUTO, CommConfig, ConfigError
 from .own_groups import own_group
+
+_USUAL_LIMIT_S = 1800.0
+"""torch's own default, for backends that do not say theirs."""
+
+
+def with_time_limits(comm: CommConfig, device_type: str) -> CommConfig:
+    """The settings with `timeout_s` in seconds, by default the default group's own, and a `late_s` that is no longer."""
+    timeout_s = comm.timeout_s
+    if timeout_s == AUTO:
+        timeout_s = _own_limit_s(device_type)
+    return replace(comm, timeout_s=timeout_s, late_s=min(comm.late_s, timeout_s))
+
+
+def _own_limit_s(device_type: str) -> float:
+    if not (dist.is_available() and dist.is_initialized()):
+        return _USUAL_LIMIT_S
+    group = cast(dist.ProcessGroup, dist.group.WORLD)
+    # Backends that are not torch's own need not have options.
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return _USUAL_LIMIT_S if options is None else options._timeout.total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +114,7 @@ class Groups:
     node: RankGroup | None = None
     outer: RankGroup | None = None
     shard_control: dist.ProcessGroup | None = None
-    timeout_s: float = 1800.0
+    timeout_s: float = _USUAL_LIMIT_S
     late_s: float = 0.0
 
     @property
@@ -119,10 +141,11 @@ class Groups:
         Raises:
             ConfigError: `comm.shard_group_size` does not divide the ranks, or leaves `comm.sync_every` one group.
         """
+        comm = with_time_limits(comm, device_type)
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return cls._of_one(0, nodes=(0,))
+            return cls._of_one(0, comm, nodes=(0,))
         rank, everyone = dist.get_rank(), range(dist.get_world_size())
-        timeout = timedelta(seconds=comm.timeout_s)
+        timeout = timedelta(seconds=comm.limit_s)
         backend = _backend_for(device_type)
         has_queue = backend not in ("gloo", "fake")
         # An accelerator's groups take host tensors too, where the default group does.
@@ -132,7 +155,7 @@ class Groups:
         sets: Sequence[Sequence[int]] = [everyone] if apart is None else apart
         world_size = len(sets[0])
         if world_size == 1:
-            return cls._of_one(rank, nodes=nodes)
+            return cls._of_one(rank, comm, nodes=nodes)
         if apart is not None and backend != "fake":
             control = _make(sets, rank, timeout, "gloo").handle
         size = _shard_size(stage, comm, [nodes[each] for each in sets[0]])
@@ -162,16 +185,25 @@ class Groups:
             node=node,
             outer=outer,
             shard_control=shard_control,
-            timeout_s=comm.timeout_s,
+            timeout_s=comm.limit_s,
             late_s=comm.late_s,
         )
 
     @classmethod
-    def _of_one(cls, rank: int, *, nodes: tuple[int, ...]) -> "Groups":
+    def _of_one(cls, rank: int, comm: CommConfig, *, nodes: tuple[int, ...]) -> "Groups":
         """A rank of the run that shares nothing with others."""
         alone = RankGroup(ranks=(rank,), place=0)
         return cls(
-            world_size=1, rank=0, backend="local", world=alone, shard=alone, replicate=alone, gather=alone, nodes=nodes
+            world_size=1,
+            rank=0,
+            backend="local",
+            world=alone,
+            shard=alone,
+            replicate=alone,
+            gather=alone,
+            nodes=nodes,
+            timeout_s=comm.limit_s,
+            late_s=comm.late_s,
         )
 
     def of_a_step(self) -> "Groups":

@@ -101,8 +101,11 @@ class RankProcesses:
         self._known: dict[int, RankProcess] = {}
 
     def register(self) -> None:
-        """Tells the others of this process."""
-        self._store.set(f"process {dist.get_rank()}", json.dumps(asdict(RankProcess())))
+        """Tells the others of this process, which goes on if it had left before: a script may make its groups anew."""
+        rank = dist.get_rank()
+        self._store.set(f"process {rank}", json.dumps(asdict(RankProcess())))
+        if self._store.check([f"left {rank}"]):
+            self._store.delete_key(f"left {rank}")
 
     def known(self, rank: int) -> RankProcess | None:
         """The process of a rank; None where it has told nothing yet."""
@@ -127,9 +130,13 @@ class RankProcesses:
         process = self.known(rank)
         return process is not None and process.has_ended()
 
-    def say_that_this_one_leaves(self) -> None:
-        """Tells the ranks that wait for this one that it does nothing more with them."""
-        self._store.set(f"left {dist.get_rank()}", RankProcess().name)
+    def say_that_this_one_leaves(self, rank: int | None = None) -> None:
+        """Tells the ranks that wait for this one that it does nothing more with them.
+
+        Args:
+            rank: of this process, which need not be in a process group any more.
+        """
+        self._store.set(f"left {dist.get_rank() if rank is None else rank}", RankProcess().name)
 
     def leave(self, patience_s: float) -> list[int]:
         """Says so, and waits until the others leave too; returns those that are still at work when `patience_s` have passed."""

@@ -1,7 +1,7 @@
 """Builds the parts of an engine from a model, its optimizers and the config."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...buckets.memory import UnshardedMemory
 from ...comm.all_or_none import all_or_none
 from ...comm.choose import choose_step_transport, choose_transport
-from ...comm.groups.groups import Groups
+from ...comm.groups.groups import Groups, with_time_limits
 from ...comm.ledger import Ledger
 from ...comm.local import LocalTransport
 from ...comm.model_copies import Agreement, ModelCopies, OverCopies
@@ -252,7 +252,7 @@ def _assemble(
         ),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
-        replicas=_replica_check(model, all_buckets, meeting),
+        replicas=_replica_check(model, all_buckets, holder, meeting),
         copies=copies,
         norm=_choose_norm(meeting, buckets, copies),
     )
@@ -276,15 +276,20 @@ def _choose_wires(meeting: Meeting) -> _Wires:
     return _Wires(usual=usual, experts=experts, of_all=wire_with_experts(usual, experts))
 
 
-def _replica_check(model: nn.Module, all_buckets: Sequence[Bucket], meeting: Meeting) -> ReplicaCheck:
-    world = meeting.groups.world
+def _replica_check(
+    model: nn.Module, all_buckets: Sequence[Bucket], holder: StateHolder, meeting: Meeting
+) -> ReplicaCheck:
+    world, sharers = meeting.groups.world, meeting.sharers
+    replicates = {each.groups.of_a_step().replicate.size for each in (sharers.usual, sharers.experts)}
     return ReplicaCheck(
         meeting.config.check_replicas_every,
         all_buckets,
         _frozen_whole(model, all_buckets),
+        holder,
         meeting.step_transport,
         world.ranks[world.place],
-        meeting.sharers.place_of,
+        sharers.place_of,
+        has_copies=max(replicates) > 1,
     )
 
 
@@ -362,8 +367,9 @@ def _meet(
     split: SplitModel,
 ) -> Meeting:
     placed = with_index(device or next(model.parameters()).device)
-    timeout_s = config.comm.timeout_s
-    plain = CommConfig(timeout_s=timeout_s, late_s=config.comm.late_s, node_size=config.comm.node_size)
+    comm = with_time_limits(config.comm, placed.type)
+    timeout_s = comm.limit_s
+    plain = CommConfig(timeout_s=timeout_s, late_s=comm.late_s, node_size=comm.node_size)
     of_all, everyone, together, copy, alike, alike_experts = None, None, None, None, None, None
     if not split.is_empty:
         # All ranks, and those of a copy, have no state of their own to share: they only agree.
@@ -388,7 +394,8 @@ def _meet(
     if everyone is not None:
         refuse_disagreement({"config": facts["config"]}, everyone)
     refuse_disagreement(facts, transport)
-    config, trials = resolve_auto(config, model, groups, transport, placed)
+    # Behind the comparison: process groups of other limits train the same thing.
+    config, trials = resolve_auto(replace(config, comm=comm), model, groups, transport, placed)
     if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
         transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
@@ -413,4 +420,4 @@ def _meet(
 def _between(sets: Sequence[Sequence[int]], device: torch.device, comm: CommConfig, ledger: Ledger) -> Transport:
     """A transport between the ranks of each set, who only agree."""
     groups = Groups.create(stage=1, device_type=device.type, comm=comm, apart=tuple(map(sorted, sets)))
-    return choose_transport(groups, device, comm.timeout_s, ledger)
+    return choose_transport(groups, device, groups.timeout_s, ledger)

@@ -4,12 +4,14 @@ import atexit
 import logging
 import sys
 import weakref
+from collections.abc import Sequence
 
 import torch.distributed as dist
 from accelerate import Accelerator
 
 from ...comm.groups.processes import RankProcesses
 from ...comm.transport import CommunicationError
+from ...engine.engine import ZeroEngine
 from .last_words import LastWords
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,12 @@ def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
     accelerator = reference()
     if getattr(sys, "last_value", None) is not None or not dist.is_initialized():
         return
-    engines = accelerator.zero_engines if accelerator is not None else []
+    leave(accelerator.zero_engines if accelerator is not None else [], processes)
+    dist.destroy_process_group()
+
+
+def leave(engines: Sequence[ZeroEngine], processes: RankProcesses | None = None) -> None:
+    """Before the process group goes: ends what is under way, and waits for ranks that are still reading."""
     try:
         for engine in engines:
             engine.finish_parameters()
@@ -42,7 +49,7 @@ def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
         logger.warning(f"{error} This rank had come to its end.")
     # A peer that is still reading would see this end as a failure. One that waits for this rank is to see it.
     watches = [engine.transport.watch for engine in engines]
-    at_work = [] if watches else processes.leave(_PATIENCE_S)
+    at_work = [] if watches or processes is None else processes.leave(_PATIENCE_S)
     for watch in watches:
         at_work = watch.leave(_PATIENCE_S / len(watches))
     if at_work:
@@ -50,4 +57,3 @@ def _leave(reference: weakref.ref, processes: RankProcesses) -> None:
             f"hf_zero: rank {dist.get_rank()} has come to the end of its script and ends now, while ranks {at_work} are still at "
             "work. What they have yet to do together with it fails."
         )
-    dist.destroy_process_group()

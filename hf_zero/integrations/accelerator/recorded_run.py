@@ -6,12 +6,15 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ...config import ConfigError, ZeroConfig
 from ...engine.engine import ZeroEngine
 from ...report.recorder import RunRecorder, in_one_line
 from ..frames import find_in_callers
 from .announce import ddp_state, state_plan
 from .batch import micro_batches_of
+from .leaving import leave
 
 if TYPE_CHECKING:
     # Mixed into Accelerator's subclasses: a type checker takes their methods for inherited.
@@ -80,6 +83,8 @@ class RecordedAccelerator(_AcceleratorBase):
 
     def end_training(self) -> None:
         self.end_report()
+        if dist.is_initialized():
+            leave(self.zero_engines)
         super().end_training()
 
 

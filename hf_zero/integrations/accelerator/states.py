@@ -32,7 +32,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
         ValueError: no folder is given, or a file's name; accelerate's automatic naming comes to a folder that is there.
         CommunicationError: a rank does not come.
     """
-    with engine.transport.watch.log.at("save"), _folder_to_fill(accelerator, engine, output_dir) as folders:
+    with engine.transport.watch.saving(), _folder_to_fill(accelerator, engine, output_dir) as folders:
         yield folders
 
 
@@ -40,7 +40,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path]]:
-    engine.everyone.meet("accelerator.save_state", engine.config.comm.timeout_s)
+    engine.everyone.meet("accelerator.save_state", engine.config.comm.limit_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
     if is_automatic:
@@ -55,6 +55,12 @@ def _folder_to_fill(
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
     exchange = engine.everyone.exchange
+    asked = list(dict.fromkeys(exchange(str(final), "save_state")))
+    if len(asked) > 1:
+        raise ValueError(
+            f"hf_zero: the ranks save their state to different folders: {', '.join(asked[:4])}. Each rank's part belongs to one "
+            "folder: give save_state the same one on every rank."
+        )
     if is_automatic and exchange(final.exists())[0]:
         raise ValueError(
             f"hf_zero: {final} is there already. Set accelerator.project_configuration.iteration to the number to go on with."

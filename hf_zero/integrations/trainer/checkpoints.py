@@ -5,7 +5,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ logger = logging.get_logger(__name__)
 _THEN = "The former checkpoints are as they were, and training state is unharmed."
 
 
+_MARK_OF_TRAINER = "checkpoint-is-incomplete.txt"
 _GLANCE_S = 0.1
 _PATIENCE_S = 10.0
 """For the other ranks' part of a save, when an exception is ending this rank."""
@@ -69,8 +70,9 @@ class CheckpointSaver:
         self._base = FrozenBase(engine)
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
-        name, secret = engine.everyone.exchange((uuid.uuid4().hex, secrets.token_bytes(32)))[0]
-        self._store_exchange = StoreExchange(engine.run, name, secret, engine.config.comm.timeout_s)
+        mine = (uuid.uuid4().hex, secrets.token_bytes(32))
+        name, secret = engine.everyone.exchange(mine, "first save of a Trainer")[0]
+        self._store_exchange = StoreExchange(engine.run, name, secret, engine.config.comm.limit_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._writing: LivePieces | None = None
@@ -103,14 +105,16 @@ class CheckpointSaver:
                 and training state are unharmed; with `checkpoint.on_failure: continue` it is a warning and training goes on.
         """
         began_s = time.perf_counter()
-        self.finish()
         trainer = self._trainer
         run_folder = Path(trainer._get_output_dir(trial=trial))
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        # Ranks that come to save different steps would each leave a half under another name.
+        self.engine.everyone.exchange(None, f"save of {final.name}")
+        self.finish()
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
         self._former_best = trainer.state.best_model_checkpoint
-        with self.engine.transport.watch.log.at("save"), self._on_failure():
+        with self._on_failure():
             self._save(run_folder, final, position, is_async=self._is_async(is_awaited=is_awaited))
         self._held_up(began_s, "save")
 
@@ -315,6 +319,19 @@ class CheckpointSaver:
             raise
         if disk.leads:
             _rotate(final.parent, final, limit=self._trainer.args.save_total_limit, best=best)
+
+
+def take_mark_away(checkpoint: Path) -> None:
+    """Takes away the folder in which Trainer's save on SIGTERM leaves a mark until it is done.
+
+    What is saved here has its own name only when it is whole. A run that ends meanwhile is not to leave a folder of that name.
+    """
+    mark = checkpoint / _MARK_OF_TRAINER
+    if mark.is_file() and [mark] == list(checkpoint.iterdir()):
+        # Ranks of one disk do so at one time.
+        mark.unlink(missing_ok=True)
+        with suppress(OSError):
+            checkpoint.rmdir()
 
 
 def _looks_at_saves(callback: TrainerCallback) -> bool:

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, logging
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from transformers import Trainer, TrainingArguments, logging
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import IntervalStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...checkpoint.foreign.find import is_foreign
@@ -38,7 +40,7 @@ from ..gathered import gathered
 from ..hub.card_facts import write_run
 from ..model_parallel import as_if_whole, is_split
 from ..seams import mix_in, replaced
-from .checkpoints import CheckpointSaver
+from .checkpoints import CheckpointSaver, take_mark_away
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
 from .rescued_steps import ignores_num_items, pass_of
@@ -55,6 +57,8 @@ else:
 
 logger = logging.get_logger(__name__)
 
+_USUAL_DDP_TIMEOUT_S = TrainingArguments.ddp_timeout
+
 
 def trainer_under_construction() -> Trainer | None:
     """The Trainer whose `__init__` is running further up the stack, or None."""
@@ -70,6 +74,9 @@ def install_in_trainer(trainer: Trainer) -> None:
         model._is_distributed_loading_by_transformers = False
     if trainer.args.n_gpu > 1:
         _train_on_one_gpu(trainer)
+    if dist.is_initialized() and trainer.args.ddp_timeout != _USUAL_DDP_TIMEOUT_S:
+        # Trainer gives `ddp_timeout` to groups of accelerators alone, and to none that was there before its arguments.
+        _set_pg_timeout(trainer.args.ddp_timeout_delta, dist.group.WORLD)
 
 
 def _train_on_one_gpu(trainer: Trainer) -> None:
@@ -306,10 +313,12 @@ class ZeroTrainerMixin(_TrainerBase):
             super()._save_checkpoint(model, trial)
 
     def _save_with(self, engine: ZeroEngine, trial: object, *, is_awaited: bool = False) -> None:
-        if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
-            self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
-        position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
-        self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
+        with engine.transport.watch.saving():
+            take_mark_away(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+            if self._checkpoint_saver is None or self._checkpoint_saver.engine is not engine:
+                self._checkpoint_saver = CheckpointSaver(self, engine, super().save_model.__func__)
+            position = None if self._rows_of_a_step is None else self._rows_of_a_step.position()
+            self._checkpoint_saver.save(trial, position, is_awaited=is_awaited)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         folder = Path(resume_from_checkpoint)
