@@ -13,6 +13,7 @@ when the generator's loss goes through it. A step without zeroing is refused: th
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,6 +107,17 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
         return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._unreadable("pickling")
+
+    def _unreadable(self, operation: object) -> ShardedGradientError:
+        return ShardedGradientError(
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change it "
+            "here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
+            "look at it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to "
+            "be wrapped in DistributedDataParallel as well."
+        )
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
         if func is torch.ops.aten.detach.default:
@@ -121,10 +133,4 @@ class ShardedGradient(torch.Tensor):
         if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
             # `model.to(...)` takes gradients along. This one is gone.
             return args[0]._moved(**kwargs)
-        name = next(a._name for a in leaves((args, kwargs)) if isinstance(a, cls))
-        raise ShardedGradientError(
-            f"hf_zero: the gradient of {name!r} is sharded over the ranks, so {func} can neither read nor change it here. To "
-            "clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to look at "
-            "it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to be "
-            "wrapped in DistributedDataParallel as well."
-        )
+        raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)

@@ -64,7 +64,7 @@ class ShardedAlias(ShardedValues, torch.Tensor):
     _parameter: nn.Parameter
 
 
-_HIDDEN = Disguise(ShardedValues, "Sharded")
+_HIDDEN = Disguise(ShardedValues)
 
 hide_all = _HIDDEN.put_on
 """Has torch ask before each operation on parameters, whose values are sharded from now on."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..buckets.precision import check_cast_owner
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
+from ..disguise import mix_in
 from .accelerator.environment import check_environment, refuse_engines_of_the_launch
 from .accelerator.first_step import CONFIG_VARIABLE, StepWatch
 from .accelerator.ignored_plugin import watch_for_steps_without
@@ -23,7 +24,6 @@ from .accelerator.leaving import end_cleanly
 from .accelerator.run_record import RunRecord
 from .accelerator.split_models import mesh_of_batches
 from .accelerator_mixin import ZeroAcceleratorMixin
-from .seams import mix_in
 
 
 class ZeroPlugin(ParallelismConfig):
@@ -122,7 +122,7 @@ class ZeroPlugin(ParallelismConfig):
             run.refuse_other(self.config)
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
-            mix_in(accelerator, ZeroAcceleratorMixin, "ZeroAccelerator")
+            mix_in(accelerator, ZeroAcceleratorMixin)
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)

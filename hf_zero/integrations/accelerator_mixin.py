@@ -69,6 +69,21 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     _zero_with_optimizer: bool = False
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles get: no engines, and neither the models and optimizers that they train.
+
+        Those have parts of their parameters on each rank, and a copy could not train on them. A copy prepares others.
+        """
+        # Python 3.10 has no such method of object.
+        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
+        for name in ("zero_recorder", "zero_run", "_zero_joined"):
+            state.pop(name, None)
+        mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
+        state["_models"] = [m for m in self._models if self._engine_for(m) is None]
+        state["_optimizers"] = [o for o in self._optimizers if id(_bare(o)) not in mine]
+        state["_schedulers"] = [s for s in self._schedulers if not any(id(_bare(o)) in mine for o in s.optimizers)]
+        return state | {"zero_engines": [], "_zero_early_optimizers": {}}
+
     # ---- prepare ----
 
     def prepare(self, *args, device_placement=None):
