@@ -86,7 +86,12 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
 
     # ---- prepare ----
 
+    def _refuse_reset_state(self) -> None:
+        """Raises accelerate's own AttributeError behind `AcceleratorState._reset_state()`, which tells of that call."""
+        _ = self.distributed_type
+
     def prepare(self, *args, device_placement=None):
+        self._refuse_reset_state()
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
         self._choose_stage(args)
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
@@ -109,6 +114,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             self.zero_config = config_for(self.zero_config, self, list(args))
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        self._refuse_reset_state()
         self._choose_stage([model])
         if self.zero_config.stage == 3:
             _refuse_compiled(self, model)
@@ -153,6 +159,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return args
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        self._refuse_reset_state()
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
         refuse_wrapper(_bare(optimizer))
         if self._zero_preparing:
@@ -326,6 +333,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
+        self._refuse_reset_state()
         if not self.zero_engines:
             return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
         began_s = time.perf_counter()
@@ -345,6 +353,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return str(final)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
+        self._refuse_reset_state()
         if input_dir is not None and self.zero_engines:
             refuse_unless_state(Path(input_dir).expanduser())
         for engine in self.zero_engines:

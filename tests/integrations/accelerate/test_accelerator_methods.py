@@ -282,3 +282,19 @@ class ByArguments:
 
     def __reduce__(self):
         return type(self), (self.number, "arguments")
+
+
+@pytest.mark.parametrize("reset_partial_state", [False, True])
+def test_behind_a_reset_of_accelerates_state_its_own_explanation_comes(fresh_state, tmp_path, reset_partial_state):
+    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
+    prepared(accelerator)
+    AcceleratorState._reset_state(reset_partial_state)
+    for call in (
+        lambda: accelerator.prepare(nn.Linear(1, 1)),
+        lambda: accelerator.prepare_model(nn.Linear(1, 1)),
+        lambda: accelerator.prepare_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)),
+        lambda: accelerator.save_state(str(tmp_path)),
+        lambda: accelerator.load_state(str(tmp_path)),
+    ):
+        with pytest.raises(AttributeError, match=r"This happens if `AcceleratorState._reset_state\(\)` was called"):
+            call()
