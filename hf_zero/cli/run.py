@@ -18,7 +18,7 @@ def run(
         list[str], typer.Argument(help="A Python file, or a module's name behind -m, and its own arguments.")
     ],
     zero: Annotated[
-        str | None, typer.Option(help="A stage (0, 1, 2, 3), a YAML file, or settings; else HF_ZERO_CONFIG.")
+        str | None, typer.Option(help="A stage (0, 1, 2, 3, auto), a YAML file, or settings; else HF_ZERO_CONFIG.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     num_processes: Annotated[

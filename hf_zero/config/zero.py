@@ -409,7 +409,15 @@ class ZeroConfig:
         Args:
             name: what the value is called where it is said, for errors.
         """
-        value = plain(value)
+        try:
+            return cls._of(plain(value), name)
+        except ConfigError as error:
+            if name == "config" or name in str(error):
+                raise
+            raise ConfigError(re.sub(r"^hf_zero( config)?:", rf"\g<0> in {name},", str(error))) from None
+
+    @classmethod
+    def _of(cls, value: Any, name: str) -> "ZeroConfig":
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -432,7 +440,7 @@ class ZeroConfig:
 ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
 """What `ZeroConfig.of` takes."""
 
-_FLAGS = "a stage (0, 1, 2, 3), settings such as stage=2,grad_accumulation=local, a .yaml path"
+_FLAGS = "a stage (0, 1, 2, 3, auto), settings such as stage=2,grad_accumulation=local, a .yaml path"
 _SPELT = ("zero", "one", "two", "three")
 
 

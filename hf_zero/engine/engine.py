@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
+from ..comm.control.last_words import LastWords
 from ..comm.transport import Label
 from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
@@ -61,6 +62,7 @@ class ZeroEngine:
         device: torch.device | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ):
+        LastWords.installed()
         self.model = model
         self.entry = entry or model
         self._trials: tuple[Trial, ...] = ()

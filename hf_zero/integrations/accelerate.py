@@ -13,13 +13,13 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
+from ..comm.control.last_words import LastWords
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
 from ..disguise import mix_in
 from .accelerator.environment import check_environment, refuse_engines_of_the_launch
 from .accelerator.first_step import CONFIG_VARIABLE, StepWatch
 from .accelerator.ignored_plugin import watch_for_steps_without
-from .accelerator.last_words import LastWords
 from .accelerator.leaving import end_cleanly
 from .accelerator.run_record import RunRecord
 from .accelerator.split_models import mesh_of_batches

@@ -46,6 +46,8 @@ def test_frozen_and_keyword_only():
         ({"humidity": 1}, "unknown key `humidity`; nothing known is near it. Known: stage,"),
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
+        ({"stage": "2.0"}, "`stage` is '2.0'"),
+        ({"grad_buffers": "0"}, "`grad_buffers` is 0"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
         ({"kernels": "fused"}, "`kernels` is 'fused'; allowed: auto, always, never"),
         ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` is of stage 3"),
@@ -126,14 +128,14 @@ def test_missing_and_broken_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2, 3), settings such as stage=2"),
+        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2, 3, auto), settings such as stage=2"),
         ("", "`config` is ''"),
         ("stage=2,local", "settings as name=value, separated by commas"),
         ("stage=2,stage.x=1", "`stage.x` is '1'; allowed: nothing: `stage` has a value already"),
         ("5", "`stage` is 5"),
         ("two", "a .yaml path. For stage 2 say 2."),
         ("zero3", "For stage 3 say 3."),
-        ("²", "`config` is '²'; allowed: a stage (0, 1, 2, 3)"),
+        ("²", "`config` is '²'; allowed: a stage (0, 1, 2, 3, auto)"),
         ("stage=2,stage=3", "`stage` is said twice, as 2 and as '3'. Say it once."),
         ("stage=2020-13-45", "`stage` is '2020-13-45'; allowed: 0, 1, 2, 3"),
         ("stage=[2", "`stage=[2` is not valid YAML, line 1: expected ',' or ']'"),
@@ -148,6 +150,33 @@ def test_wrong_flags(text, says):
     with pytest.raises(ConfigError) as error:
         ZeroConfig.from_flag(text)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["nowhere.yaml", "stge=2", "7", "two", "stage=9", "offload.optimizer=disk", "stage=[2"]
+)
+@pytest.mark.parametrize("name", ["HF_ZERO_CONFIG", "--zero"])
+def test_an_error_names_where_the_text_was_said(name, text):
+    with pytest.raises(ConfigError, match=rf"^hf_zero config: (`{name}`|in {name},) ") as error:
+        ZeroConfig.of(text, name)
+    assert str(error.value).count(name) == 1 and len(str(error.value).split()) <= 35
+
+
+@pytest.mark.parametrize(
+    ("quoted", "plain"),
+    [
+        ({"stage": "2"}, {"stage": 2}),
+        ({"stage": " 3 ", "prefetch_units": "2"}, {"stage": 3, "prefetch_units": 2}),
+        ({"overlap_param_gather": "False"}, {"overlap_param_gather": False}),
+        ({"split_parameters": "true"}, {"split_parameters": True}),
+        ({"comm": {"communicators": "1", "late_s": "1e1"}}, {"comm": {"communicators": 1, "late_s": 10.0}}),
+        ({"offload": {"optimizer": "cpu", "ratio": "0.5"}}, {"offload": {"optimizer": "cpu", "ratio": 0.5}}),
+    ],
+)
+def test_a_number_or_switch_in_quotes_is_that_number_or_switch(quoted, plain, tmp_path):
+    (tmp_path / "zero.yaml").write_text(yaml.safe_dump(quoted, default_style='"'))
+    assert ZeroConfig.of(quoted) == ZeroConfig.of(str(tmp_path / "zero.yaml")) == ZeroConfig.of(plain)
+    assert ZeroConfig.of(quoted).to_dict() == ZeroConfig.of(plain).to_dict()
 
 
 def test_other_objects_are_refused():

@@ -8,9 +8,9 @@ import weakref
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from ...comm.control.last_words import LastWords
 from ...comm.groups.processes import RankProcesses
 from ...comm.transport import CommunicationError
-from .last_words import LastWords
 
 logger = logging.getLogger(__name__)
 

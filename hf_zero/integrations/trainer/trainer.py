@@ -112,6 +112,10 @@ class ZeroTrainerMixin(_TrainerBase):
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
+        if isinstance(resume_from_checkpoint, str):
+            # A command line has no booleans: `--resume_from_checkpoint True`.
+            said = {"true": True, "false": False}.get(resume_from_checkpoint.lower())
+            resume_from_checkpoint = resume_from_checkpoint if said is None else said
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
             self._memory, self._memory_saver = open_memory(self), None
