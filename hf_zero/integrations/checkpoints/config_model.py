@@ -16,18 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import huggingface_hub.constants
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError
 from ..reasons import reason
+
+if TYPE_CHECKING:
+    # Not at once: a folder without a config, and looks at headers, do without the seconds that transformers takes.
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIG_NAME = "config.json"
 
@@ -96,12 +98,14 @@ def expected_tensors(folder: Path, saved: int, *, as_in_files: bool = True) -> d
     return answer
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path) -> "PretrainedConfig":
     """A folder's config, by transformers' own classes only.
 
     Raises:
         CheckpointError: it cannot be read, or is none that transformers knows.
     """
+    from transformers import AutoConfig
+
     path = folder / CONFIG_NAME
     refuse_links(folder, [path])
     read_mapping(path)
@@ -115,8 +119,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]:
+def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedModel"]:
     """The class that a config names. Raises `CheckpointError` unless it is a model of transformers."""
+    import transformers
+    from transformers import PreTrainedModel
+
     named = config.architectures
     name = named[0] if isinstance(named, list) and named else None
     found = None
@@ -133,7 +140,7 @@ def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]
     return found
 
 
-def meta_model(folder: Path, saved: int) -> PreTrainedModel:
+def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
     """The model of a folder's config on the meta device. Raises `CheckpointError` as `expected_tensors` does."""
     config = read_config(folder)
     kind = model_class(config, folder)
@@ -178,6 +185,8 @@ def _at_most(saved: int, folder: Path) -> Iterator[None]:
 
 def _tell_expected(folder: Path, saved: int, as_in_files: bool, sending: Connection) -> None:
     """Sends what is expected, or why nothing is. In a process of its own."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
     # A dictionary that grows without end is to reach the memory limit before the time limit.
