@@ -32,7 +32,7 @@ _SWITCHES = ("true", "false", "yes", "no", "on", "off", "none", "auto")
 _NESTED_IN_COMM: dict[str, type] = {"outer": OuterConfig}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ZeroConfig:
     """What the engine is asked to do. Every field has a default that suits BERT- and GPT-class fine-tuning.
 
@@ -432,6 +432,13 @@ class ZeroConfig:
             return cls(stage=value)
         raise refuse(name, value, "a stage number, a YAML path, a mapping or a ZeroConfig")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.from_dict({self.changes()})"
+
+    def changes(self) -> dict[str, Any]:
+        """The stage, and what else differs from the defaults. `from_dict` of it is an equal config."""
+        return {"stage": self.stage, **_changes(self)}
+
     def to_dict(self) -> dict[str, Any]:
         """The nested plain dict that `from_dict` reads back to an equal config."""
         return dataclasses.asdict(self)
@@ -467,6 +474,17 @@ def _build(kind: type, settings: Mapping[str, Any], prefix: str):
             value = _build(nested[name], value, f"{prefix}{name}.")
         arguments[name] = value
     return kind(**arguments)
+
+
+def _changes(config: Any) -> dict[str, Any]:
+    found = {}
+    for field_ in dataclasses.fields(config):
+        value, default = getattr(config, field_.name), field_.default
+        if dataclasses.is_dataclass(value):
+            value, default = _changes(value), {}
+        if value != default:
+            found[field_.name] = value
+    return found
 
 
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:

@@ -6,7 +6,7 @@ plugin turns that very instance into one whose methods know the engine; nothing 
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
@@ -25,6 +25,11 @@ from .accelerator.run_record import RunRecord
 from .accelerator.split_models import mesh_of_batches
 from .accelerator_mixin import ZeroAcceleratorMixin
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config.settings import ZeroSettings
+
 
 class ZeroPlugin(ParallelismConfig):
     """Installs hf_zero in an Accelerator: `Accelerator(parallelism_config=ZeroPlugin(stage=2))`.
@@ -38,7 +43,7 @@ class ZeroPlugin(ParallelismConfig):
 
     _watch: StepWatch | None = None
 
-    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: Any):
+    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: "Unpack[ZeroSettings]"):
         LastWords.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -93,7 +98,8 @@ class ZeroPlugin(ParallelismConfig):
         return self.config.to_dict()
 
     def __repr__(self) -> str:
-        return f"ZeroPlugin({self.config})"
+        said = self.config.changes() | ({} if self.tp_size == 1 else {"tp_size": self.tp_size})
+        return f"ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """What accelerate deals batches by: none, unless the model is split. The engine makes its own groups."""

@@ -1,13 +1,17 @@
 """Every way of writing a config gives the same object; every wrong one a sentence that helps."""
 
+import dataclasses
 import json
+import typing
 
 import numpy as np
 import pytest
 import yaml
 
+from hf_zero import ZeroPlugin
 from hf_zero.buckets.precision import check_cast_owner, resolve_casts
-from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes
+from hf_zero.config import CommConfig, ConfigError, OffloadConfig, ZeroConfig, parse_bytes, parts
+from hf_zero.config import settings as typed_settings
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
 
@@ -294,3 +298,45 @@ def test_one_owner_of_the_cast():
         check_cast_owner(ZeroConfig(stage=3, gather_dtype="bfloat16"), "fp16")
     with pytest.raises(ConfigError, match="'fp8' is not built yet"):
         check_cast_owner(ZeroConfig(), "fp8")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 2},
+        {"stage": 0},
+        {"stage": "auto"},
+        {"stage": 3, "prefetch_units": 0, "offload": {"optimizer": "cpu", "ratio": 0.5}, "unit_modules": "Block"},
+        {"stage": 1, "comm": {"sync_every": 4, "outer": {"lr": 1.0}}},
+    ],
+)
+def test_a_config_and_a_plugin_show_what_differs_from_the_defaults_and_no_more(settings):
+    config, plugin = ZeroConfig.from_dict(settings), ZeroPlugin(**settings)
+    assert eval(repr(config)) == config and eval(repr(plugin)).config == config
+    changed = config.changes()
+    assert changed == ({**settings, "unit_modules": ("Block",)} if "unit_modules" in settings else settings)
+    assert repr(ZeroPlugin(stage=2)) == "ZeroPlugin(stage=2)" == repr(ZeroPlugin())
+    assert repr(ZeroPlugin(stage=2, tp_size=2)) == "ZeroPlugin(stage=2, tp_size=2)"
+
+
+def test_the_types_of_keyword_arguments_agree_with_the_config():
+    """Each key with every type that the field has; sections also as mappings."""
+    for typed, config in (
+        (typed_settings.ZeroSettings, ZeroConfig),
+        (typed_settings.OffloadSettings, parts.OffloadConfig),
+        (typed_settings.CommSettings, parts.CommConfig),
+        (typed_settings.OuterSettings, parts.OuterConfig),
+        (typed_settings.CheckpointSettings, parts.CheckpointConfig),
+    ):
+        hints = typing.get_type_hints(typed)
+        assert list(hints) == [field.name for field in dataclasses.fields(config)] and not typed.__required_keys__
+        for field in dataclasses.fields(config):
+            allowed = set(typing.get_args(hints[field.name])) or {hints[field.name]}
+            wanted = set(typing.get_args(field.type)) or {field.type}
+            if dataclasses.is_dataclass(field.type):
+                wanted.add(getattr(typed_settings, field.type.__name__.replace("Config", "Settings")))
+            if field.name == "stage":
+                wanted.add(str)  # auto, which the doors resolve
+            assert allowed == wanted, field.name
+    # By name, as the annotation is for type checkers and editors alone.
+    assert ZeroPlugin.__init__.__annotations__["settings"] == "Unpack[ZeroSettings]"
