@@ -40,11 +40,13 @@ class StepFigures(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self._clock.stand_still()
 
-    def since_the_last(self, engine: ZeroEngine, step: int) -> dict[str, float]:
+    def since_the_last(self, engine: ZeroEngine, step: int, *, all_of_them: bool) -> dict[str, float]:
         """What a step has taken on average since this was last asked, or since training began.
 
-        Without `report` these are peak memory and rows a second: each figure is a part of every line that Trainer prints. A
-        figure that is nothing in this run, such as what one rank sends or what one node sends to others, is left out.
+        A figure that is nothing in this run, such as what one rank sends or what one node sends to others, is left out.
+
+        Args:
+            all_of_them: else peak memory and rows a second alone: each figure is a part of every line that Trainer prints.
         """
         now, before, steps = engine.comm_report(), self._before, step - self._step
         self._before, self._step = now, step
@@ -54,7 +56,7 @@ class StepFigures(TrainerCallback):
         seconds = self._clock.taken()
         if steps > 0 and seconds > 0:
             figures["zero/samples_per_s"] = float(f"{steps * self._rows_of_a_step / seconds:.5g}")
-        if not engine.config.report:
+        if not all_of_them:
             return figures
         if steps > 0 and seconds > 0:
             figures["zero/steps_per_s"] = float(f"{steps / seconds:.5g}")

@@ -226,7 +226,8 @@ class ZeroTrainerMixin(_TrainerBase):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         engine = _only_engine(self)
         if "loss" in logs and engine is not None and self._step_figures is not None:
-            logs |= self._step_figures.since_the_last(engine, self.state.global_step)
+            with_report = bool(self.accelerator.zero_config.report)
+            logs |= self._step_figures.since_the_last(engine, self.state.global_step, all_of_them=with_report)
             stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
             if stall_s:
                 logs["zero/save_stall_s"] = round(stall_s, 3)
