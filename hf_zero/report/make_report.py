@@ -1,5 +1,6 @@
 """A report of the run in a folder: figures, sentences, and what is missing."""
 
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +20,8 @@ from .findings import findings, state_of
 from .log_file import LOG_NAME
 from .read_run import RunLines, is_finite, read_run
 from .units import several, shown, shown_bytes, shown_count, shown_share
+
+_YEAR_9999_S = 2.5e11
 
 
 def make_report(folder: Path) -> Report:
@@ -42,15 +45,27 @@ def make_report(folder: Path) -> Report:
     )
     there = tuple(section for section in sections if section is not None)
     return Report(
-        title=folder.resolve().name,
+        title=_title(run) or folder.resolve().name,
         folder=str(folder),
         state=state_of(run),
         answers=_answers(run, ranks),
         found=findings(run),
         sections=there,
-        facts=_facts(run),
+        facts=(("folder", folder.resolve().name), *_facts(run)),
         missing=_missing(run, there),
     )
+
+
+def _title(run: RunLines) -> str:
+    """What was trained, how and when: reports of several runs are told apart by it."""
+    start = run.starts[-1] if run.starts else {}
+    stage, ranks, begun_s = (start.get(name) for name in ("stage", "ranks", "time"))
+    parts = [str(start["model"])] if start.get("model") else []
+    parts += [f"stage {stage}"] if isinstance(stage, int) else []
+    parts += [several(ranks, "rank")] if isinstance(ranks, int) else []
+    if parts and is_finite(begun_s) and 0 < begun_s < _YEAR_9999_S:
+        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(begun_s)))
+    return ", ".join(parts)
 
 
 def _ranks(run: RunLines) -> int:
