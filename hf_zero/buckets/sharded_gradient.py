@@ -11,8 +11,10 @@ back. What comes after it without zeroing is dropped, as by a script that zeroes
 when the generator's loss goes through it. A step without zeroing is refused: the sum would lack what the script left there.
 """
 
+import sys
 from collections.abc import Callable
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,6 +26,32 @@ from .nested import leaves
 
 class ShardedGradientError(RuntimeError):
     """A script read a gradient that is sharded over the ranks."""
+
+
+_FRAMES_TO_STEP = 24
+"""Between an operation of an optimizer's and its `step` lie torch's own wrappers."""
+
+
+def steps_unprepared(holds: Callable[[nn.Parameter], bool]) -> str | None:
+    """What to say where an optimizer that holds such a parameter is stepping; None where none is.
+
+    An optimizer that is prepared holds this rank's rows in place of parameters.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_STEP):
+        if frame is None:
+            return None
+        stepped = frame.f_locals.get("self")
+        if isinstance(stepped, torch.optim.Optimizer):
+            if not any(holds(p) for group in stepped.param_groups for p in group["params"]):
+                return None
+            name = type(stepped).__name__
+            return (
+                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not prepared. Build the "
+                "optimizer before accelerator.prepare(model, optimizer), and step the one that prepare returns."
+            )
+        frame = frame.f_back
+    return None
 
 
 class GradientState(Enum):
@@ -111,9 +139,11 @@ class ShardedGradient(torch.Tensor):
         raise self._unreadable("pickling")
 
     def _unreadable(self, operation: object) -> ShardedGradientError:
+        unprepared = steps_unprepared(lambda parameter: parameter.grad is self)
         return ShardedGradientError(
-            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change it "
-            "here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
+            unprepared
+            or f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change "
+            "it here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
             "look at it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to "
             "be wrapped in DistributedDataParallel as well."
         )

@@ -14,6 +14,7 @@ from torch import nn
 from ..disguise import LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
 from .nested import leaves
+from .sharded_gradient import steps_unprepared
 
 _DATA: Any = torch.Tensor.data
 _ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
@@ -121,7 +122,8 @@ def _bring(parameter: nn.Parameter, func: Callable) -> None:
     if not are_hidden(parameter):
         return
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
-        raise unreadable(_name_of(parameter), _spelling(func))
+        unprepared = steps_unprepared(lambda other: other is parameter)
+        raise ShardedParametersError(unprepared) if unprepared else unreadable(_name_of(parameter), _spelling(func))
 
 
 def _whole(values: Any) -> Any:

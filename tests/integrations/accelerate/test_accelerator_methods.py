@@ -298,3 +298,33 @@ def test_behind_a_reset_of_accelerates_state_its_own_explanation_comes(fresh_sta
     ):
         with pytest.raises(AttributeError, match=r"This happens if `AcceleratorState._reset_state\(\)` was called"):
             call()
+
+
+def steps_one_more(rank: int, world_size: int, stage: int) -> list[str]:
+    """What steps of optimizers that were built after prepare are told."""
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage), cpu=True)
+    model, first = prepared(accelerator, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    said = []
+    kinds: list[Any] = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor]
+    for make in (*kinds, lambda parameters: torch.optim.AdamW(parameters, foreach=False)):
+        accelerator.backward(model(torch.ones(5, 64)).sum())
+        with pytest.raises(RuntimeError) as error:
+            make(model.parameters()).step()
+        said.append(str(error.value))
+        first.zero_grad()
+    # A hook of the prepared optimizer's own that reads a gradient is no step without the engine.
+    first.optimizer.register_step_pre_hook(lambda *_: model[0].weight.grad.norm())
+    accelerator.backward(model(torch.ones(5, 64)).sum())
+    with pytest.raises(RuntimeError, match="is sharded over the ranks") as error:
+        first.step()
+    assert "was not prepared" not in str(error.value)
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_was_built_after_prepare_is_named(stage):
+    for said in run_on_ranks(steps_one_more, stage=stage):
+        for name, told in zip(("AdamW", "SGD", "Adafactor", "AdamW"), said, strict=True):
+            assert f"this {name} was not prepared" in told and "accelerator.prepare(model, optimizer)" in told
+            assert len(told.split()) <= 35
