@@ -32,8 +32,8 @@ _FRAMES_TO_STEP = 24
 """Between an operation of an optimizer's and its `step` lie torch's own wrappers."""
 
 
-def steps_unprepared(holds: Callable[[nn.Parameter], bool]) -> str | None:
-    """What to say where an optimizer that holds such a parameter is stepping; None where none is.
+def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientError | None:
+    """The error where an optimizer that holds such a parameter is stepping; None where none is.
 
     An optimizer that is prepared holds this rank's rows in place of parameters.
     """
@@ -46,7 +46,7 @@ def steps_unprepared(holds: Callable[[nn.Parameter], bool]) -> str | None:
             if not any(holds(p) for group in stepped.param_groups for p in group["params"]):
                 return None
             name = type(stepped).__name__
-            return (
+            return ShardedGradientError(
                 f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not prepared. Build the "
                 "optimizer before accelerator.prepare(model, optimizer), and step the one that prepare returns."
             )
@@ -139,11 +139,9 @@ class ShardedGradient(torch.Tensor):
         raise self._unreadable("pickling")
 
     def _unreadable(self, operation: object) -> ShardedGradientError:
-        unprepared = steps_unprepared(lambda parameter: parameter.grad is self)
-        return ShardedGradientError(
-            unprepared
-            or f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change "
-            "it here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
+        return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change it "
+            "here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
             "look at it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to "
             "be wrapped in DistributedDataParallel as well."
         )

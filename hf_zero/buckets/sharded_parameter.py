@@ -14,7 +14,7 @@ from torch import nn
 from ..disguise import LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
 from .nested import leaves
-from .sharded_gradient import steps_unprepared
+from .sharded_gradient import unprepared_step
 
 _DATA: Any = torch.Tensor.data
 _ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
@@ -122,8 +122,7 @@ def _bring(parameter: nn.Parameter, func: Callable) -> None:
     if not are_hidden(parameter):
         return
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
-        unprepared = steps_unprepared(lambda other: other is parameter)
-        raise ShardedParametersError(unprepared) if unprepared else unreadable(_name_of(parameter), _spelling(func))
+        raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
 
 
 def _whole(values: Any) -> Any:
