@@ -76,9 +76,8 @@ def _mixed(mixin: type, kind: type) -> type:
         again.__dict__.update(self.__dict__)
         return again
 
-    made = named_as(mixin, kind, __reduce_ex__=__reduce_ex__)
-    if not hasattr(kind, "__copy__"):
-        made.__copy__ = __copy__  # type: ignore[attr-defined]  # a class made here
+    own = {} if hasattr(kind, "__copy__") else {"__copy__": __copy__}
+    made: Any = named_as(mixin, kind, __reduce_ex__=__reduce_ex__, **own)
     return made
 
 
@@ -94,7 +93,8 @@ def mix_in(instance: Any, mixin: type) -> None:
     The object has the `repr`, the class's name and the module that it had. Copies and pickles get the mixin, too.
     """
     if not isinstance(instance, mixin):
-        instance.__class__ = _mixed(mixin, type(instance))
+        kind: Any = type(instance)
+        instance.__class__ = _mixed(mixin, kind)
 
 
 class Disguised(_TensorBase):

@@ -63,8 +63,9 @@ def _title(run: RunLines) -> str:
     parts = [str(start["model"])] if start.get("model") else []
     parts += [f"stage {stage}"] if isinstance(stage, int) else []
     parts += [several(ranks, "rank")] if isinstance(ranks, int) else []
-    if parts and is_finite(begun_s) and 0 < begun_s < _YEAR_9999_S:
-        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(begun_s)))
+    at_s = float(begun_s) if begun_s is not None and is_finite(begun_s) else 0.0
+    if parts and 0 < at_s < _YEAR_9999_S:
+        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s)))
     return ", ".join(parts)
 
 

@@ -38,7 +38,7 @@ class _NormRefused(_TensorBase):
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         return result.as_subclass(cls) if func in _ALIASING else result
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
         return repr(self.as_subclass(torch.Tensor))
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
@@ -67,4 +67,4 @@ def free_norms(buckets: Iterable[Bucket]) -> None:
         for row in bucket.rows:
             gradient = row.tensor.grad
             if type(gradient) is RowGradient:
-                gradient.__class__ = torch.Tensor  # type: ignore[assignment]  # narrowed to the subclass by the line before
+                gradient.__class__ = torch.Tensor
