@@ -502,3 +502,11 @@ class HostValue:
     def value(self) -> float:
         self._there.wait()
         return self._copy.item()
+
+
+def in_units(nbytes: int) -> str:
+    """Bytes with their unit: MiB with one decimal, GiB from ten on, and KiB or bytes for what would be a fraction of a MiB."""
+    for least, unit_bytes, unit in ((10 * 2**30, 2**30, "GiB"), (2**20, 2**20, "MiB"), (2**10, 2**10, "KiB")):
+        if nbytes >= least:
+            return f"{nbytes / unit_bytes:,.1f} {unit}"
+    return f"{nbytes} B" if nbytes else "0"

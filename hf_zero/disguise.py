@@ -1,11 +1,12 @@
-"""Parameters in a class that has torch ask before each operation on them.
+"""Objects of others in classes of ours, which show themselves as before; and parameters of which torch asks before it reads them.
 
 A class with `__torch_function__` is asked for leave to run any operation, and an ordinary Parameter is not of such a class. So
 for as long as a parameter's values may not be read as they are, its class is a subclass of its own one and of a mixin that
 answers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -55,6 +56,47 @@ LOOKS = _looks()
 """The operations that need no values."""
 
 
+def named_as(mixin: type, kind: type, **members: Any) -> type:
+    """A subclass of `kind` with `mixin` before it, which has the name and the module of `kind`."""
+    shown = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (mixin, kind), shown | members)
+
+
+@cache
+def _mixed(mixin: type, kind: type) -> type:
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        # pickle finds a class by its name, and this one has the name of another.
+        make, arguments, *rest = super(made, self).__reduce_ex__(protocol)
+        own = (kind if each is made else each for each in (make, *arguments))
+        return _remade, (mixin, *own), *rest
+
+    def __copy__(self: Any) -> Any:
+        # By default a shallow copy would leave out what a pickle does.
+        again = made.__new__(made)
+        again.__dict__.update(self.__dict__)
+        return again
+
+    own = {} if hasattr(kind, "__copy__") else {"__copy__": __copy__}
+    made: Any = named_as(mixin, kind, __reduce_ex__=__reduce_ex__, **own)
+    return made
+
+
+def _remade(mixin: type, make: Callable[..., Any], *arguments: Any) -> Any:
+    instance = make(*arguments)
+    mix_in(instance, mixin)
+    return instance
+
+
+def mix_in(instance: Any, mixin: type) -> None:
+    """Replaces the class of an object that others have made by one with `mixin` before it. Again is harmless.
+
+    The object has the `repr`, the class's name and the module that it had. Copies and pickles get the mixin, too.
+    """
+    if not isinstance(instance, mixin):
+        kind: Any = type(instance)
+        instance.__class__ = _mixed(mixin, kind)
+
+
 class Disguised(_TensorBase):
     """What the mixins of disguises have in common."""
 
@@ -68,12 +110,10 @@ class Disguise:
 
     Args:
         mixin: answers torch in `__torch_function__`.
-        prefix: of the classes' names.
     """
 
-    def __init__(self, mixin: type[Disguised], prefix: str):
+    def __init__(self, mixin: type[Disguised]):
         self._mixin = mixin
-        self._prefix = prefix
         self._made: dict[type, type] = {}
         self._classes: set[type] = set()
 
@@ -95,6 +135,6 @@ class Disguise:
         return self._classes.issuperset(map(type, parameters))
 
     def _make(self, kind: type) -> type:
-        made = self._made[kind] = type(f"{self._prefix}{kind.__name__}", (self._mixin, kind), {"_own_class": kind})
+        made = self._made[kind] = named_as(self._mixin, kind, _own_class=kind)
         self._classes.add(made)
         return made

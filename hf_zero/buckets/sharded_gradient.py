@@ -11,8 +11,11 @@ back. What comes after it without zeroing is dropped, as by a script that zeroes
 when the generator's loss goes through it. A step without zeroing is refused: the sum would lack what the script left there.
 """
 
+import sys
 from collections.abc import Callable
 from enum import Enum
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +26,32 @@ from .nested import leaves
 
 class ShardedGradientError(RuntimeError):
     """A script read a gradient that is sharded over the ranks."""
+
+
+_FRAMES_TO_STEP = 24
+"""Between an operation of an optimizer's and its `step` lie torch's own wrappers."""
+
+
+def unprepared_step(holds: Callable[[nn.Parameter], bool]) -> ShardedGradientError | None:
+    """The error where an optimizer that holds such a parameter is stepping; None where none is.
+
+    An optimizer that is prepared holds this rank's rows in place of parameters.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_TO_STEP):
+        if frame is None:
+            return None
+        stepped = frame.f_locals.get("self")
+        if isinstance(stepped, torch.optim.Optimizer):
+            if not any(holds(p) for group in stepped.param_groups for p in group["params"]):
+                return None
+            name = type(stepped).__name__
+            return ShardedGradientError(
+                f"hf_zero: {name}.step() reaches parameters that the engine trains, and this {name} was not prepared. Build the "
+                "optimizer before accelerator.prepare(model, optimizer), and step the one that prepare returns."
+            )
+        frame = frame.f_back
+    return None
 
 
 class GradientState(Enum):
@@ -106,6 +135,17 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes an argument for subclasses that print values
         return f"ShardedGradient({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self._unreadable("pickling")
+
+    def _unreadable(self, operation: object) -> ShardedGradientError:
+        return unprepared_step(lambda parameter: parameter.grad is self) or ShardedGradientError(
+            f"hf_zero: the gradient of {self._name!r} is sharded over the ranks, so {operation} can neither read nor change it "
+            "here. To clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to "
+            "look at it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to "
+            "be wrapped in DistributedDataParallel as well."
+        )
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]  # torch's own is disabled
         if func is torch.ops.aten.detach.default:
@@ -121,10 +161,4 @@ class ShardedGradient(torch.Tensor):
         if func is torch.ops.aten._to_copy.default and args[0].state is GradientState.SPENT:
             # `model.to(...)` takes gradients along. This one is gone.
             return args[0]._moved(**kwargs)
-        name = next(a._name for a in leaves((args, kwargs)) if isinstance(a, cls))
-        raise ShardedGradientError(
-            f"hf_zero: the gradient of {name!r} is sharded over the ranks, so {func} can neither read nor change it here. To "
-            "clip, call accelerator.clip_grad_norm_ or engine.clip_grad_norm_ (not torch.nn.utils.clip_grad_norm_); to look at "
-            "it, call engine.full_grad(parameter) on all ranks; to forget it, optimizer.zero_grad(). The model is not to be "
-            "wrapped in DistributedDataParallel as well."
-        )
+        raise next(a for a in leaves((args, kwargs)) if isinstance(a, cls))._unreadable(func)

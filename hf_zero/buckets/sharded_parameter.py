@@ -14,6 +14,7 @@ from torch import nn
 from ..disguise import LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
 from .nested import leaves
+from .sharded_gradient import unprepared_step
 
 _DATA: Any = torch.Tensor.data
 _ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
@@ -64,7 +65,7 @@ class ShardedAlias(ShardedValues, torch.Tensor):
     _parameter: nn.Parameter
 
 
-_HIDDEN = Disguise(ShardedValues, "Sharded")
+_HIDDEN = Disguise(ShardedValues)
 
 hide_all = _HIDDEN.put_on
 """Has torch ask before each operation on parameters, whose values are sharded from now on."""
@@ -121,7 +122,7 @@ def _bring(parameter: nn.Parameter, func: Callable) -> None:
     if not are_hidden(parameter):
         return
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
-        raise unreadable(_name_of(parameter), _spelling(func))
+        raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
 
 
 def _whole(values: Any) -> Any:

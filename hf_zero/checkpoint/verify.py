@@ -9,7 +9,7 @@ from ..comm.all_or_none import Exchange
 from .folder.disks import Disk
 from .foreign.find import is_foreign, open_foreign
 from .format.errors import CheckpointError
-from .format.files import Progress, faults_of, files_below, untold
+from .format.files import Progress, faults_of, files_below, no_folder, untold
 from .format.headers import is_whole_safetensors
 from .format.json_files import read_mapping
 from .format.links import entry_faults
@@ -53,7 +53,7 @@ def in_words(error: CheckpointError) -> str:
 
 def _faults(checkpoint: Path, folder: str, *, rank: int, world_size: int, on_progress: Progress) -> list[str]:
     if not checkpoint.is_dir():
-        return [f"there is no folder {checkpoint}"]
+        return [no_folder(checkpoint)]
     faults = entry_faults(checkpoint)
     if faults:
         # What these lead to is not looked at.

@@ -4,9 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ..checkpoint.format.manifest import CheckpointError
-from ..integrations.hub.card import CARD_NAME, write_card
-from ..integrations.hub.card_facts import card_facts
+from ..checkpoint.format.errors import CheckpointError
 from .output import Folder, Json, said_plainly, say, say_json
 
 
@@ -16,6 +14,9 @@ def card(
     as_json: Json = False,
 ) -> None:
     """Writes README.md and loss.png to the folder, from what its files tell. A card of another hand stays."""
+    from ..integrations.hub.card import CARD_NAME, write_card
+    from ..integrations.hub.card_facts import card_facts
+
     path = folder / CARD_NAME
     with said_plainly():
         written = write_card(folder, card_facts(folder), name=name or folder.resolve().name)

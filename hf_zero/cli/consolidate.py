@@ -3,15 +3,10 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from ..checkpoint.format.manifest import CheckpointError
+from ..checkpoint.format.errors import CheckpointError
 from ..config import parse_bytes
-from ..integrations.checkpoints.progress import progress_of
-from ..integrations.checkpoints.weights import consolidate as consolidate_weights
-from ..integrations.checkpoints.weights import folder_faults
-from ..integrations.hub.card_facts import carry_run
 from .output import Dtype, Json, said_plainly, say, say_json
 
 
@@ -25,6 +20,13 @@ def consolidate(
     as_json: Json = False,
 ) -> None:
     """Writes the model of a checkpoint as a folder for from_pretrained, a tensor at a time."""
+    import torch
+
+    from ..integrations.checkpoints.progress import progress_of
+    from ..integrations.checkpoints.weights import consolidate as consolidate_weights
+    from ..integrations.checkpoints.weights import folder_faults
+    from ..integrations.hub.card_facts import carry_run
+
     with said_plainly():
         for folder in (checkpoint, *(part or ())):
             with progress_of(f"checking {folder.name}") as show:

@@ -5,8 +5,6 @@ from typing import Annotated
 
 import typer
 
-from ..integrations.checkpoints.foreign import convert as convert_foreign
-from ..integrations.checkpoints.progress import progress_of
 from .output import Json, said_plainly, say, say_json
 
 
@@ -18,6 +16,9 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Makes a checkpoint of hf_zero, weights and optimizer state, of a DeepSpeed or FSDP one. Runs nothing that it holds."""
+    from ..integrations.checkpoints.foreign import convert as convert_foreign
+    from ..integrations.checkpoints.progress import progress_of
+
     with said_plainly(), progress_of(f"converting {source.name}") as show:
         origin = convert_foreign(source, out, config_folder=config, optimizer=optimizer, on_progress=show)
     if as_json:

@@ -8,7 +8,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..diagnose.doctor import doctor as diagnose
 from .output import Json, console, said_plainly, say, say_json
 
 _STYLES = {"good": "green", "hint": "yellow", "bad": "bold red", "absent": "dim"}
@@ -22,6 +21,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Versions, devices, limits, disk, links, settings in conflict, each with what to do. Exits with 1 on a fault."""
+    from ..diagnose.doctor import doctor as diagnose
+
     with said_plainly():
         found = diagnose(folder, processes, tp_size=tp_size, measure=not quick)
     if as_json:

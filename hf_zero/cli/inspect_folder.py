@@ -3,20 +3,18 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from ..checkpoint.format.json_files import read_mapping
 from ..checkpoint.format.links import refuse_links
-from ..checkpoint.format.manifest import Manifest
 from ..checkpoint.format.text import shown
-from ..checkpoint.structure import STATE_NAME, log_history
-from ..engine.report_tables import mib
-from ..integrations.checkpoints.checkpointing import ZERO_FOLDER
-from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours, saved_tensors
 from .output import LONGEST_LINE, Folder, Json, console, said_plainly, say, say_json
+
+if TYPE_CHECKING:
+    from ..checkpoint.format.manifest import Manifest
 
 _LOSSES = {"loss": "training loss", "eval_loss": "evaluation loss"}
 _LAYOUTS = {
@@ -43,6 +41,10 @@ def inspect(folder: Folder, as_json: Json = False) -> None:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
+    from ..checkpoint.format.manifest import Manifest
+    from ..integrations.checkpoints.checkpointing import ZERO_FOLDER
+    from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours, saved_tensors
+
     tensors = saved_tensors(folder)
     facts: dict[str, Any] = {
         "tensors": len(tensors),
@@ -58,9 +60,13 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 def _reached(folder: Path) -> dict[str, Any]:
     """How far a Trainer had come, from its own file."""
+    from ..checkpoint.structure import STATE_NAME
+
     path = folder / STATE_NAME
     if not path.is_file():
         return {}
+    from ..checkpoint.structure import log_history
+
     refuse_links(folder, [path])
     state = read_mapping(path)
     history = log_history(state, path)
@@ -72,7 +78,7 @@ def _reached(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _saved(manifest: Manifest) -> dict[str, Any]:
+def _saved(manifest: "Manifest") -> dict[str, Any]:
     return {
         "saved": manifest.written_at,
         "ranks": manifest.world_size,
@@ -89,6 +95,8 @@ def _saved(manifest: Manifest) -> dict[str, Any]:
 
 
 def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    from ..engine.report_tables import mib
+
     yield "weights", f"{facts['tensors']} tensors, {facts['elements']:,} elements, {', '.join(facts['dtypes'])}"
     yield "weights bytes", f"{mib(facts['weights_bytes'])} MiB"
     if "step" in facts:

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..checkpoint.format.manifest import CheckpointError
+from ..checkpoint.format.errors import CheckpointError
 from ..checkpoint.format.text import shown
 from ..config import ConfigError
-from ..integrations.hub.hub import HubError
+from ..integrations.reasons import HubError
 
 console = Console()
 _errors = Console(stderr=True, soft_wrap=True)

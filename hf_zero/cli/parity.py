@@ -1,13 +1,14 @@
 """`hf-zero parity`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ..diagnose.parity_report import ParityError, ParityReport
-from ..integrations.unmodified.parity import parity_of_script, words_of
 from .output import console, said_plainly, say, say_error, say_json
+
+if TYPE_CHECKING:
+    from ..diagnose.parity_report import ParityReport
 
 _PARAMETERS_SHOWN = 10
 
@@ -34,6 +35,9 @@ def parity(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")] = False,
 ) -> None:
     """Runs an unmodified script without and with the engine, and compares its first steps. Exits with 1 where they differ."""
+    from ..diagnose.parity_report import ParityError
+    from ..integrations.unmodified.parity import parity_of_script, words_of
+
     with said_plainly():
         try:
             report = parity_of_script(
@@ -60,7 +64,7 @@ def parity(
         raise typer.Exit(1)
 
 
-def _table(report: ParityReport) -> Table:
+def _table(report: "ParityReport") -> Table:
     """The parameters that are furthest apart."""
     table = Table("parameter", "largest difference of a gradient", "of the parameter itself")
     names = sorted(

@@ -5,15 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from ..integrations.planning.chart import draw
-from ..integrations.planning.planner import make_plan
-from ..integrations.planning.tables import header, table_of
-from .output import Dtype, Json, said_plainly, say, say_json
-
-_WIDE = 250
-"""Columns: where the table is wider than the terminal, rich would cut what stands last."""
+from .output import Dtype, Json, console, said_plainly, say, say_json
 
 
 class MixedPrecision(str, Enum):
@@ -53,6 +46,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """What each stage and tier needs for a model on a machine, which one to take, and why. Exits with 1 where nothing fits."""
+    from ..integrations.planning.chart import draw
+    from ..integrations.planning.planner import make_plan
+    from ..integrations.planning.tables import header, table_of
+
     options: dict[str, Any] = {
         "gpus": gpus,
         "nodes": nodes,
@@ -83,7 +80,7 @@ def plan(
         else:
             for line in header(found):
                 say(line)
-            Console(width=_WIDE).print(table_of(found))
+            console.print(table_of(found, console))
             for line in found.choice.why:
                 say(line)
     if found.settings is None:

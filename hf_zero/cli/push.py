@@ -3,14 +3,9 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
-from huggingface_hub import HfApi
 
 from ..config import parse_bytes
-from ..integrations.checkpoints.progress import progress_of
-from ..integrations.hub.hub import Destination
-from ..integrations.hub.push import push_model
 from .output import Dtype, Json, said_plainly, say, say_json
 
 
@@ -24,6 +19,13 @@ def push(
     as_json: Json = False,
 ) -> None:
     """Uploads the model to the Hub with a model card, and compares what arrived. Takes the token of `hf auth login`."""
+    import torch
+    from huggingface_hub import HfApi
+
+    from ..integrations.checkpoints.progress import progress_of
+    from ..integrations.hub.hub import Destination
+    from ..integrations.hub.push import push_model
+
     with said_plainly(), progress_of("checking") as on_check, progress_of("writing weights") as show:
         commit = push_model(
             checkpoint,

@@ -6,13 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ..comm.control.rendezvous_store import PORT, keep_store
 from ..config import ConfigError
 from .output import said_plainly, say, say_json
 
 
 def rendezvous(
-    port: Annotated[int, typer.Option(help="Where agents reach it; 0 is a free one.")] = PORT,
+    port: Annotated[int | None, typer.Option(help="Where agents reach it; 29400 by default, 0 is a free one.")] = None,
     host: Annotated[str | None, typer.Option(help="Name or address to listen on; default: this host's name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print host and port as JSON.")] = False,
 ) -> None:
@@ -21,9 +20,11 @@ def rendezvous(
     Start it on a host that is not lost with a node (a login node, the batch step), then on each node torchrun with
     --rdzv-backend c10d --rdzv-endpoint HOST:PORT --rdzv-conf is_host=0.
     """
+    from ..comm.control.rendezvous_store import PORT, keep_store
+
     with said_plainly():
         try:
-            store = keep_store(port, host)
+            store = keep_store(PORT if port is None else port, host)
         except OSError as error:
             raise ConfigError(
                 f"hf-zero rendezvous: port {port} of {host or 'this host'} cannot be had ({error}). Give another --port, or the "

@@ -5,9 +5,6 @@ from typing import Annotated
 
 import typer
 
-from ..report.make_report import make_report
-from ..report.page import write_page
-from ..report.read_run import ReportError
 from .output import Json, said_plainly, say, say_error, say_json
 
 
@@ -19,6 +16,10 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Writes one HTML page of a training run: loss, speed, where time, memory and bytes went, and what went wrong."""
+    from ..report.make_report import make_report
+    from ..report.page import write_page
+    from ..report.read_run import ReportError
+
     try:
         with said_plainly():
             if as_json:

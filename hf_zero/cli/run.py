@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ..integrations.unmodified.launcher import launch_of
 from .output import said_plainly, say_error, say_json
 
 # All that follows the script's name is the script's own.
@@ -18,7 +17,7 @@ def run(
         list[str], typer.Argument(help="A Python file, or a module's name behind -m, and its own arguments.")
     ],
     zero: Annotated[
-        str | None, typer.Option(help="A stage (0, 1, 2, 3), a YAML file, or settings; else HF_ZERO_CONFIG.")
+        str | None, typer.Option(help="A stage (0, 1, 2, 3, auto), a YAML file, or settings; else HF_ZERO_CONFIG.")
     ] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is the name of a module.")] = False,
     num_processes: Annotated[
@@ -32,6 +31,8 @@ def run(
     ] = False,
 ) -> None:
     """Trains an unmodified script with the engine: `hf-zero run --zero 2 train.py --its-own arguments`."""
+    from ..integrations.unmodified.launcher import launch_of
+
     words = [*(("--zero", zero) if zero is not None else ()), *(("-m",) if module else ()), *script]
     with said_plainly():
         launch = launch_of(words, processes=num_processes, cpu=cpu, mixed_precision=mixed_precision, port=port)

@@ -2,9 +2,6 @@
 
 import typer
 
-from ..integrations.checkpoints.progress import progress_of
-from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours
-from ..integrations.checkpoints.weights import folder_faults
 from .output import Folder, Json, said_plainly, say, say_error, say_json
 
 _FAULTS_SHOWN = 50
@@ -12,6 +9,10 @@ _FAULTS_SHOWN = 50
 
 def verify(folder: Folder, as_json: Json = False) -> None:
     """Checksums, every element once, names and shapes against the config's model, no empty tensor. Exits with 1 on a fault."""
+    from ..integrations.checkpoints.progress import progress_of
+    from ..integrations.checkpoints.saved_weights import is_checkpoint_of_ours
+    from ..integrations.checkpoints.weights import folder_faults
+
     with said_plainly():
         with progress_of(f"checking {folder.name}") as show:
             faults = folder_faults(folder, show)

@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 import reprlib
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,9 +71,24 @@ def plain(value: Any) -> Any:
 
 
 def to_python_numbers(config: Any) -> None:
-    """Numbers of numpy's and of subclasses in a config's fields become Python's own."""
+    """Numbers of numpy's, of subclasses and in quotes become Python's own in a config's fields."""
     for field in dataclasses.fields(config):
-        object.__setattr__(config, field.name, plain(getattr(config, field.name)))
+        object.__setattr__(config, field.name, _unquoted(plain(getattr(config, field.name)), field.type))
+
+
+def _unquoted(value: Any, kind: Any) -> Any:
+    """`"2"` of a field of numbers, or `"true"` of a switch, as YAML reads it without the quotes."""
+    kinds = get_args(kind) or (kind,)
+    if type(value) is not str or str in kinds:
+        return value
+    text = value.strip().lower()
+    if bool in kinds and text in ("true", "false"):
+        return text == "true"
+    if int in kinds and re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        return int(text)
+    if float in kinds and re.fullmatch(r"[+-]?[0-9]{1,18}(\.[0-9]{0,18})?(e[+-]?[0-9]{1,2})?", text):
+        return float(text)
+    return value
 
 
 def is_auto(value: Any) -> bool:
@@ -149,7 +164,9 @@ def unknown_key(key: Any, prefix: str, known: list[str], meant: str | None = Non
     else:
         hint = "nothing known is near it"
     name = f"`{prefix}{key}`" if is_word and key.isprintable() else shown(key)
-    return ConfigError(f"hf_zero config: unknown key {name}; {hint}. Known: {', '.join(known)}.")
+    # A near one is all that a reader needs.
+    others = "" if near and near[0] in hint else f" Known: {', '.join(known)}."
+    return ConfigError(f"hf_zero config: unknown key {name}; {hint}.{others}")
 
 
 CUT: Final = {

@@ -21,6 +21,8 @@ def read_yaml(path: Path) -> Any:
     """What a YAML file holds. Raises `ConfigError` where it cannot be read."""
     where = cut(str(path))
     try:
+        if path.is_dir():
+            raise ConfigError(f"hf_zero config: {where!r} is a folder. Give the YAML file in it, or a stage number.")
         if not path.is_file():
             near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
             found = f"that folder holds {cut(', '.join(near))}" if near else "there is no YAML file in that folder"

@@ -33,7 +33,7 @@ _SWITCHES = ("true", "false", "yes", "no", "on", "off", "none", "auto")
 _NESTED_IN_COMM: dict[str, type] = {"outer": OuterConfig}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ZeroConfig:
     """What the engine is asked to do. Every field has a default that suits BERT- and GPT-class fine-tuning.
 
@@ -391,7 +391,15 @@ class ZeroConfig:
         Args:
             name: what the value is called where it is said, for errors.
         """
-        value = plain(value)
+        try:
+            return cls._of(plain(value), name)
+        except ConfigError as error:
+            if name == "config" or name in str(error):
+                raise
+            raise ConfigError(re.sub(r"^hf_zero( config)?:", rf"\g<0> in {name},", str(error))) from None
+
+    @classmethod
+    def _of(cls, value: Any, name: str) -> "ZeroConfig":
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -406,6 +414,13 @@ class ZeroConfig:
             return cls(stage=value)
         raise refuse(name, value, "a stage number, a YAML path, a mapping or a ZeroConfig")
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.from_dict({self.changes()})"
+
+    def changes(self) -> dict[str, Any]:
+        """The stage, and what else differs from the defaults. `from_dict` of it is an equal config."""
+        return {"stage": self.stage, **_changes(self)}
+
     def to_dict(self) -> dict[str, Any]:
         """The nested plain dict that `from_dict` reads back to an equal config."""
         return dataclasses.asdict(self)
@@ -414,7 +429,7 @@ class ZeroConfig:
 ConfigLike: TypeAlias = ZeroConfig | Mapping[str, Any] | str | Path | int | None
 """What `ZeroConfig.of` takes."""
 
-_FLAGS = "a stage (0, 1, 2, 3), settings such as stage=2,grad_accumulation=local, a .yaml path"
+_FLAGS = "a stage (0, 1, 2, 3, auto), settings such as stage=2,grad_accumulation=local, a .yaml path"
 _SPELT = ("zero", "one", "two", "three")
 
 
@@ -442,6 +457,17 @@ def _build(kind: type, settings: Mapping[str, Any], prefix: str):
             value = _build(nested[name], value, f"{prefix}{name}.")
         arguments[name] = value
     return kind(**arguments)
+
+
+def _changes(config: Any) -> dict[str, Any]:
+    found = {}
+    for field_ in dataclasses.fields(config):
+        value, default = getattr(config, field_.name), field_.default
+        if dataclasses.is_dataclass(value):
+            value, default = _changes(value), {}
+        if value != default:
+            found[field_.name] = value
+    return found
 
 
 def differences(first: ZeroConfig, second: ZeroConfig) -> list[str]:

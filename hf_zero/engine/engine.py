@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
+from ..comm.control.last_words import LastWords
 from ..comm.transport import Label
 from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
@@ -64,6 +65,7 @@ class ZeroEngine:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         find_unused_parameters: bool = False,
     ):
+        LastWords.installed()
         self.model = model
         self._find_unused_parameters = find_unused_parameters
         self.entry = entry or model

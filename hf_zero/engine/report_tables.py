@@ -10,6 +10,7 @@ from rich.table import Table
 
 from ..comm.ledger import CommRow
 from ..comm.trial import Trial
+from ..device import in_units
 from ..optimizer.reports import EarlyReport, KernelReport
 
 IN_FILES = "NVMe"
@@ -135,14 +136,6 @@ class CommReport:
 def mib(nbytes: int) -> str:
     """Bytes as MiB with one decimal."""
     return f"{nbytes / 2**20:,.1f}"
-
-
-def in_units(nbytes: int) -> str:
-    """Bytes with their unit: MiB with one decimal, and KiB or bytes for what would be a fraction of one."""
-    for unit_bytes, unit in ((2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit_bytes:
-            return f"{nbytes / unit_bytes:,.1f} {unit}"
-    return f"{nbytes} B" if nbytes else "0"
 
 
 def render(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

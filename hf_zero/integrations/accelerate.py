@@ -6,24 +6,29 @@ plugin turns that very instance into one whose methods know the engine; nothing 
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..buckets.precision import check_cast_owner
+from ..comm.control.last_words import LastWords
 from ..config import ConfigError, ConfigLike, ZeroConfig
 from ..config.checks import cut, shown
+from ..disguise import mix_in
 from .accelerator.environment import check_environment, refuse_engines_of_the_launch
 from .accelerator.first_step import CONFIG_VARIABLE, StepWatch
 from .accelerator.ignored_plugin import watch_for_steps_without
-from .accelerator.last_words import LastWords
 from .accelerator.leaving import end_cleanly
 from .accelerator.run_record import RunRecord
 from .accelerator.split_models import mesh_of_batches
 from .accelerator_mixin import ZeroAcceleratorMixin
-from .seams import mix_in
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..config.settings import ZeroSettings
 
 
 class ZeroPlugin(ParallelismConfig):
@@ -38,7 +43,7 @@ class ZeroPlugin(ParallelismConfig):
 
     _watch: StepWatch | None = None
 
-    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: Any):
+    def __init__(self, config: ConfigLike = None, *, tp_size: int = 1, **settings: "Unpack[ZeroSettings]"):
         LastWords.installed()
         if config is not None and settings:
             raise ConfigError(
@@ -93,7 +98,8 @@ class ZeroPlugin(ParallelismConfig):
         return self.config.to_dict()
 
     def __repr__(self) -> str:
-        return f"ZeroPlugin({self.config})"
+        said = self.config.changes() | ({} if self.tp_size == 1 else {"tp_size": self.tp_size})
+        return f"ZeroPlugin({', '.join(f'{name}={value!r}' for name, value in said.items())})"
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """What accelerate deals batches by: none, unless the model is split. The engine makes its own groups."""
@@ -122,7 +128,7 @@ class ZeroPlugin(ParallelismConfig):
             run.refuse_other(self.config)
         self.stand_aside()
         if not isinstance(accelerator, ZeroAcceleratorMixin):
-            mix_in(accelerator, ZeroAcceleratorMixin, "ZeroAccelerator")
+            mix_in(accelerator, ZeroAcceleratorMixin)
             end_cleanly(accelerator)
         accelerator.zero_config = self.config
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)

@@ -69,9 +69,29 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
     _zero_with_optimizer: bool = False
     _zero_early_optimizers: dict[torch.optim.Optimizer, RemovableHandle]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles get: no engines, and neither the models and optimizers that they train.
+
+        Those have parts of their parameters on each rank, and a copy could not train on them. A copy prepares others.
+        """
+        # Python 3.10 has no such method of object.
+        state = dict(super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__)
+        for name in ("zero_recorder", "zero_run", "_zero_joined"):
+            state.pop(name, None)
+        mine = {id(optimizer) for engine in self.zero_engines for optimizer, _ in engine.state.groups()}
+        state["_models"] = [m for m in self._models if self._engine_for(m) is None]
+        state["_optimizers"] = [o for o in self._optimizers if id(_bare(o)) not in mine]
+        state["_schedulers"] = [s for s in self._schedulers if not any(id(_bare(o)) in mine for o in s.optimizers)]
+        return state | {"zero_engines": [], "_zero_early_optimizers": {}}
+
     # ---- prepare ----
 
+    def _refuse_reset_state(self) -> None:
+        """Raises accelerate's own AttributeError behind `AcceleratorState._reset_state()`, which tells of that call."""
+        _ = self.distributed_type
+
     def prepare(self, *args, device_placement=None):
+        self._refuse_reset_state()
         self._zero_with_optimizer = any(isinstance(arg, torch.optim.Optimizer) for arg in args)
         self._choose_stage(args)
         seat_scaler(self, [arg for arg in args if isinstance(arg, nn.Module)])
@@ -94,6 +114,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
             self.zero_config = config_for(self.zero_config, self, list(args))
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        self._refuse_reset_state()
         self._choose_stage([model])
         if self.zero_config.stage == 3:
             _refuse_compiled(self, model)
@@ -138,6 +159,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return args
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        self._refuse_reset_state()
         # Device placement would load the optimizer's state into itself; the engine places it with the parameters.
         refuse_wrapper(_bare(optimizer))
         if self._zero_preparing:
@@ -313,6 +335,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return super().get_state_dict(model, unwrap=unwrap)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs):
+        self._refuse_reset_state()
         if not self.zero_engines:
             return super().save_state(output_dir, safe_serialization=safe_serialization, **save_model_func_kwargs)
         began_s = time.perf_counter()
@@ -332,6 +355,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         return str(final)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **load_model_func_kwargs):
+        self._refuse_reset_state()
         if input_dir is not None and self.zero_engines:
             refuse_unless_state(Path(input_dir).expanduser())
         for engine in self.zero_engines:

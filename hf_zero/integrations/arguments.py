@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainingArguments
 
+from ..comm.control.last_words import LastWords
 from ..config import ConfigError, ZeroConfig
 from ..config.checks import cut
 from .accelerate import ZeroPlugin
@@ -38,6 +39,7 @@ class ZeroArguments(_ArgumentsBase):
         if self.zero is None:
             super().__post_init__()
             return
+        LastWords.installed()
         config = ZeroConfig.of(self.zero, "--zero")
         self._refuse_other_engines(config)
         super().__post_init__()

@@ -1,6 +1,10 @@
-"""What an error of another package says, in a line of one of ours."""
+"""What an error of another package says, in a line of one of ours; and the error of a push."""
 
 _MOST_CHARACTERS = 300
+
+
+class HubError(RuntimeError):
+    """A push that did not reach its end: names the repository, what is wrong, and what to do. Never carries a token."""
 
 
 def reason(error: Exception | None) -> str:

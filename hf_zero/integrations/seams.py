@@ -7,7 +7,6 @@ where the package uses a private name that is not here.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 
@@ -32,23 +31,6 @@ class Seam:
     since: str = ""
 
 
-@cache
-def _mixed(mixin: type, kind: type, name: str) -> type:
-    described = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(name, (mixin, kind), described)
-
-
-def mix_in(instance: Any, mixin: type, name: str | None = None) -> None:
-    """Replaces the class of an object that a library has made already by one with `mixin` before it. Again is harmless.
-
-    Args:
-        name: of the new class; by default that of the old.
-    """
-    if not isinstance(instance, mixin):
-        kind: type = type(instance)
-        instance.__class__ = _mixed(mixin, kind, name or kind.__name__)
-
-
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside, a class or module of another package has `value` under this name."""
@@ -61,12 +43,10 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 REPLACED_CLASSES: Mapping[str, str] = {
-    "integrations/seams": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for "
-    "saving, resuming and preparing; test_trainer.py::test_every_door_has_ddps_losses_with_dropout_and_warmup",
-    "optimizer/state/loss_scale": "GradScalers that a script or accelerate holds already; "
-    "test_loss_scale.py::test_accelerate_skips_step_and_scheduler_and_saves_the_scale",
-    "disguise": "Parameters whose values are not there, or on their way: reads raise or wait, and no operation can pass; "
-    "test_stage3_faults.py::test_an_edit_of_a_sharded_parameter_is_refused_or_named_and_never_lost_silently",
+    "disguise": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
+    "resuming and preparing. GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
+    "their way: reads raise or wait, and no operation can pass; "
+    "test_accelerator_methods.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
     "engine/gradients/row_gradients": "Gradients in an optimizer's groups, whose norm a script may take for that of the "
     "whole; test_uncommon_loops.py::test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused",
 }

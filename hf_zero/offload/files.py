@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from ..device import in_units
+
 ALIGNMENT = 4096
 """Bytes: offsets, lengths and addresses of direct I/O are multiples of the largest logical block in use."""
 
@@ -53,8 +55,9 @@ class AlignedFile:
         except OSError as error:
             raise OffloadError(
                 error.errno,
-                f"hf_zero: {self.path} needs {nbytes} bytes, and its file system has {free_disk_bytes(self._fd)} free "
-                f"({error.strerror}). Free space, or set `offload.nvme_path` to a larger disk.",
+                f"hf_zero: {self.path} needs {in_units(nbytes)}, and its file system has "
+                f"{in_units(free_disk_bytes(self._fd))} free ({error.strerror}). Free space, or set "
+                "`offload.nvme_path` to a larger disk.",
             ) from error
         self.nbytes += nbytes
 
@@ -96,7 +99,7 @@ class AlignedFile:
         return OffloadError(
             code,
             f"hf_zero: {self.path}: {moved} of {wanted} bytes at {offset} could be {done} ({reason}); the file has "
-            f"{os.fstat(self._fd).st_size} of {self.nbytes} bytes, and {free_disk_bytes(self._fd)} are free on its "
+            f"{os.fstat(self._fd).st_size} of {self.nbytes} bytes, and {in_units(free_disk_bytes(self._fd))} are free on its "
             "file system. The optimizer state of this run is not whole any more: end it, see to the disk, and resume from the "
             "last checkpoint.",
         )

@@ -48,11 +48,12 @@ class Room:
     def describe(self, forecast: Forecast) -> str:
         """The class with what decides it: `close: 390 of 390 MB`."""
         where, needed, there = self._short_beside_device(forecast) or ("", forecast.device_bytes, self.device)
-        return f"{self.fit_of(forecast)}: {where}{of(needed, there)}"
+        how = f"{where}, {of(needed, there)}" if where else of(needed, there)
+        return f"{self.fit_of(forecast)}: {how if there else f'{size(needed)} of {where}, none was given'}"
 
     def _short_beside_device(self, forecast: Forecast) -> tuple[str, int, int] | None:
         """Where what is offloaded does not go: the place, what is needed, and what is there."""
-        needs = (("host memory, ", forecast.host_bytes, self.host), ("disk, ", forecast.disk_bytes, self.disk))
+        needs = (("host memory", forecast.host_bytes, self.host), ("disk", forecast.disk_bytes, self.disk))
         for where, needed, there in needs:
             if there is not None and needed > there:
                 return where, needed, there

@@ -57,15 +57,18 @@ def time_section(run: RunLines) -> Section | None:
     waited = sums["wait_s"]
     sentence = f"Of {shown_seconds(total)}, {shown_share(within, total)} were training steps."
     if waited:
-        sentence += f" For {shown_seconds(waited)}, {shown_share(waited, total)} of all, training stood still for communication."
+        sentence += (
+            f" For {shown_seconds(waited)}, {shown_share(waited, total)} of all, training stood still for other ranks."
+        )
     else:
-        sentence += " None of it stood still for communication."
+        sentence += " None of it stood still for other ranks."
     return Section(
         key="time",
         title="Where time went",
         sentence=sentence,
         body=(Bars(columns=("what", "time", "share"), rows=rows),),
-        note="Of rank 0, by the host's clock. Time that stood still for communication is a part of the rows above.",
+        note="Of rank 0, by the host's clock. Time that stood still for other ranks, for traffic and for those that came later, "
+        "is a part of the rows above.",
     )
 
 
@@ -79,6 +82,8 @@ def timeline_section(run: RunLines) -> Section | None:
         return None
     total = float(total)
     phases, under_way, waits = (_spans(trace.get(name), total) for name in ("phases", "under_way", "waits"))
+    agreements = [span for span in waits if _is_agreement(span[0])]
+    under_way, waits = ([span for span in spans if not _is_agreement(span[0])] for spans in (under_way, waits))
     kinds = sorted({name for name, *_ in (*under_way, *waits)}, key=lambda kind: _first(kind, under_way, waits))
     lanes = [Lane(name="computing", spans=tuple(phases))]
     lanes += [
@@ -89,6 +94,8 @@ def timeline_section(run: RunLines) -> Section | None:
         )
         for kind in kinds
     ]
+    if agreements:
+        lanes.append(Lane(name="agreements between ranks", spans=(), waits=tuple(agreements)))
     running, waited = _covered(under_way + waits), _covered(waits)
     sentence = f"Step {trace['step']:,} took {shown_seconds(total)}. "
     if running:
@@ -97,7 +104,11 @@ def timeline_section(run: RunLines) -> Section | None:
             f"{shown_seconds(waited)}: {shown_share(running - waited, running)} of communication was hidden behind computation."
         )
     else:
-        sentence += "Nothing was sent between ranks in it."
+        sentence += "No parameters and gradients were sent between ranks in it."
+    if agreements:
+        # A few bytes, such as those of the gradient norm: no traffic that could be hidden.
+        agreed = shown_seconds(_covered(agreements))
+        sentence += f" For {agreed} more it waited in agreements of a few bytes, mostly for ranks that came later."
     return Section(
         key="timeline",
         title="One step",
@@ -120,6 +131,11 @@ def _spans(value: Any, seconds: float) -> list[tuple[str, float, float]]:
         and is_finite(row[1])
         and is_finite(row[2])
     ]
+
+
+def _is_agreement(kind: str) -> bool:
+    """Whether ranks only told each other a number: what takes time then is that one waits for another."""
+    return kind.startswith("agreement")
 
 
 def _first(kind: str, *spans: Sequence[tuple[str, float, float]]) -> float:
@@ -200,7 +216,8 @@ def bytes_section(run: RunLines) -> Section | None:
         return None
     begun = run.starts[-1]["step"] if run.starts else 0
     steps = max(1, run.comm[-1]["step"] - begun)
-    sent, between, waited = (sum(row[place] for row in rows) for place in (2, 3, 4))
+    sent, between = (sum(row[place] for row in rows) for place in (2, 3))
+    waited, agreed = (sum(row[4] for row in rows if _is_agreement(str(row[0])) is told) for told in (False, True))
     columns = ["kind", "calls a step", "sent a step", "waited a step"]
     if between:
         columns.insert(3, "to other nodes")
@@ -213,6 +230,8 @@ def bytes_section(run: RunLines) -> Section | None:
     sentence = (
         f"In a step, rank 0 sends {shown_bytes(sent / steps)} and stands still for {shown_seconds(waited / steps)}."
     )
+    if agreed:
+        sentence += f" It waits {shown_seconds(agreed / steps)} in agreements, mostly for ranks that come later."
     if between:
         sentence += f" {shown_share(between, sent)} of the bytes go to other nodes."
     return Section(

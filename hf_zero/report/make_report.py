@@ -1,5 +1,6 @@
 """A report of the run in a folder: figures, sentences, and what is missing."""
 
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,8 @@ from .findings import findings, state_of
 from .log_file import LOG_NAME
 from .read_run import RunLines, is_finite, read_run
 from .units import several, shown, shown_bytes, shown_count, shown_share
+
+_YEAR_9999_S = 2.5e11
 
 
 def make_report(folder: Path) -> Report:
@@ -43,15 +46,28 @@ def make_report(folder: Path) -> Report:
     )
     there = tuple(section for section in sections if section is not None)
     return Report(
-        title=text.shown(folder.resolve().name),
+        title=text.shown(_title(run) or folder.resolve().name),
         folder=text.shown(folder, 1000),
         state=state_of(run),
         answers=_answers(run, ranks),
         found=findings(run),
         sections=there,
-        facts=_facts(run),
+        facts=(("folder", folder.resolve().name), *_facts(run)),
         missing=_missing(run, there),
     )
+
+
+def _title(run: RunLines) -> str:
+    """What was trained, how and when: reports of several runs are told apart by it."""
+    start = run.starts[-1] if run.starts else {}
+    stage, ranks, begun_s = (start.get(name) for name in ("stage", "ranks", "time"))
+    parts = [str(start["model"])] if start.get("model") else []
+    parts += [f"stage {stage}"] if isinstance(stage, int) else []
+    parts += [several(ranks, "rank")] if isinstance(ranks, int) else []
+    at_s = float(begun_s) if begun_s is not None and is_finite(begun_s) else 0.0
+    if parts and 0 < at_s < _YEAR_9999_S:
+        parts.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(at_s)))
+    return ", ".join(parts)
 
 
 def _ranks(run: RunLines) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.format.errors import CheckpointError
+from ..checkpoint.format.files import no_folder
 from ..checkpoint.format.json_files import read_mapping
 from ..checkpoint.structure import STATE_NAME
 from .log_file import LOG_NAME, is_step, read_lines
@@ -124,7 +125,7 @@ def read_run(folder: Path) -> RunLines:
         ReportError: there is no such folder, or neither log nor trainer state in it.
     """
     if not folder.is_dir():
-        raise ReportError(f"hf_zero: there is no folder {folder}.")
+        raise ReportError(f"hf_zero: {no_folder(folder)}.")
     log = folder / LOG_NAME
     if log.is_file():
         run = _of_log(folder)

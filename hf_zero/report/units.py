@@ -49,8 +49,13 @@ def shown(value: float) -> str:
 
 def shown_tick(value: float, size: float) -> str:
     """A round value of an axis, with as many decimals as its neighbours, which are `size` apart."""
-    if abs(value) >= 1e9 or (value and size < 1e-5):
-        return f"{value:.3g}"
+    if not value:
+        return "0"
+    if abs(value) >= 1e9 or size < 1e-4:
+        # As many figures as tell neighbours apart: 2e-5, 1.5e-5.
+        places = max(0, math.floor(math.log10(abs(value)) + 1e-9) - math.floor(math.log10(size) + 1e-9))
+        figures, _, power = f"{value:.{places}e}".partition("e")
+        return f"{figures}e{int(power)}"
     return f"{value:,.{max(0, -math.floor(math.log10(size) + 1e-9))}f}"
 
 

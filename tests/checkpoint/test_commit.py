@@ -457,13 +457,18 @@ REFUSALS = [
     (limited_file_size, 2, 1, "rank 1 could not write to .*File too large"),
     (failing_disk, 3, 1, "rank 1 could not write to .*Input/output error"),
     (filling_disk, 1, 0, "rank 0 could not write to .*No space left on device"),
-    (disk_that_takes_nothing, 2, 1, "rank 1 could not write to .*takes no more bytes"),
+    (disk_that_takes_nothing, 2, 1, "rank 1 could not write to .*takes no more at byte"),
     (file_cut_off_meanwhile, 0, 0, r"could not put .*rank-00000-of-00002\.safetensors is shorter than its header"),
     (full_disk_at_the_weights, 3, 0, "rank 0 could not write the model to .*No space left"),
     (full_disk_at_the_rest, 1, 1, "rank 1 could not write trainer state to .*No space left"),
     (file_for_a_folder, 2, 0, "rank 0 could not write to .*File exists"),
     (refused_rename, 3, 0, "rank 0 could not commit .*checkpoint-4.*Permission denied"),
-    (nearly_full_disk, 3, 0, r"rank 0 could not .* needs about \d{6} bytes and .* has 1000 free: \d{6} too few"),
+    (
+        nearly_full_disk,
+        3,
+        0,
+        r"rank 0 could not .* needs about [\d.]+ KiB and .* has 1000 B free: [\d.]+ KiB too little",
+    ),
 ]
 
 

@@ -597,3 +597,15 @@ def test_faults_are_listed_in_json(checkpoint):
     assert result.exit_code == 1
     report = json.loads(result.stdout)
     assert not report["good"] and any("rank-00001" in fault for fault in report["faults"])
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "card", "report", "convert", "consolidate", "push"])
+def test_a_file_in_place_of_a_folder_is_told_from_a_folder_that_is_not_there(command, tmp_path, monkeypatch):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    file, more = tmp_path / "model.safetensors", {"convert": ["out"], "consolidate": ["out"], "push": ["a-model"]}
+    file.write_bytes(b"")
+    last = refusals(command, file, *more.get(command, []))[-1]
+    assert f"{file} is a file; give the folder that it is in" in last and "no folder" not in last
+    last = refusals(command, tmp_path / "nowhere", *more.get(command, []))[-1]
+    assert f"there is no folder {tmp_path / 'nowhere'}" in last and "token" not in last

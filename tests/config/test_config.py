@@ -1,13 +1,16 @@
 """Every way of writing a config gives the same object; every wrong one a sentence that helps."""
 
+import dataclasses
 import json
 import re
+import typing
 
 import numpy as np
 import pytest
 import torch
 import yaml
 
+from hf_zero import ZeroPlugin
 from hf_zero.buckets.precision import check_cast_owner, resolve_casts
 from hf_zero.config import (
     CheckpointConfig,
@@ -17,7 +20,9 @@ from hf_zero.config import (
     OuterConfig,
     ZeroConfig,
     parse_bytes,
+    parts,
 )
+from hf_zero.config import settings as typed_settings
 from hf_zero.config.checks import CUT
 
 SETTINGS = {"stage": 1, "bucket_bytes": "2MiB", "grad_accumulation": "local", "comm": {"timeout_s": 60}}
@@ -103,6 +108,8 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(name, v
         ({"humidity": 1}, "unknown key `humidity`; nothing known is near it. Known: stage,"),
         ({"stage": True}, "`stage` is True"),
         ({"stage": "two"}, "`stage` is 'two'"),
+        ({"stage": "2.0"}, "`stage` is '2.0'"),
+        ({"grad_buffers": "0"}, "`grad_buffers` is 0"),
         ({"stage": 4}, "`stage` is 4; allowed: 0, 1, 2, 3"),
         ({"kernels": "fused"}, "`kernels` is 'fused'; allowed: auto, always, never"),
         ({"stage": 2, "prefetch_units": 3}, "`prefetch_units` is of stage 3"),
@@ -183,14 +190,14 @@ def test_missing_and_broken_files(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2, 3), settings such as stage=2"),
+        ("two", "`config` is 'two'; allowed: a stage (0, 1, 2, 3, auto), settings such as stage=2"),
         ("", "`config` is ''"),
         ("stage=2,local", "settings as name=value, separated by commas"),
         ("stage=2,stage.x=1", "`stage.x` is '1'; allowed: nothing: `stage` has a value already"),
         ("5", "`stage` is 5"),
         ("two", "a .yaml path. For stage 2 say 2."),
         ("zero3", "For stage 3 say 3."),
-        ("²", "`config` is '²'; allowed: a stage (0, 1, 2, 3)"),
+        ("²", "`config` is '²'; allowed: a stage (0, 1, 2, 3, auto)"),
         ("stage=2,stage=3", "`stage` is said twice, as 2 and as '3'. Say it once."),
         ("stage=2020-13-45", "`stage` is '2020-13-45'; allowed: 0, 1, 2, 3"),
         ("stage=[2", "`stage=[2` is not valid YAML, line 1: expected ',' or ']'"),
@@ -205,6 +212,33 @@ def test_wrong_flags(text, says):
     with pytest.raises(ConfigError) as error:
         ZeroConfig.from_flag(text)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["nowhere.yaml", "stge=2", "7", "two", "stage=9", "offload.optimizer=disk", "stage=[2"]
+)
+@pytest.mark.parametrize("name", ["HF_ZERO_CONFIG", "--zero"])
+def test_an_error_names_where_the_text_was_said(name, text):
+    with pytest.raises(ConfigError, match=rf"^hf_zero config: (`{name}`|in {name},) ") as error:
+        ZeroConfig.of(text, name)
+    assert str(error.value).count(name) == 1 and len(str(error.value).split()) <= 35
+
+
+@pytest.mark.parametrize(
+    ("quoted", "plain"),
+    [
+        ({"stage": "2"}, {"stage": 2}),
+        ({"stage": " 3 ", "prefetch_units": "2"}, {"stage": 3, "prefetch_units": 2}),
+        ({"overlap_param_gather": "False"}, {"overlap_param_gather": False}),
+        ({"split_parameters": "true"}, {"split_parameters": True}),
+        ({"comm": {"communicators": "1", "late_s": "1e1"}}, {"comm": {"communicators": 1, "late_s": 10.0}}),
+        ({"offload": {"optimizer": "cpu", "ratio": "0.5"}}, {"offload": {"optimizer": "cpu", "ratio": 0.5}}),
+    ],
+)
+def test_a_number_or_switch_in_quotes_is_that_number_or_switch(quoted, plain, tmp_path):
+    (tmp_path / "zero.yaml").write_text(yaml.safe_dump(quoted, default_style='"'))
+    assert ZeroConfig.of(quoted) == ZeroConfig.of(str(tmp_path / "zero.yaml")) == ZeroConfig.of(plain)
+    assert ZeroConfig.of(quoted).to_dict() == ZeroConfig.of(plain).to_dict()
 
 
 def test_other_objects_are_refused():
@@ -322,3 +356,45 @@ def test_one_owner_of_the_cast():
         check_cast_owner(ZeroConfig(stage=3, gather_dtype="bfloat16"), "fp16")
     with pytest.raises(ConfigError, match="'fp8' is not built yet"):
         check_cast_owner(ZeroConfig(), "fp8")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 2},
+        {"stage": 0},
+        {"stage": "auto"},
+        {"stage": 3, "prefetch_units": 0, "offload": {"optimizer": "cpu", "ratio": 0.5}, "unit_modules": "Block"},
+        {"stage": 1, "comm": {"sync_every": 4, "outer": {"lr": 1.0}}},
+    ],
+)
+def test_a_config_and_a_plugin_show_what_differs_from_the_defaults_and_no_more(settings):
+    config, plugin = ZeroConfig.from_dict(settings), ZeroPlugin(**settings)
+    assert eval(repr(config)) == config and eval(repr(plugin)).config == config
+    changed = config.changes()
+    assert changed == ({**settings, "unit_modules": ("Block",)} if "unit_modules" in settings else settings)
+    assert repr(ZeroPlugin(stage=2)) == "ZeroPlugin(stage=2)" == repr(ZeroPlugin())
+    assert repr(ZeroPlugin(stage=2, tp_size=2)) == "ZeroPlugin(stage=2, tp_size=2)"
+
+
+def test_the_types_of_keyword_arguments_agree_with_the_config():
+    """Each key with every type that the field has; sections also as mappings."""
+    for typed, config in (
+        (typed_settings.ZeroSettings, ZeroConfig),
+        (typed_settings.OffloadSettings, parts.OffloadConfig),
+        (typed_settings.CommSettings, parts.CommConfig),
+        (typed_settings.OuterSettings, parts.OuterConfig),
+        (typed_settings.CheckpointSettings, parts.CheckpointConfig),
+    ):
+        hints = typing.get_type_hints(typed)
+        assert list(hints) == [field.name for field in dataclasses.fields(config)] and not typed.__required_keys__
+        for field in dataclasses.fields(config):
+            allowed = set(typing.get_args(hints[field.name])) or {hints[field.name]}
+            wanted = set(typing.get_args(field.type)) or {field.type}
+            if dataclasses.is_dataclass(field.type):
+                wanted.add(getattr(typed_settings, field.type.__name__.replace("Config", "Settings")))
+            if field.name == "stage":
+                wanted.add(str)  # auto, which the doors resolve
+            assert allowed == wanted, field.name
+    # By name, as the annotation is for type checkers and editors alone.
+    assert ZeroPlugin.__init__.__annotations__["settings"] == "Unpack[ZeroSettings]"

@@ -59,7 +59,9 @@ def starts(rank: int, world_size: int) -> dict[str, str]:
     loaders = {
         "rows": DataLoader(Texts(16), batch_size=2, collate_fn=drawing),
         "none": None,
-        "tuples": DataLoader(TensorDataset(torch.zeros(8, LENGTH, dtype=torch.long)), batch_size=2),
+        "tuples": DataLoader(TensorDataset(*torch.zeros(2, 8, LENGTH, dtype=torch.long)), batch_size=2),
+        "masked": DataLoader(TensorDataset(*torch.zeros(3, 8, LENGTH, dtype=torch.long)), batch_size=2),
+        "words": DataLoader(Texts(16), batch_size=2, collate_fn=lambda rows: (default_collate(rows), "words")),
         "stream": DataLoader(Stream(), batch_size=2),
         "failing": DataLoader(Texts(16), batch_size=2, collate_fn=failing),
         "talking": DataLoader(Texts(16), batch_size=2),
@@ -98,7 +100,10 @@ def test_the_peak_is_forecast_where_the_data_tells_a_micro_batch():
     peak = candidate.forecast.device_bytes / 2**20
     assert f"{peak:.1f} MiB" in here["rows"].partition("peak of a step")[2]
     assert "not known: no data loader was prepared" in here["none"]
-    assert "not known: batches are not the keyword arguments" in here["tuples"]
+    assert "not known: batches are neither the keyword arguments of a forward nor tensors" in here["words"]
+    for name in ("tuples", "masked"):
+        assert f"activations (first rows, 2 x {LENGTH})" in here[name] and "not known" not in here[name]
+    assert f"{peak:.1f} MiB" in here["tuples"].partition("peak of a step")[2]
     assert "not known: the data set has no rows to be asked for by number" in here["stream"]
     assert "cannot be collated (KeyError" in here["failing"]
     assert "not known: the model's forward talks to other ranks" in here["talking"]

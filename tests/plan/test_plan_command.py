@@ -10,6 +10,7 @@ from training import bert, gpt2
 from transformers import GPT2Config
 
 from hf_zero import ConfigError, ZeroConfig, make_plan
+from hf_zero.cli import output
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -100,3 +101,16 @@ def test_a_model_in_hand_is_planned_with_its_own_optimizer():
 
 def test_importing_the_package_loads_no_planner():
     assert "make_plan" in dir(sys.modules["hf_zero"])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 250])
+def test_a_plan_is_as_wide_as_the_terminal_and_names_the_columns_for_which_there_is_no_room(config, monkeypatch, width):
+    monkeypatch.setattr(output.console, "_width", width)
+    lines = hf_zero("plan", config, "--gpus", 4, "--seq", 64).stdout.splitlines()
+    table = [line for line in lines if line[:1] in "┏┃┡│└"]
+    assert table and max(map(len, table)) <= width
+    # Set-ups and numbers are whole; what is said of how a set-up fits may go on in the next line.
+    assert "…" not in "".join(table) and any("stage 2, state cpu" in line for line in table)
+    said = "\n".join(lines)
+    assert "in all" in said and "of host memory," in said and "0 MB" not in said
+    assert ("left out: " in said) == (width < 250)

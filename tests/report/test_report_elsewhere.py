@@ -34,7 +34,7 @@ def tags_of(folder: Path) -> dict[str, list[float]]:
 @pytest.mark.timeout(120)
 def test_tensorboard_has_trainers_figures(tmp_path):
     pytest.importorskip("tensorboard")
-    arguments = {"folder": str(tmp_path), "reported": False, "max_steps": 3, "report_to": ["tensorboard"]}
+    arguments = {"folder": str(tmp_path), "max_steps": 3, "report_to": ["tensorboard"]}
     run_ranks(trains, world_size=2, time_limit_s=100, keyword_arguments=arguments)
     tags = tags_of(tmp_path)
     for figure in ("steps_per_s", "samples_per_s", "sent_mib", "wait_s", "peak_mib"):

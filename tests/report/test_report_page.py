@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,61 @@ def test_the_command_refuses_an_empty_folder_in_one_line(tmp_path):
     assert str(tmp_path) in line and LOG_NAME in line
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 1), (-3, 7), (1e-6, 2e-6), (4.96, 5.06), (0, 123456), (999, 1001)])
+def test_the_title_tells_model_stage_ranks_and_date(tmp_path):
+    lines = log_of()
+    lines[0]["time"] = time.mktime((2026, 3, 9, 14, 5, 0, 0, 0, -1))
+    report = make_report(written(tmp_path / "run", lines))
+    assert report.title == "Tiny<b>, stage 2, 2 ranks, 2026-03-09 14:05"
+    text = render_page(report)
+    assert "<title>Tiny&lt;b&gt;, stage 2, 2 ranks, 2026-03-09 14:05: training report</title>" in text
+    assert dict(report.facts)["folder"] == "run"
+
+
+@pytest.mark.parametrize("at", [2**70, -1, 1e308])
+def test_a_date_that_is_none_is_left_out_of_the_title(at, tmp_path):
+    lines = log_of()
+    lines[0]["time"] = at
+    assert make_report(written(tmp_path / "run", lines)).title == "Tiny<b>, stage 2, 2 ranks"
+
+
+def test_waits_in_agreements_are_told_apart_from_communication(tmp_path):
+    lines = log_of()
+    [trace], [comm] = ([line for line in lines if line["kind"] == kind] for kind in ("trace", "comm"))
+    # The agreement's wait of half the step would leave little hidden.
+    trace["waits"].append(["agreement on the gradient norm", 0.01, 0.06])
+    trace["under_way"].append(["agreement on the gradient norm", 0.01, 0.06])
+    comm["rows"].append(["agreement on the gradient norm", 80, 16, 0, 4.0, 4.0])
+    sections = {section.key: section for section in make_report(written(tmp_path / "run", lines)).sections}
+    assert "80 % of communication was hidden" in sections["timeline"].sentence
+    assert "For 50.0 ms more it waited in agreements of a few bytes" in sections["timeline"].sentence
+    [timeline] = sections["timeline"].body
+    assert [lane.name for lane in timeline.lanes][-1] == "agreements between ranks"
+    said = sections["communication"].sentence
+    assert "stands still for 10.0 ms" in said and "waits 100 ms in agreements" in said
+
+
+@pytest.mark.parametrize("high", [1e-3, 5e-5, 2e-5, 1e-5, 1.5e-5, 3e-7, 5e-10])
+def test_ticks_of_learning_rates_are_short_and_differ(high):
+    ticks = ticks_between(0, high)
+    told = [shown_tick(tick, ticks[1] - ticks[0]) for tick in ticks]
+    assert told[0] == "0" and len(set(told)) == len(told) and max(map(len, told)) <= 7
+    assert [float(each) for each in told] == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [
+        (1e-5, 1.0000001e-5),
+        (1e12, 1e12 + 5),
+        (1e9, 1.0001e9),
+        (0, 1),
+        (-3, 7),
+        (1e-6, 2e-6),
+        (4.96, 5.06),
+        (0, 123456),
+        (999, 1001),
+    ],
+)
 def test_axes_have_a_few_round_values_around_what_is_shown(low, high):
     ticks = ticks_between(low, high)
     assert 4 <= len(ticks) <= 10 and ticks[0] <= low + 1e-9 and ticks[-1] >= high - 1e-9

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from cells import slow
+from safetensors.torch import save_file
 
 import hf_zero
 
@@ -81,3 +83,47 @@ def test_importing_asks_nccl_for_one_order_of_launches_while_nccl_can_still_heed
 
 def test_type_checkers_are_told_that_the_package_is_typed():
     assert (importlib.resources.files("hf_zero") / "py.typed").is_file()
+
+
+COMMAND = """
+import sys, time
+from hf_zero.cli.app import app
+try:
+    app({arguments})
+except SystemExit:
+    pass
+print(*{{name.partition('.')[0] for name in sys.modules}} & {{'torch', 'transformers', 'accelerate', 'peft', 'datasets'}})
+print(time.process_time())
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most_s", "imported"),
+    [
+        (["--help"], 0.5, set()),
+        (["run", "--help"], 0.5, set()),
+        (["migrate", "nowhere.json"], 0.5, set()),
+        (["doctor", "--quick"], 2.5, {"torch"}),
+        (["inspect", "FOLDER"], 2.5, {"torch"}),
+        (["verify", "FOLDER"], 2.5, {"torch"}),
+        (["report", "FOLDER"], 2.5, {"torch"}),
+    ],
+    ids=lambda each: each[0] if isinstance(each, list) else "",
+)
+def test_a_command_waits_for_what_it_needs_alone(arguments, most_s, imported, tmp_path):
+    save_file({"weight": torch.zeros(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "trainer_state.json").write_text('{"log_history": [{"loss": 1.0, "step": 1}], "global_step": 1}')
+    words = [str(tmp_path) if word == "FOLDER" else word for word in arguments]
+    found, took_s = set(), []
+    while len(took_s) < 4 and min(took_s, default=most_s) >= most_s:
+        ran = subprocess.run(
+            [sys.executable, "-c", COMMAND.format(arguments=words)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        *_, modules, seconds = ran.stdout.splitlines()
+        found, took_s = set(modules.split()), [*took_s, float(seconds)]
+    assert found == imported
+    assert min(took_s) < most_s

@@ -140,7 +140,7 @@ def run(
         "losses": losses,
         "norms": norms,
         "state": {name: value.float().tolist() for name, value in state.items()},
-        "class": type(accelerator).__name__,
+        "class": type(accelerator).__mro__[1].__name__,
         "model": type(unwrapped).__name__,
         "sent": 0 if door == "ddp" else engine_of(model).comm_report().bytes_sent,
     }

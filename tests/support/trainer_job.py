@@ -105,7 +105,7 @@ def run(
         "logged": logged,
         "state": {name: value.float().tolist() for name, value in trainer.model.state_dict().items()},
         "best": trainer.state.best_model_checkpoint,
-        "classes": [type(trainer).__name__, type(trainer.accelerator).__name__],
+        "classes": [type(trainer).__name__, type(trainer.accelerator).__mro__[1].__name__],
     }
 
 

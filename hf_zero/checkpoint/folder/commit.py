@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ...comm.all_or_none import Exchange
+from ...device import in_units
 from ..format.files import Chunk, FileRecord, by_file, files_below, hashes_of, is_inside, share_of, sync
 from ..format.headers import is_whole_safetensors
 from ..format.manifest import MANIFEST_NAME, CheckpointError, Manifest
@@ -45,7 +46,8 @@ def begin(final: Path, *, needed_bytes: int, disk: Disk, exchange: Exchange) -> 
         free = shutil.disk_usage(final.parent).free
         if free < needed_bytes:
             raise CheckpointError(
-                f"{final} needs about {needed_bytes} bytes and {final.parent} has {free} free: {needed_bytes - free} too few"
+                f"{final} needs about {in_units(needed_bytes)} and {final.parent} has {in_units(free)} free: "
+                f"{in_units(needed_bytes - free)} too little"
             )
         _take_away(temporary)
         temporary.mkdir()

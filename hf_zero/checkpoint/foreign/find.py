@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ..format.files import no_folder
 from ..format.links import refuse_links
 from ..format.manifest import CheckpointError
 from .dcp import METADATA_NAME, MODEL_FOLDER, OPTIMIZER_FOLDER, DcpCheckpoint
@@ -43,6 +44,8 @@ def open_foreign(folder: Path) -> ForeignCheckpoint:
 
 
 def _open(folder: Path) -> ForeignCheckpoint:
+    if not folder.is_dir():
+        raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
     if (folder / "pytorch_model_fsdp.bin").is_file():
         raise CheckpointError(
             f"hf_zero: {folder} is of an FSDP run with state_dict_type FULL_STATE_DICT, which is not covered. Save it there with "
@@ -52,7 +55,7 @@ def _open(folder: Path) -> ForeignCheckpoint:
         return DcpCheckpoint(folder)
     step_folder = step_folder_of(folder)
     if step_folder is None:
-        found = sorted(path.name for path in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        found = sorted(path.name for path in folder.iterdir())[:8]
         raise CheckpointError(
             f"hf_zero: {folder} is no checkpoint of DeepSpeed ZeRO (`latest` and `global_step…/`) or of FSDP ({MODEL_FOLDER}/ "
             f"and {OPTIMIZER_FOLDER}/, {METADATA_NAME} of torch.distributed.checkpoint, or shard-…safetensors of "

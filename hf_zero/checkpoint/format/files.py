@@ -37,6 +37,11 @@ class FileRecord:
         return cls(size=size, xxh3=tuple(hashes_of(path, range(chunks_in(size))).values()))
 
 
+def no_folder(path: Path) -> str:
+    """What is wrong with the path of a folder where there is none, in words."""
+    return f"{path} is a file; give the folder that it is in" if path.exists() else f"there is no folder {path}"
+
+
 def chunks_in(size: int) -> int:
     """How many chunks a file of `size` bytes has: one for an empty file, so that it is looked at too."""
     return max(1, -(-size // CHUNK_BYTES))

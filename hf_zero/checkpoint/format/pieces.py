@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ...device import allocate
+from ...device import allocate, in_units
 from .manifest import CheckpointError
 from .staging import BUFFERS, HostCopy, Staging, Values
 
@@ -93,7 +93,9 @@ class Piece:
             while left:
                 written = os.pwrite(handle, left, at)
                 if written == 0:
-                    raise CheckpointError(f"{self.path} takes no more bytes at {at}: {len(left)} are left to write")
+                    raise CheckpointError(
+                        f"{self.path} takes no more at byte {at}: {in_units(len(left))} are left to write"
+                    )
                 left, at = left[written:], at + written
         finally:
             os.close(handle)

@@ -1,12 +1,20 @@
 """Gradients in the optimizer's groups between backward and step: a norm of one is asked for by whoever takes it for the whole."""
 
+import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...buckets.bucket import Bucket
 from ...buckets.sharded_gradient import ShardedGradientError
+from ...disguise import named_as
+
+if TYPE_CHECKING:
+    # Mixed into a class of tensors: a type checker takes their methods for inherited.
+    from torch import Tensor as _TensorBase
+else:
+    _TensorBase = object
 
 _NORMS = frozenset(
     {torch.norm, torch.Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm}
@@ -16,9 +24,7 @@ _DATA: Any = torch.Tensor.data
 _ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
 
 
-class RowGradient(torch.Tensor):
-    """A row's reduced gradient while a script may look at it. Taking its norm raises; all else is as with any tensor."""
-
+class _NormRefused(_TensorBase):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in _NORMS:
@@ -31,6 +37,19 @@ class RowGradient(torch.Tensor):
             )
         result = torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
         return result.as_subclass(cls) if func in _ALIASING else result
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # torch's takes an argument for printed values
+        return repr(self.as_subclass(torch.Tensor))
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.as_subclass(torch.Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+RowGradient = named_as(_NormRefused, torch.Tensor)
+"""A row's reduced gradient while a script may look at it. Taking its norm raises; all else is as with any tensor."""
 
 
 def guard_norms(buckets: Iterable[Bucket]) -> None:
@@ -48,4 +67,4 @@ def free_norms(buckets: Iterable[Bucket]) -> None:
         for row in bucket.rows:
             gradient = row.tensor.grad
             if type(gradient) is RowGradient:
-                gradient.__class__ = torch.Tensor  # type: ignore[assignment]  # narrowed to the subclass by the line before
+                gradient.__class__ = torch.Tensor

@@ -37,7 +37,7 @@ class ArrivingValues(Disguised):
         return self.__reduce_ex__(protocol)
 
 
-_ARRIVING = Disguise(ArrivingValues, "Arriving")
+_ARRIVING = Disguise(ArrivingValues)
 
 expect = _ARRIVING.put_on
 """Has whoever reads these parameters wait for their engine's all-gathers."""

@@ -11,8 +11,9 @@ from torch import nn
 from ...buckets.bucket import Bucket
 from ...buckets.memory import GatheredMemory
 from ...comm.groups.groups import keeps_launch_order
+from ...device import in_units
 from ...engine.engine import ZeroEngine
-from ...engine.report_tables import IN_FILES, in_units, render
+from ...engine.report_tables import IN_FILES, render
 from ...engine.travel.outer import anchor_numel
 from ...offload.budget import available_host_bytes
 from ...plan.forecast import AtStart, Forecast

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from accelerate import Accelerator
 
+from ...comm.control.last_words import LastWords
 from ...comm.groups.processes import RankProcesses
 from ...comm.transport import CommunicationError
 from ...engine.engine import ZeroEngine
-from .last_words import LastWords
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from accelerate.logging import get_logger
 from ...checkpoint.folder.commit import abandon, begin, commit, discard
 from ...checkpoint.folder.disks import Disk
 from ...checkpoint.foreign.find import is_foreign
-from ...checkpoint.format.files import files_below
+from ...checkpoint.format.files import files_below, no_folder
 from ...checkpoint.format.manifest import MANIFEST_NAME, CheckpointError, Manifest
 from ...engine.engine import ZeroEngine
 from ..checkpoints.checkpointing import ZERO_FOLDER, state_bytes
@@ -114,7 +114,7 @@ def refuse_unless_state(folder: Path) -> None:
             "give OUT."
         )
     if not (folder / ZERO_FOLDER).is_dir():
-        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else "no such folder"
+        found = sorted(p.name for p in folder.iterdir())[:8] if folder.is_dir() else no_folder(folder)
         inside = [path for path in sorted(folder.glob("*")) if (path / ZERO_FOLDER).is_dir()]
         raise ValueError(
             f"hf_zero: {folder} is not a state saved with hf_zero: it has no {ZERO_FOLDER}/ folder ({found}). Give a folder "

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import huggingface_hub.constants
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError
 from ..reasons import reason
+
+if TYPE_CHECKING:
+    # Not at once: a folder without a config, and looks at headers, do without the seconds that transformers takes.
+    from transformers import PretrainedConfig, PreTrainedModel
 
 CONFIG_NAME = "config.json"
 
@@ -119,12 +120,14 @@ def _in_a_child(folder: Path, find: Callable[[], Answer]) -> Answer:
     return answer
 
 
-def read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path) -> "PretrainedConfig":
     """A folder's config, by transformers' own classes only.
 
     Raises:
         CheckpointError: it cannot be read, or is none that transformers knows.
     """
+    from transformers import AutoConfig
+
     path = folder / CONFIG_NAME
     refuse_links(folder, [path])
     read_mapping(path)
@@ -138,8 +141,11 @@ def read_config(folder: Path) -> PretrainedConfig:
     return config
 
 
-def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]:
+def model_class(config: "PretrainedConfig", folder: Path) -> type["PreTrainedModel"]:
     """The class that a config names. Raises `CheckpointError` unless it is a model of transformers."""
+    import transformers
+    from transformers import PreTrainedModel
+
     named = config.architectures
     name = named[0] if isinstance(named, list) and named else None
     found = None
@@ -156,7 +162,7 @@ def model_class(config: PretrainedConfig, folder: Path) -> type[PreTrainedModel]
     return found
 
 
-def meta_model(folder: Path, saved: int) -> PreTrainedModel:
+def meta_model(folder: Path, saved: int) -> "PreTrainedModel":
     """The model of a folder's config on the meta device. Raises `CheckpointError` as `expected_tensors` does."""
     config = read_config(folder)
     kind = model_class(config, folder)
@@ -216,6 +222,8 @@ def _tell(folder: Path, find: Callable[[], object], sending: Connection) -> None
 
 
 def _expected(folder: Path, saved: int, as_in_files: bool) -> dict[str, ExpectedTensor]:
+    from transformers.core_model_loading import revert_weight_conversion
+
     model = meta_model(folder, saved)
     state = model.state_dict(keep_vars=True)
     if as_in_files:
@@ -235,6 +243,8 @@ def _expected(folder: Path, saved: int, as_in_files: bool) -> dict[str, Expected
 
 
 def _is_taken(folder: Path, saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> bool:
+    import transformers
+
     config = read_config(folder)
     kind = model_class(config, folder)
     tensors = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in saved.items()}

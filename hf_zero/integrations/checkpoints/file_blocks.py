@@ -8,14 +8,15 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from ...checkpoint.format.manifest import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class _WithoutCopies(TorchFunctionMode):
 
 
 def blocks_in_files(
-    model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], *, then: str
+    model: "PreTrainedModel", shapes: Mapping[str, tuple[int, ...]], *, then: str
 ) -> dict[str, FileBlock]:
     """Name in a file → what it has of the model.
 
@@ -55,6 +56,8 @@ def blocks_in_files(
     Raises:
         CheckpointError: transformers computes a file's tensors from the model's, beyond taking blocks of them.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     # Memory that is never touched is never given.
     untouched = {name: torch.empty(shape, dtype=torch.uint8) for name, shape in shapes.items()}
     name_of = {tensor.untyped_storage().data_ptr(): name for name, tensor in untouched.items() if tensor.numel()}
@@ -73,7 +76,7 @@ def blocks_in_files(
     return found
 
 
-def unloaded(model: PreTrainedModel) -> PreTrainedModel:
+def unloaded(model: "PreTrainedModel") -> "PreTrainedModel":
     """A model of the same class and config that has been loaded from nowhere, without values."""
     with torch.device("meta"):
         return type(model)(copy.deepcopy(model.config))

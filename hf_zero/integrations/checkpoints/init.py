@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, core_model_loading
 
 from ...buckets.mapped_parameters import mark_loaded, wanted_dtype
 from ...checkpoint.format.mapped import mapped_tensors
+from ...comm.control.last_words import LastWords
 from ...config import ZeroConfig
 from ...engine.build.agreement import FILES_ATTRIBUTE
 from ..seams import replaced
@@ -34,6 +35,7 @@ def init(plugin: Any = None) -> Iterator[None]:
         plugin: the ZeroPlugin that will train the model, or what one can be made from. Below stage 3, where every rank
             holds the whole model, nothing is changed.
     """
+    LastWords.installed()
     config = ZeroConfig.of(getattr(plugin, "config", plugin))
     if not config.may_shard_parameters:
         yield

@@ -14,7 +14,6 @@ from ...engine.engine import ZeroEngine
 from ...engine.units.split_model import read_part
 from ...layout.intervals import Interval
 from .checkpointing import ZERO_FOLDER
-from .placed_weights import saved_tensors_of
 from .progress import progress_bar
 
 _THEN = "Nothing was trained; resume from another checkpoint."
@@ -33,6 +32,8 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     Raises:
         CheckpointError: on every rank: damaged, of another model, or with files that a rank's disk does not have.
     """
+    from .placed_weights import saved_tensors_of
+
     tensors = saved_tensors_of(engine.model)
     bucketed = {id(parameter) for parameter in engine.state.bucketed_parameters()}
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 from safetensors import safe_open
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ...buckets.rows import MASTER
 from ...checkpoint.foreign.find import is_foreign, open_foreign
 from ...checkpoint.foreign.weight_shards import WeightShards, weight_shards_of
-from ...checkpoint.format.files import is_inside
+from ...checkpoint.format.files import is_inside, no_folder
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import WEIGHTS, CheckpointError
@@ -28,6 +28,9 @@ from .checkpointing import ZERO_FOLDER
 from .config_model import expected_tensors, meta_model
 from .file_blocks import blocks_in_files
 from .row_weights import has_row_weights
+
+ADAPTER_SAFE_WEIGHTS_NAME = "adapter_model.safetensors"
+"""peft's. transformers has it, too, and takes half a second to say so."""
 
 _ROOT = "model"
 """Under which weights of one file a rank are read."""
@@ -58,8 +61,8 @@ def weight_files(folder: Path) -> list[str]:
         CheckpointError: there are none, or the index names files that are missing or outside of the folder.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"hf_zero: there is no folder {folder}.")
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
+        raise CheckpointError(f"hf_zero: {no_folder(folder)}.")
+    index = folder / SAFETENSORS_INDEX_FILE
     if index.is_file():
         refuse_links(folder, [index])
         weight_map = read_mapping(index).get("weight_map")
@@ -70,12 +73,14 @@ def weight_files(folder: Path) -> list[str]:
         if bad:
             raise CheckpointError(f"hf_zero: {index} names {bad[0][:200]!r}, which is not a file of {folder}.")
         return names
-    for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):
+    for name in (SAFETENSORS_SINGLE_FILE, ADAPTER_SAFE_WEIGHTS_NAME):
         if (folder / name).is_file():
             return [name]
     newest = next(newest_first(folder), None)
     inside = "" if newest is None else f"; {newest.name} is inside, so give {newest}"
-    raise CheckpointError(f"hf_zero: {folder} holds no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}{inside}.")
+    raise CheckpointError(
+        f"hf_zero: {folder} holds no {SAFETENSORS_SINGLE_FILE} and no {SAFETENSORS_INDEX_FILE}{inside}."
+    )
 
 
 def saved_tensors(folder: Path) -> list[SavedTensor]:

@@ -10,11 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers.utils import (
-    ADAPTER_CONFIG_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-)
+from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
 
 from ...buckets.gathered_dtypes import float32_names
 from ...checkpoint.foreign.dcp import METADATA_NAME as DCP_METADATA_NAME
@@ -30,6 +26,9 @@ from ...report.log_file import LOG_NAME, PAGE_NAME
 from .checkpointing import ZERO_FOLDER
 from .config_model import CONFIG_NAME, ExpectedTensor, expected_tensors, is_taken, model_class, read_config
 from .saved_weights import InFiles, MasterWeights, SavedTensor, is_checkpoint_of_ours, open_weights
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+"""peft's."""
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Of one weights file, where nothing else is said."""
@@ -206,7 +205,9 @@ def consolidate(
         done = 0
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
-            file = SAFE_WEIGHTS_NAME if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = (
+                SAFETENSORS_SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            )
             places = {tensor.name: (dtype_of(tensor), tensor.shape) for tensor in shard}
             begins = lay_out(out / file, places, {"format": "pt"})
             for tensor in shard:
@@ -217,8 +218,8 @@ def consolidate(
             weight_map.update({tensor.name: file for tensor in shard})
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (out / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    of_weights = {SAFE_WEIGHTS_INDEX_NAME, *(tensor.file for tensor in weights.tensors)}
+        (out / SAFETENSORS_INDEX_FILE).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    of_weights = {SAFETENSORS_INDEX_FILE, *(tensor.file for tensor in weights.tensors)}
     of_weights |= {path.name for path in weight_shards_of(checkpoint)}
     for path in copied:
         if path.name not in of_weights:

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import Trainer
 
 from ...checkpoint.format.json_files import read_mapping
 from ...checkpoint.format.links import refuse_links
@@ -29,6 +28,9 @@ from ...report.log_file import is_step
 from ...report.read_run import is_finite
 from ..checkpoints.checkpointing import ZERO_FOLDER
 from ..checkpoints.saved_weights import saved_tensors
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 _ARGUMENTS = (
     "learning_rate",
@@ -139,7 +141,7 @@ def carry_run(checkpoint: Path, out: Path) -> None:
         (out / RUN_NAME).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
 
 
-def write_run(trainer: Trainer, folder: Path) -> None:
+def write_run(trainer: "Trainer", folder: Path) -> None:
     """Writes what no other file of a Trainer's folder tells, so that a card can be made of the folder alone."""
     args = trainer.args
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
@@ -179,7 +181,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _data(trainer: Trainer) -> dict[str, Any]:
+def _data(trainer: "Trainer") -> dict[str, Any]:
     data: dict[str, Any] = {}
     for what, dataset in (("training", trainer.train_dataset), ("evaluation", trainer.eval_dataset)):
         if hasattr(dataset, "__len__") and not isinstance(dataset, Mapping):

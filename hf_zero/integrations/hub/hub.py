@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from ..reasons import HubError
 from .card import CARD_NAME, PLOT_NAME, is_our_card
 
 Answer = TypeVar("Answer")
@@ -39,10 +40,6 @@ EVERYTHING = ("*",)
 
 _PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _TOKEN = re.compile(r"\b(hf|api)_[A-Za-z0-9_]{16,}")
-
-
-class HubError(RuntimeError):
-    """A push that did not reach its end: names the repository, what is wrong, and what to do. Never carries a token."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo, HfApi
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ...checkpoint.foreign.weight_shards import weight_shards_of
-from ...checkpoint.format.files import Progress, untold
+from ...checkpoint.format.files import Progress, no_folder, untold
 from ...checkpoint.format.links import refuse_links
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ..checkpoints.checkpointing import ZERO_FOLDER
@@ -46,6 +46,8 @@ def push_model(
         CheckpointError: there is no model, or it has faults; nothing was sent then.
         HubError: it did not arrive.
     """
+    if not source.is_dir():
+        raise CheckpointError(f"hf_zero: {no_folder(source)}.")
     checked_token(to)
     refuse_faults(source, on_progress=on_check)
     with staging_folder(source.resolve().parent) as staged:

@@ -5,6 +5,7 @@ A prepared data loader's data set is asked for as many rows as a micro-batch has
 sampler is not asked, and what random numbers that takes are given back, so the run sees the same batches with or without this.
 """
 
+import inspect
 import logging
 import random
 import sys
@@ -41,7 +42,7 @@ def forecast_at_start(
     try:
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
             raise PlanError("hf_zero: the model is split over ranks")
-        batch = _first_batch(accelerator)
+        batch = _named(_first_batch(accelerator), model)
         shape = _shape_of(batch)
         with _random_numbers_given_back():
             traced = trace(
@@ -77,8 +78,8 @@ def _is_quiet() -> bool:
     return get_verbosity() > logging.WARNING
 
 
-def _first_batch(accelerator: Accelerator) -> Mapping[str, Any]:
-    """Keyword arguments of a forward, from the first rows of the data; see [Note: the first rows]."""
+def _first_batch(accelerator: Accelerator) -> Any:
+    """What the data loader makes of the first rows of the data; see [Note: the first rows]."""
     loader = next(iter(accelerator._dataloaders), None)
     if loader is None:
         raise PlanError("hf_zero: no data loader was prepared before or with the model")
@@ -98,9 +99,28 @@ def _first_batch(accelerator: Accelerator) -> Mapping[str, Any]:
         raise PlanError(
             f"hf_zero: the first rows of the data cannot be collated ({type(error).__name__}: {str(error)[:100]})"
         ) from error
-    if not isinstance(batch, Mapping):
-        raise PlanError("hf_zero: batches are not the keyword arguments of a forward")
     return batch
+
+
+def _named(batch: Any, model: nn.Module) -> Mapping[str, Any]:
+    """A batch as keyword arguments of the model's forward.
+
+    The tensors of a tuple are taken for the model's input, an attention mask where there are three, and labels, in this order.
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    tensors = [batch] if torch.is_tensor(batch) else batch
+    kinds = inspect.signature(model.forward).parameters
+    names = [name for name, kind in kinds.items() if kind.kind is kind.POSITIONAL_OR_KEYWORD]
+    if not (isinstance(tensors, list | tuple) and tensors and all(map(torch.is_tensor, tensors)) and names):
+        raise PlanError("hf_zero: batches are neither the keyword arguments of a forward nor tensors")
+    main = getattr(model, "main_input_name", None)
+    found = {main if main in names else names[0]: tensors[0]}
+    if len(tensors) > 1 and "labels" in names:
+        found["labels"] = tensors[-1]
+    if len(tensors) == 3 and "attention_mask" in names:
+        found["attention_mask"] = tensors[1]
+    return found
 
 
 def _shape_of(batch: Mapping[str, Any]) -> str:

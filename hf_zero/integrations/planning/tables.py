@@ -1,7 +1,8 @@
 """A plan as a table and as lines."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from ...plan.forecast import KINDS
@@ -42,26 +43,56 @@ def header(plan: Plan) -> Iterator[str]:
     yield from plan.warnings
 
 
-def table_of(plan: Plan) -> Table:
-    """A row a set-up: GB a rank by kind, the host's, the disk's, and the time of a step."""
+_LAST_LEFT_OUT = ("save", "load", "other", "MFU", "waits", "disk", "host")
+"""Columns that a narrow terminal does without, after those of kinds of memory; in this order."""
+
+
+_LEAST_LAST = 15
+"""Characters of the last column, which may be wrapped."""
+
+
+def table_of(plan: Plan, console: Console) -> Table:
+    """A row a set-up: GB a rank by kind, the host's, the disk's, and the time of a step.
+
+    Columns for which the console has no room are left out, and named below the table.
+    """
+    out: list[str] = []
+    table = _table(plan, out)
+    kinds = [str(column.header) for column in table.columns if str(column.header) in _SHOWN.values()]
+    for heading in (*reversed(kinds), *_LAST_LEFT_OUT):
+        if _least_width(table) <= console.width:
+            break
+        out.append(heading)
+        table = _table(plan, out)
+    return table
+
+
+def _least_width(table: Table) -> int:
+    """Characters of a line in which only the last column is wrapped."""
+    widths = [max(map(len, (str(column.header), *map(str, column.cells)))) for column in table.columns]
+    return sum(widths[:-1]) + min(widths[-1], _LEAST_LAST) + 3 * len(widths) + 1
+
+
+def _table(plan: Plan, left_out: Sequence[str]) -> Table:
     held = [kind for kind in KINDS if kind in _SHOWN and any(c.forecast.device.get(kind) for c in plan.candidates)]
+    headings = ("set-up", *(_SHOWN[kind] for kind in held), "other", "in all", "host", "disk", "save", "load")
+    headings += ("step", "waits", "MFU", "fits")
+    shown = [index for index, heading in enumerate(headings) if heading not in left_out]
     table = Table(title="GB a rank, at most", title_justify="left")
-    table.add_column("set-up", no_wrap=True)
-    for kind in held:
-        table.add_column(_SHOWN[kind], justify="right", no_wrap=True)
-    for heading in ("other", "in all", "host", "disk", "save", "load"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("waits", justify="right", no_wrap=True)
-    table.add_column("MFU", justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
+    if left_out:
+        table.caption = f"left out: {', '.join(left_out)} (a wider terminal has room, --json has them)"
+        table.caption_justify = "left"
+    for index in shown:
+        heading = headings[index]
+        is_text = heading in ("set-up", "fits")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=heading != "fits")
     for each in plan.candidates:
         device = each.forecast.device
         other = each.forecast.device_bytes - sum(device.get(kind, 0) for kind in held)
         step, fit = each.step, plan.room.fit_of(each.forecast)
         times = ("", "", "") if step is None else (_time(step.step_s), _time(step.exposed_s), f"{step.mfu:.0%}")
         chosen = plan.choice.candidate is each
-        table.add_row(
+        cells = (
             each.name,
             *(_gb(device.get(kind, 0)) for kind in held),
             _gb(other),
@@ -70,8 +101,9 @@ def table_of(plan: Plan) -> Table:
             *(_gb(n) for n in (each.forecast.save_bytes, each.forecast.load_bytes)),
             *times,
             ("take this, " if chosen else "") + (FITS if fit == FITS else plan.room.describe(each.forecast)),
-            style="bold" if chosen else "" if fit == FITS else "dim",
         )
+        style = "bold" if chosen else "" if fit == FITS else "dim"
+        table.add_row(*(cells[index] for index in shown), style=style)
     return table
 
 

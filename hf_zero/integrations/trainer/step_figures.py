@@ -40,10 +40,13 @@ class StepFigures(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         self._clock.stand_still()
 
-    def since_the_last(self, engine: ZeroEngine, step: int) -> dict[str, float]:
+    def since_the_last(self, engine: ZeroEngine, step: int, *, all_of_them: bool) -> dict[str, float]:
         """What a step has taken on average since this was last asked, or since training began.
 
         A figure that is nothing in this run, such as what one rank sends or what one node sends to others, is left out.
+
+        Args:
+            all_of_them: else peak memory and rows a second alone: each figure is a part of every line that Trainer prints.
         """
         now, before, steps = engine.comm_report(), self._before, step - self._step
         self._before, self._step = now, step
@@ -52,8 +55,11 @@ class StepFigures(TrainerCallback):
             figures["zero/gradient_error"] = round(now.gradient_error, 6)
         seconds = self._clock.taken()
         if steps > 0 and seconds > 0:
-            figures["zero/steps_per_s"] = float(f"{steps / seconds:.5g}")
             figures["zero/samples_per_s"] = float(f"{steps * self._rows_of_a_step / seconds:.5g}")
+        if not all_of_them:
+            return figures
+        if steps > 0 and seconds > 0:
+            figures["zero/steps_per_s"] = float(f"{steps / seconds:.5g}")
         if before is not None and steps > 0 and now.bytes_sent:
             figures["zero/sent_mib"] = round((now.bytes_sent - before.bytes_sent) / steps / _MIB, 3)
             figures["zero/wait_s"] = round((now.wait_seconds - before.wait_seconds) / steps, 4)

@@ -5,6 +5,7 @@ The trainer's class is swapped for one with these methods before them, so subcla
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ...checkpoint.foreign.find import is_foreign
 from ...checkpoint.format.manifest import CheckpointError, Manifest
 from ...diagnose.rescue import Rescue
+from ...disguise import mix_in
 from ...engine.engine import ZeroEngine
 from ...engine.units.forward_dtype import computing_in
 from ...engine_reference import engine_attached_to
@@ -39,7 +41,7 @@ from ..frames import find_in_callers
 from ..gathered import gathered
 from ..hub.card_facts import write_run
 from ..model_parallel import as_if_whole, is_split
-from ..seams import mix_in, replaced
+from ..seams import replaced
 from .checkpoints import CheckpointSaver, take_mark_away
 from .hub_push import make_trainer_repo, push_checkpoint, push_output, write_trainer_card
 from .loading import named_when_damaged, named_when_of_another_model
@@ -91,6 +93,10 @@ def _train_on_one_gpu(trainer: Trainer) -> None:
     trainer._train_batch_size = args.train_batch_size
 
 
+_OF_THIS_PROCESS = ("_checkpoint_saver", "_rescue", "_memory", "_memory_saver")
+"""Attributes of a Trainer that hold its engine or its files."""
+
+
 class ZeroTrainerMixin(_TrainerBase):
     """Overrides of Trainer's own methods; each calls the stock one for all that is not sharded."""
 
@@ -100,9 +106,19 @@ class ZeroTrainerMixin(_TrainerBase):
     _report_is_due = False
     _rows_of_a_step: RowsOfAStep | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles get: nothing that holds this process's engine or files. `train()` makes these anew."""
+        # Python 3.10 has no such method of object.
+        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
+        return {name: value for name, value in state.items() if name not in _OF_THIS_PROCESS}
+
     def train(self, resume_from_checkpoint: str | bool | None = None, trial=None, ignore_keys_for_eval=None, **kwargs):
         if trial is not None:
             self.hyperparameter_search()
+        if isinstance(resume_from_checkpoint, str):
+            # A command line has no booleans: `--resume_from_checkpoint True`.
+            said = {"true": True, "false": False}.get(resume_from_checkpoint.lower())
+            resume_from_checkpoint = resume_from_checkpoint if said is None else said
         goes_on = self.accelerator.zero_config.checkpoint.resume == "auto"
         with alone_in_output_dir(self, resume_from_checkpoint, goes_on=goes_on):
             checkpoint = checkpoint_to_resume(self, resume_from_checkpoint, goes_on=goes_on)
@@ -199,7 +215,8 @@ class ZeroTrainerMixin(_TrainerBase):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         engine = _only_engine(self)
         if "loss" in logs and engine is not None and self._step_figures is not None:
-            logs |= self._step_figures.since_the_last(engine, self.state.global_step)
+            with_report = bool(self.accelerator.zero_config.report)
+            logs |= self._step_figures.since_the_last(engine, self.state.global_step, all_of_them=with_report)
             stall_s = 0.0 if self._checkpoint_saver is None else self._checkpoint_saver.take_stall_s()
             if stall_s:
                 logs["zero/save_stall_s"] = round(stall_s, 3)
@@ -424,11 +441,13 @@ def _gather_to_sync(callback: Any) -> None:
     if sync is None or isinstance(callback, type):
         return
 
-    def sync_whole(model: nn.Module, target_model: nn.Module, alpha: float) -> None:
-        with gathered(model), gathered(target_model, writeback=True):
-            sync(model, target_model, alpha)
+    # No function of its own: the callback is pickled with its Trainer.
+    callback.sync_target_model = partial(_sync_whole, sync)
 
-    callback.sync_target_model = sync_whole
+
+def _sync_whole(sync: Callable[..., None], model: nn.Module, target_model: nn.Module, alpha: float) -> None:
+    with gathered(model), gathered(target_model, writeback=True):
+        sync(model, target_model, alpha)
 
 
 def _warn_of_early_outer_steps(trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
+from ...comm.control.end_of_process import write_error_file
 from ...config import ConfigError
 from . import door
 from .command_line import ScriptCall, script_call
@@ -21,6 +22,7 @@ def main() -> None:
     try:
         call = script_call(sys.argv[1:])
     except ConfigError as error:
+        write_error_file(str(error), str(error))
         # The ranks have the same command line.
         raise SystemExit(str(error) if os.environ.get("RANK", "0") == "0" else 1) from None
     run_script(call)
@@ -81,6 +83,11 @@ def _as_called(call: ScriptCall) -> Iterator[None]:
 
 def _say_and_end(error: BaseException) -> None:
     """Shows an error as Python does, from the script's first line on, and ends with status 1."""
+    if isinstance(error, ConfigError):
+        # Here, not above: it imports torch, and the script has its own time for that.
+        from ...comm.control.last_words import LastWords
+
+        LastWords.installed()
     trace = _of_the_script(error.__traceback__)
     # What runs at the exit of a process finds out by these that it failed.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace

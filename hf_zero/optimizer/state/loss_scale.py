@@ -6,13 +6,13 @@ on one rank and take it on the others. Here the ranks agree first; scale, growth
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
+from ...disguise import mix_in
 from ..clipped_gradient import widen
 from .optimizer import SCALES_ITSELF, engine_stepped_by
 
@@ -98,14 +98,7 @@ class GradScaler(_OverShards, torch.amp.GradScaler):
 
 def scale_over_shards(scaler: torch.amp.GradScaler) -> None:
     """Makes a GradScaler that others hold already do as ours does."""
-    if not isinstance(scaler, _OverShards):
-        kind: type = type(scaler)
-        scaler.__class__ = _over_shards(kind)
-
-
-@cache
-def _over_shards(kind: type) -> type[torch.amp.GradScaler]:
-    return GradScaler if kind is torch.amp.GradScaler else type(kind.__name__, (_OverShards, kind), {})
+    mix_in(scaler, _OverShards)
 
 
 @contextmanager

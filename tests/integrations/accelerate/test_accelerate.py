@@ -68,7 +68,7 @@ DOORS_TO_STAGE_3 = ["plugin 3", "attach 3", "class 3", "yaml 3", "variable 3"]
 def test_every_door_has_ddps_losses(door, ddp):
     outcomes = run_on_ranks(launched, door=door, forecasts=door.startswith("plugin"))
     assert_same(outcomes, ddp())
-    assert all(outcome["class"] == "ZeroAccelerator" and outcome["sent"] > 0 for outcome in outcomes)
+    assert all(outcome["class"] == "ZeroAcceleratorMixin" and outcome["sent"] > 0 for outcome in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -427,7 +427,7 @@ def fresh_state():
 
 def test_one_process_without_a_group(fresh_state):
     outcome = run(0, 1, "plugin 2", steps=4)
-    assert outcome["class"] == "ZeroAccelerator" and outcome["sent"] == 0
+    assert outcome["class"] == "ZeroAcceleratorMixin" and outcome["sent"] == 0
     assert len(outcome["losses"]) == 4
 
 
@@ -438,7 +438,7 @@ def in_a_notebook(folder: str) -> None:
 
 def test_notebook_launcher(fresh_state, tmp_path):
     notebook_launcher(in_a_notebook, (str(tmp_path),), num_processes=1)
-    assert (tmp_path / "ZeroAccelerator").exists()
+    assert (tmp_path / "ZeroAcceleratorMixin").exists()
 
 
 def test_a_plugin_is_attached_before_prepare(fresh_state):

@@ -1,6 +1,9 @@
 """What scripts ask of an Accelerator beside prepare, backward and step: as under DDP, or refused by name."""
 
+import copy
 import logging
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from accelerate_job import make_accelerator
 from ranks import run_ranks
 from torch import nn
-from trainer_job import as_launched
+from trainer_job import as_launched, make_trainer
+from transformers import Trainer
 
-from hf_zero import ConfigError, ZeroPlugin
+from hf_zero import ConfigError, ZeroPlugin, engine_of
+from hf_zero.disguise import mix_in
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -227,3 +232,140 @@ def test_a_parameter_of_two_optimizers_is_refused_by_name(fresh_state):
         ValueError, match=r"'1.weight' is held by two optimizers, AdamW and SGD. Give each parameter to one"
     ):
         Accelerator(parallelism_config=ZeroPlugin(2), cpu=True).prepare(model, *optimizers)
+
+
+def shown(thing: Any) -> list[str]:
+    """How an object, its pickle and its copies show themselves; an error by its class."""
+    found = []
+    for again in (lambda: thing, lambda: pickle.loads(pickle.dumps(thing)), lambda: copy.deepcopy(thing)):
+        try:
+            kind = type(again())
+            found.append(f"{kind.__module__}.{kind.__qualname__}.{kind.__name__}")
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+OF_VALUES = ("read parameter", "text")
+
+
+class OwnScaler(torch.amp.GradScaler):
+    pass
+
+
+class OwnTrainer(Trainer):
+    pass
+
+
+def shown_in_a_run(rank: int, world_size: int, door: str, folder: str) -> dict[str, list[str]]:
+    as_launched(rank, world_size)
+    accelerator = make_accelerator(door, cpu=True)
+    found = {"accelerator": shown(accelerator)}
+    accelerator.scaler = OwnScaler("cpu", init_scale=4.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    listed = list(model.parameters())
+    optimizer = torch.optim.AdamW(listed)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    prepared = accelerator.prepare(model, optimizer, scheduler)
+    found |= {type(each).__name__: shown(each) for each in (*prepared[1:], optimizer, scheduler)}
+    found |= {"scaler": shown(accelerator.scaler), "prepared accelerator": shown(accelerator)}
+    for _ in range(2):
+        accelerator.backward(prepared[0](torch.ones(4, 64)).sum())
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found |= {"gradient of the optimizer's": shown(gradients[-1]), "its text": [repr(gradients[-1])[:7]]}
+        prepared[1].step()
+        # Taken beforehand, and on its way now.
+        found["parameter"] = shown(listed[0])[:1]
+        prepared[1].zero_grad()
+    if not door.endswith("3"):
+        found |= dict(zip(OF_VALUES, (shown(listed[0]), [repr(listed[0])[:20]])))
+    shallow = copy.copy(accelerator)
+    assert shallow._models == accelerator._models and shallow.__dict__.items() <= accelerator.__dict__.items()
+    if door != "ddp":
+        assert shallow.zero_engines == accelerator.zero_engines != []
+        another = pickle.loads(pickle.dumps(accelerator))
+        assert another.zero_engines == [] == another._models == another._optimizers == another._schedulers
+        other = nn.Linear(64, 64)
+        trained, stepping = another.prepare(other, torch.optim.SGD(other.parameters(), 0.1))
+        another.backward(trained(torch.ones(4, 64)).sum())
+        stepping.step()
+        assert engine_of(other) in another.zero_engines and len(accelerator.zero_engines) == 1
+    doors = {"ddp": "ddp"} | {f"plugin {stage}": f"callback {stage}" for stage in range(4)}
+    for kind in (Trainer, OwnTrainer):
+        trainer = make_trainer(doors[door], "gpt2", folder, trainer_class=kind)
+        found[kind.__name__] = shown(trainer)
+        assert copy.copy(trainer).__dict__ == trainer.__dict__
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before(stage, tmp_path):
+    stock, ours = (run_on_ranks(shown_in_a_run, door=d, folder=str(tmp_path)) for d in ("ddp", f"plugin {stage}"))
+    # At stage 3 the values of a parameter cannot be read outside of a forward.
+    assert ours == [{name: each for name, each in rank.items() if stage < 3 or name not in OF_VALUES} for rank in stock]
+
+
+def test_an_object_with_a_pickle_of_its_own_keeps_it():
+    thing = ByArguments(3)
+    mix_in(thing, Mixed)
+    again = pickle.loads(pickle.dumps(thing))
+    assert (again.number, again.made_by) == (3, "arguments") and isinstance(again, Mixed)
+
+
+class Mixed:
+    pass
+
+
+class ByArguments:
+    def __init__(self, number: int, made_by: str = "hand"):
+        self.number, self.made_by = number, made_by
+
+    def __reduce__(self):
+        return type(self), (self.number, "arguments")
+
+
+@pytest.mark.parametrize("reset_partial_state", [False, True])
+def test_behind_a_reset_of_accelerates_state_its_own_explanation_comes(fresh_state, tmp_path, reset_partial_state):
+    accelerator = Accelerator(cpu=True, parallelism_config=ZeroPlugin(2))
+    prepared(accelerator)
+    AcceleratorState._reset_state(reset_partial_state)
+    for call in (
+        lambda: accelerator.prepare(nn.Linear(1, 1)),
+        lambda: accelerator.prepare_model(nn.Linear(1, 1)),
+        lambda: accelerator.prepare_optimizer(torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)),
+        lambda: accelerator.save_state(str(tmp_path)),
+        lambda: accelerator.load_state(str(tmp_path)),
+    ):
+        with pytest.raises(AttributeError, match=r"This happens if `AcceleratorState._reset_state\(\)` was called"):
+            call()
+
+
+def steps_one_more(rank: int, world_size: int, stage: int) -> list[str]:
+    """What steps of optimizers that were built after prepare are told."""
+    as_launched(rank, world_size)
+    accelerator = Accelerator(parallelism_config=ZeroPlugin(stage), cpu=True)
+    model, first = prepared(accelerator, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+    said = []
+    kinds: list[Any] = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor]
+    for make in (*kinds, lambda parameters: torch.optim.AdamW(parameters, foreach=False)):
+        accelerator.backward(model(torch.ones(5, 64)).sum())
+        with pytest.raises(RuntimeError) as error:
+            make(model.parameters()).step()
+        said.append(str(error.value))
+        first.zero_grad()
+    # A hook of the prepared optimizer's own that reads a gradient is no step without the engine.
+    first.optimizer.register_step_pre_hook(lambda *_: model[0].weight.grad.norm())
+    accelerator.backward(model(torch.ones(5, 64)).sum())
+    with pytest.raises(RuntimeError, match="is sharded over the ranks") as error:
+        first.step()
+    assert "was not prepared" not in str(error.value)
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_that_was_built_after_prepare_is_named(stage):
+    for said in run_on_ranks(steps_one_more, stage=stage):
+        for name, told in zip(("AdamW", "SGD", "Adafactor", "AdamW"), said, strict=True):
+            assert f"this {name} was not prepared" in told and "accelerator.prepare(model, optimizer)" in told
+            assert len(told.split()) <= 35

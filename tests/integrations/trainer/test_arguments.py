@@ -4,18 +4,28 @@ import copy
 import json
 import os
 import pickle
+import sys
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from launching import run_forked
 from ranks import run_ranks
-from trainer_job import MODELS, as_launched, history
-from transformers import HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from trainer_job import MODELS, as_launched, history, make_trainer
+from transformers import (
+    HfArgumentParser,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_zero import ConfigError, ZeroPlugin, ZeroTrainingArguments, engine_of, with_zero
 from hf_zero.integrations.arguments import ZeroArguments
+from hf_zero.integrations.unmodified.script import main as run_main
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -158,3 +168,70 @@ def test_seq2seq_arguments_with_the_flag_train_like_ddp(tmp_path):
         keywords = {"stage": stage, "folder": str(tmp_path)}
         runs[stage] = run_ranks(trained, world_size=2, time_limit_s=120, keyword_arguments=keywords)
     assert np.isfinite(runs[None][0]).all() and runs["2"] == runs["3"] == runs[None]
+
+
+MISTAKEN = {
+    "flag": "hf_zero.ZeroTrainingArguments(output_dir='x', zero='stge=2')",
+    "plugin": "hf_zero.ZeroPlugin(stge=2)",
+    "callback": "hf_zero.ZeroCallback({'stge': 2})",
+    "engine": "hf_zero.ZeroEngine(torch.nn.Linear(1, 1), [], 'stge=2')",
+    "init": "hf_zero.init('stge=2').__enter__()",
+    "file": "hf_zero.ZeroPlugin('nowhere.yaml')",
+    "broken file": "hf_zero.ZeroPlugin('broken.yaml')",
+}
+
+
+@pytest.mark.parametrize("door", MISTAKEN)
+def test_a_mistaken_setting_is_one_clear_message_and_the_launcher_has_it(door, tmp_path):
+    script, told = tmp_path / "script.py", tmp_path / "error.json"
+    (tmp_path / "broken.yaml").write_text("stage: [2")
+    script.write_text(f"import hf_zero, torch\n\n\ndef main():\n    {MISTAKEN[door]}\n\n\nmain()\n")
+    environment = os.environ | {"TORCHELASTIC_ERROR_FILE": str(told), "ACCELERATE_USE_CPU": "true"}
+    ended = run_forked(script, environment=environment, processes=2, folder=tmp_path)
+    message = json.loads(told.read_text())["message"]
+    assert ended.returncode == 1
+    assert message["extraInfo"]["py_callstack"].startswith("hf_zero config: ")
+    assert message["extraInfo"]["py_callstack"] in message["message"]
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    # One rank's, if it has come so far before the other has taken it down: where, what, and no frame of a library.
+    assert len(lines) <= 5 and ended.stderr.count("hf_zero config: ") <= 1
+    if lines:
+        assert 'script.py", line 5, in main' in ended.stderr and MISTAKEN[door] in ended.stderr
+
+
+def test_a_mistaken_setting_of_a_run_is_told_to_the_launcher(tmp_path, monkeypatch, capsys):
+    told = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(told))
+    monkeypatch.setattr(sys, "argv", ["hf_zero.run", "--zero", "stge=2", __file__])
+    with pytest.raises(SystemExit, match="unknown key `stge`; the nearest known one is `stage`"):
+        run_main()
+    assert "`stge`" in json.loads(told.read_text())["message"]["extraInfo"]["py_callstack"]
+
+
+@pytest.mark.parametrize(("said", "is_resumed"), [("True", True), ("true", True), ("False", False)])
+def test_a_command_lines_true_resumes_from_the_newest_checkpoint(said, is_resumed, tmp_path):
+    ranks = run_ranks(
+        resumes_as_said, world_size=1, time_limit_s=60, keyword_arguments={"said": said, "folder": tmp_path}
+    )
+    assert ranks == [2 if is_resumed else 0]
+
+
+def resumes_as_said(rank: int, world_size: int, said: str, folder: Path) -> int:
+    """The step at which training goes on."""
+    as_launched(rank, world_size)
+    for steps in (2, 3):
+        trainer = make_trainer("flag 2", "gpt2", folder, max_steps=steps, save_strategy="steps", save_steps=2)
+        at: list[int] = []
+        trainer.add_callback(First(at))
+        trainer.train(resume_from_checkpoint=said if steps == 3 else None)
+    return at[0]
+
+
+class First(TrainerCallback):
+    """Notes the step before the first."""
+
+    def __init__(self, at: list[int]):
+        self._at = at
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._at.append(state.global_step)

@@ -7,14 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
-from accelerate import Accelerator
 
-from ...comm.control.end_of_process import write_error_file
-from ...comm.control.watch import Watch
-from ...comm.groups.failures import CommunicationError
 from ...config import ConfigError
+from ..groups.failures import CommunicationError
+from .end_of_process import write_error_file
+from .watch import Watch
 
 
 class LastWords:
@@ -26,7 +26,7 @@ class LastWords:
 
     def __init__(self, former: Callable):
         self._former = former
-        self._accelerators: list[weakref.ref[Accelerator]] = []
+        self._accelerators: list[weakref.ref[Any]] = []
 
     @classmethod
     def installed(cls) -> "LastWords":
@@ -35,8 +35,8 @@ class LastWords:
             sys.excepthook = cls(sys.excepthook)
         return sys.excepthook
 
-    def follow(self, accelerator: Accelerator) -> None:
-        """From now on, the ranks of this Accelerator's engines hear of an error that ends this process."""
+    def follow(self, accelerator: Any) -> None:
+        """From now on, the ranks of this Accelerator's `zero_engines` hear of an error that ends this process."""
         self._accelerators.append(weakref.ref(accelerator))
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -48,14 +48,21 @@ class LastWords:
                 watch.say_last(summary.partition("\n")[0])
         losses = self._losses(error)
         said = losses or reason or "".join(traceback.format_exception(kind, error, trace))
-        write_error_file(summary, said)
+        is_left = write_error_file(summary, said)
+        if isinstance(error, ConfigError):
+            # Where in hf_zero a setting is refused does not matter to who has set it.
+            trace, error.__cause__, error.__suppress_context__ = _line_of_the_script(trace), None, True
         if reason is not None and _is_told_by_the_main_rank(error):
+            if is_left and isinstance(error, ConfigError):
+                # The launcher shows it once more by itself.
+                return
             print(f"hf_zero: rank {_own_rank()} ends too: {reason.splitlines()[0]}", file=sys.stderr, flush=True)
             return
         if isinstance(error, CommunicationError):
             # What the backend said, of addresses, stands in the way of what is wrong.
             error.__cause__, error.__suppress_context__ = None, True
-        self._former(kind, error, trace)
+        # Python shows the error's own.
+        self._former(kind, error.with_traceback(trace), trace)
         if losses is not None and losses not in [watch.ended for watch in self._watches()]:
             print(losses, file=sys.stderr, flush=True)
 
@@ -79,6 +86,17 @@ class LastWords:
             accelerator = reference()
             for engine in accelerator.zero_engines if accelerator is not None else ():
                 yield engine.transport.watch
+
+
+def _line_of_the_script(trace: TracebackType | None) -> TracebackType | None:
+    """The innermost frame of what runs as `__main__`, alone; the whole where there is none."""
+    found = None
+    inner = trace
+    while inner is not None:
+        if inner.tb_frame.f_globals.get("__name__") == "__main__":
+            found = TracebackType(None, inner.tb_frame, inner.tb_lasti, inner.tb_lineno)
+        inner = inner.tb_next
+    return found or trace
 
 
 def _reason(error: BaseException) -> str | None:

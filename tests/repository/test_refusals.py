@@ -1,0 +1,187 @@
+"""Every refusal of a training run stands in docs/what-is-refused.md: refusals are collected from the code."""
+
+import ast
+import re
+from collections.abc import Iterator
+
+from document.imports import PACKAGE
+
+PAGE = (PACKAGE.parent / "docs" / "what-is-refused.md").read_text(encoding="utf-8")
+
+PLACES = (
+    "buckets",
+    "engine",
+    "optimizer",
+    "integrations/accelerate.py",
+    "integrations/accelerator",
+    "integrations/accelerator_mixin.py",
+    "integrations/arguments.py",
+    "integrations/callback.py",
+    "integrations/trainer/trainer.py",
+    "integrations/unmodified/door.py",
+)
+"""What refuses a training run, below the package."""
+
+ROWS = {
+    "steps without the engine: it was prepared": "an optimizer prepared without its model",
+    "steps without the engine:": "or steps without it",
+    "stage 3 gathers parameters from hooks": "A compiled model at stage 3",
+    "is of class {}: {}. Two engines": "models in DDP, DataParallel or FSDP",
+    "Two engines cannot own one model": "FSDP, DeepSpeed, Megatron-LM, XLA",
+    "two engines cannot own one model": "FSDP, DeepSpeed, Megatron-LM, XLA",
+    "`split_parameters: true`": "optimizers that need whole parameters",
+    "updates a parameter by what other parameters are": "optimizers that look at all parameters together",
+    "updates an element by what the rest": "optimizers that need whole parameters",
+    "so it cannot be stepped over shards": "LBFGS, LOMO, SparseAdam",
+    "has another one in it": "Optimizers that have another in them",
+    "closure": "`optimizer.step(closure)`",
+    ".step() reaches parameters": "was built after `prepare`",
+    "was prepared without its optimizer": "A model prepared without its optimizer",
+    "holds none of the parameters": "over parameters of no prepared model",
+    "parameters that are not in the model": "parameters that are not in its model",
+    "is held by two optimizers": "a parameter in two optimizers",
+    "no trained parameter of this engine": "parameters that are not in its model",
+    "were added to the optimizer": "added to the optimizer afterwards",
+    "no parameter of the model requires": "A model that trains nothing",
+    "on the meta device": "on the meta device",
+    "only floating-point dtypes are": "Trained parameters of complex or integer dtypes",
+    "torch.amp.GradScaler, which": "`torch.amp.GradScaler` around",
+    "without loss scaling": "float16 parameters without a scaler",
+    "can be unscaled only once": "unscaling before all micro-batches",
+    "can neither read nor change": "Reading, pickling or setting `p.grad`",
+    "was set by hand": "setting `p.grad` by hand",
+    "is wanted once more": "without `zero_grad()` between",
+    "under no_sync and never reduced": "all in `no_sync`",
+    "this state dict is of": "another rank's or run's `state_dict`",
+    "has been written to since the last": "writes to what `optimizer.param_groups` holds",
+    "writes to the parameters in its": "Optimizers with `train()` and `eval()`",
+    "LocalSGD": "`LocalSGD`",
+    "parameters of several models": "Clipping parameters of several models",
+    "out of optimizer.param_groups": "a norm of gradients in `optimizer.param_groups`",
+    "of a gradient in optimizer.param_groups": "a norm of gradients in `optimizer.param_groups`",
+    "ended with an error after some": "ended with an error when some gradients",
+    "the gradient norm is": "NaN or infinite gradients",
+    "have diverged": "copies that have diverged",
+    "do not train the same thing": "ranks that differ in model",
+    "list the same facts": "ranks that differ in model",
+    "create_graph": "create_graph=True",
+    "sparse gradient": "Embeddings with `sparse=True`",
+    "inside a backward, as by a hook": "inside a backward, from a hook",
+    "torch.jit": "Modules of `torch.jit`",
+    "is quantised": "A quantised base (QLoRA)",
+    "stage 3 shards all parameters": "Frozen parameters of integers, booleans",
+    "in the buckets of another ZeroEngine": "A second `ZeroEngine`",
+    "max_norm": "with `max_norm` above stage 0",
+    "two tensors in the same memory": "in the memory of another parameter",
+    "edited through `.data` or numpy, which leaves no trace, and the optimizer": "Edits through `.data` where there is a master",
+    "a forward has": "Edits of weights inside a forward",
+    "was edited inside `gathered` without": "edits inside `gathered` without",
+    "was edited in place while it was sharded": "edits inside `gathered` without",
+    "whole parameters would take": "whole parameters that do not fit",
+    "inside `gathered` or `unsharded`": "a step inside `gathered` or `unsharded`",
+    "needs the values of": "reads of its values on one rank",
+    "(stage 3) cannot be {}": "pickling, `copy.deepcopy`",
+    "cannot be moved or cast": "moving (`.to`, `.cpu()`)",
+    "left the engine's memory": "`load_state_dict(assign=True)`",
+    "as after merge_and_unload": "`merge_and_unload` after `prepare`",
+    "was frozen when": "unfrozen afterwards",
+    "elements and has {} now": "another number of elements",
+    "cannot be resized in training": "`resize_embeddings`, `resize_token_embeddings`",
+    "a hook of DDP": "`comm_hook`",
+    "processes were asked for": "each believe to be alone",
+    "was installed nowhere": "a `ZeroPlugin` that accelerate ignored",
+    "ended without the engine": "ended without the engine",
+    "two configs for one": "two configs for one run or Trainer",
+    "two ways to split one model": "two configs for one run or Trainer",
+    "two owners of the cast": "beside mixed precision that casts",
+    "fp8": "arithmetic in fp8",
+    "`rounding: stochastic`": "`rounding: stochastic` for parameters other than bfloat16",
+    "`moments: ": "`moments: 8bit` with float64",
+    "`stage: auto` is chosen": "`stage: auto`, `report`, `out_of_memory: halve` in a loop",
+    "`report` is done": "`stage: auto`, `report`, `out_of_memory: halve` in a loop",
+    "repeats forwards and backwards": "`stage: auto`, `report`, `out_of_memory: halve` in a loop",
+    "`report: true` writes": "`report: true` in an Accelerator without",
+    "`comm.sync_every` is {}, and the model": "| `comm.sync_every` | cannot: all ranks of a copy",
+    "with a model that is split over ranks": "| `out_of_memory: halve` | not built yet: a copy",
+    "`comm.shard_group_size` is {}, and": "`comm.shard_group_size`, `comm.secondary_shard` where",
+    "`comm.secondary_shard` is {}, and": "`comm.shard_group_size`, `comm.secondary_shard` where",
+    "quantise float32 and 16-bit": "with float64 parameters",
+    "different batches": "batches that differ between the ranks of a copy",
+    "is not split over ranks": "copies that have diverged",
+    "DTensor": "DTensors other than Shard and Replicate",
+    "other parameters over ranks": "DTensors other than Shard and Replicate",
+    "tp_size": "`tp_size` of the plugin other than",
+    "`offload.delay: 1` steps": "`offload.delay` with an `offload.ratio`",
+    "that it calls": "that calls its state `master`",
+    "cannot be seen by a trial step": "whose state no trial step shows",
+    "join_uneven_inputs takes models that were": "of models without optimizers",
+    "batch norms": "`accelerator.join_uneven_inputs`",
+    "join_uneven_inputs": "`accelerator.join_uneven_inputs`",
+    "hyperparameter_search": "`Trainer.hyperparameter_search`",
+}
+"""Words of a message → words of the page; the first that fit."""
+
+NO_REFUSALS = {
+    "give one of the two": "arguments of a call",
+    "takes zero_plugin": "arguments of a call",
+    "with_zero takes": "arguments of a call",
+    "attach first, then prepare": "order of two calls",
+    "was given no model": "arguments of a call",
+    "did not find its Trainer": "order of two calls",
+    "`unit_modules` is": "the value of a setting",
+    "`kernels: always`": "the value of a setting",
+    "has no resize_token_embeddings": "arguments of a call",
+    "that save_state wrote": "a folder that is not there, or is another's",
+    "that accelerator.save_state wrote": "a folder that is not there, or is another's",
+    "save_state() was called without": "a folder that is not there, or is another's",
+    "Give save_state another name": "a folder that is not there, or is another's",
+    "is there already": "a folder that is not there, or is another's",
+    "a checkpoint of DeepSpeed or FSDP": "a folder that is not there, or is another's",
+    "with a scheduler of DeepSpeed": "a folder that is not there, or is another's",
+    "was computed while its layer's parameters were sharded": "an error that hf_zero has noticed in time",
+    "keeps no master that a step beside training": "cannot be reached by settings",
+}
+"""Words of a message → what it is about, where it refuses nothing that would do elsewhere."""
+
+
+def messages_in(node: ast.AST) -> Iterator[str]:
+    """The texts below a node, with {} for what varies."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(value.value if isinstance(value, ast.Constant) else "{}" for value in node.values)
+    else:
+        for inner in ast.iter_child_nodes(node):
+            yield from messages_in(inner)
+
+
+def refusals() -> dict[str, str]:
+    """Message → the file that makes an error of it."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = path.relative_to(PACKAGE).as_posix()
+        if not any(place == each or place.startswith(f"{each}/") for each in PLACES):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            kind = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            # An AssertionError is a fault of the package's own.
+            if kind.endswith("Error") and kind != "AssertionError":
+                found |= {text: place for text in messages_in(node) if re.match(r"hf_zero( config)?: ", text)}
+    return found
+
+
+def test_every_refusal_of_a_run_has_its_row():
+    collected = refusals()
+    assert len(collected) > 80
+    used, missing = set(), []
+    for message, place in collected.items():
+        words = next((words for words in (*NO_REFUSALS, *ROWS) if words in message), None)
+        used.add(words)
+        if words is None:
+            missing.append(f"{place}: {message}")
+    assert not missing, "a row in docs/what-is-refused.md, and here: " + "\n".join(missing)
+    idle = [words for words in (*ROWS, *NO_REFUSALS) if words not in used]
+    assert not idle, f"no message of the code has these words: {idle}"
+    rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
+    absent = [words for words in ROWS.values() if not any(words in row for row in rows)]
+    assert not absent, f"no row of the page has these words: {absent}"
