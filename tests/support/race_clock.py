@@ -1,8 +1,8 @@
 """Vector clocks over a trace of the stand-in device (standin_trace.cpp): accesses and reuses of memory that nothing orders.
 
-Each stream, communicator and thread is an actor with a clock of its own: how many entries of each actor come before what it does
-next. Two accesses of which one writes are ordered where the clock of the later has the earlier. On a GPU, others may come in either
-order, whatever they did here.
+Each stream, communicator and thread is an actor with a clock of its own: how many entries of each actor come before what it
+does next. Two accesses of which one writes are ordered where the clock of the later has the earlier. On a GPU, others may come
+in either order, whatever they did here.
 
 Memory that is freed may be given out again by the next allocation on its stream, as torch's caching allocator does, unless
 `record_stream` has named the streams that still use it. Memory that is unpinned may be given out at once.
@@ -30,12 +30,12 @@ from hf_zero.optimizer.holders import steps_beside
 SCRIPT = "script"
 """The actor of the main thread and of autograd's, of which one waits for the other."""
 
-# Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is under
-# way), and those of the look for unseen edits, which is for the first passes only. Others may do without, or later steps do.
+# Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is
+# under way), since others do without; and those of the look for unseen edits, since later steps do.
 NOT_RELIED_ON = ("unseen_edits.py",)
 
-# Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it: the
-# gradient's version has changed, and the copies are forgotten (`Early.take`).
+# Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
+# the gradient's version has changed, and the copies are forgotten (`Early.take`).
 HARMLESS = (("seen_step.py", "clip.py"),)
 
 
@@ -197,7 +197,8 @@ class Races:
         return block if block is not None and address < block.end else None
 
     def _report(self, what: str, first: Entry, second: Entry) -> None:
-        if any(one in first.where and other in second.where for one, other in HARMLESS):
+        places = first.where, second.where
+        if any(one in here and other in there for one, other in HARMLESS for here, there in (places, places[::-1])):
             return
         text = f"{what}: {first}\n    and {second}"
         self.found[text] = self.found.get(text, 0) + 1
@@ -361,5 +362,9 @@ def _follow_memory(stack: ExitStack, note: Callable) -> None:
         stock_write_piece(self)
 
     stock_read, stock_write, stock_write_piece = AlignedFile.read, AlignedFile.write, pieces.Piece.write
-    for owner, name, instead in ((AlignedFile, "read", read), (AlignedFile, "write", write), (pieces.Piece, "write", write_piece)):
+    for owner, name, instead in (
+        (AlignedFile, "read", read),
+        (AlignedFile, "write", write),
+        (pieces.Piece, "write", write_piece),
+    ):
         stack.enter_context(mock.patch.object(owner, name, instead))

@@ -56,7 +56,9 @@ def build() -> Path:
                 # In one piece: most of the time goes into torch's headers.
                 whole = Path(folder) / f"{_MODULE}.cpp"
                 whole.write_text("".join(f'#include "{source.resolve()}"\n' for source in _SOURCES))
-                load(_MODULE, [str(whole)], build_directory=folder, extra_cflags=["-O0", "-DNDEBUG"], is_python_module=False)
+                # Without asserts: some of torch's look at what only its debug builds have.
+                flags = ["-O0", "-DNDEBUG"]
+                load(_MODULE, [str(whole)], build_directory=folder, extra_cflags=flags, is_python_module=False)
                 # Whole, or not at all.
                 beside = library.with_suffix(".new")
                 beside.write_bytes((Path(folder) / f"{_MODULE}.so").read_bytes())

@@ -65,7 +65,7 @@ std::unique_ptr<at::ObserverContext> on_operator(const at::RecordFunction& funct
   bool is_elsewhere = false;
   note_values(accesses, function.inputs().begin(), op->schema().arguments(), false, [&](const at::Tensor& tensor) {
     is_elsewhere |= !tensor.device().is_cpu();
-    return tensor.device().is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data());
+    return tensor.device().is_cpu() && tensor.has_storage() && is_pinned(tensor.const_data_ptr());
   });
   if (!is_elsewhere && !accesses.empty()) trace("do", "", "", std::move(accesses), name->name);
   return nullptr;
