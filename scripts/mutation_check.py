@@ -135,6 +135,21 @@ UNORDERED = (
     ),
     ("gradient-read-before-it-has-arrived", "Bucket.await_gradient", "host and accumulated", "arrival.wait()", "pass"),
     ("gradient-set-while-another-is-added", "add_or_set", "dropped", "bucket.await_gradient()", "pass"),
+    ("shard-kept-for-backward-before-it-is-there", "ForwardGather.start", "secondary", "handle.finish()", "pass"),
+    (
+        "exact-weights-shown-under-their-gather",
+        "ExactWeights.at_hand",
+        "edited",
+        ".start(bucket).finish()",
+        ".start(bucket)",
+    ),
+    (
+        "look-at-a-gradient-not-waited-for",
+        "FullTensors._gather",
+        "edited",
+        "subject=slot.name)).finish()",
+        "subject=slot.name))",
+    ),
     (
         "reduced-shard-left-in-a-buffer-of-others",
         "PooledGradients._target",

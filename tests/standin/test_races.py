@@ -140,6 +140,7 @@ class Way:
         max_norm: that gradients are clipped to.
         zeroes: gradients, in place of dropping them.
         evaluates: between backward and step.
+        edits: whole parameters behind each step, and looks at a gradient before it.
         saves: behind training.
         recomputes: activations.
         optimizers: that parameters are dealt to.
@@ -152,6 +153,7 @@ class Way:
     max_norm: float | None = None
     zeroes: bool = False
     evaluates: bool = False
+    edits: bool = False
     saves: bool = False
     recomputes: bool = False
     optimizers: int = 1
@@ -171,6 +173,7 @@ WAYS = {
     # Not fused: those have the number of their steps on the device, and a save waits for it.
     "saved": Way(saves=True, optimizers=2),
     "evaluated": Way(evaluates=True),
+    "edited": Way(edits=True),
     "two optimizers": Way(optimizers=2),
 }
 
@@ -202,11 +205,17 @@ def train(settings: dict, way: Way, folder: str) -> None:
         if way.evaluates:
             with torch.no_grad():
                 model(**batch)
+        if way.edits:
+            engine.full_grad(next(model.parameters())).add_(1)
         if way.max_norm is not None:
             engine.clip_grad_norm_(way.max_norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=not way.zeroes)
+        if way.edits:
+            with torch.no_grad(), engine.gathered(writeback=True):
+                for parameter in model.parameters():
+                    parameter.mul_(0.999)
         background.finish()
         if way.saves:
             save(engine, optimizers, background, Path(folder) / f"step-{step}", is_dropped=step == STEPS - 1)
@@ -288,6 +297,7 @@ SHORT = [
     ("stage 1", "idle", 2),
     ("stage 2", "accumulated", 2),
     ("stage 3", "saved", 2),
+    ("int8 at stage 2", "edited", 2),
     ("int8", "gpt2", 2),
     ("state in host memory", "accumulated", 2),
     ("bf16, state in host memory", "dropped", 2),
@@ -300,6 +310,7 @@ SHORT = [
     ("outer steps", "gpt2", 2),
     ("snapshots", "gpt2", 2),
     ("int8 between groups", "gpt2", 4),
+    ("secondary shards", "gpt2", 4),
 ]
 
 
