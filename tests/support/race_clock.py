@@ -172,7 +172,7 @@ class Races:
             block.kept_for.add(actor)
 
     def _free(self, entry: Entry, _actor: str) -> None:
-        block = self._drop(entry)
+        block = self._remove(entry)
         if block is None or block.owner is None:
             return
         for (*_, other), (time, used) in block.latest.items():
@@ -180,12 +180,20 @@ class Races:
                 self._freed[block.owner].append((other, time, used, entry))
 
     def _unpin(self, entry: Entry, actor: str) -> None:
-        block = self._drop(entry)
+        block = self._remove(entry)
         for (*_, other), (time, used) in block.latest.items() if block is not None and not block.is_torchs else ():
-            if self._clocks[actor].get(other, 0) < time:
+            # Threads hold what they read and write, pinned or not.
+            if other.startswith("stream") and self._clocks[actor].get(other, 0) < time:
                 self._report("unpinned", used, entry)
 
-    def _drop(self, entry: Entry) -> Block | None:
+    def _drop(self, entry: Entry, actor: str) -> None:
+        """The last view of memory has gone, and so behind whatever threads did with it."""
+        block = self._block_of(entry.accesses[0][0])
+        for (*_, other), (time, _) in block.latest.items() if block is not None else ():
+            if not other.startswith(("stream", "comm")):
+                self._clocks[actor].join({other: time})
+
+    def _remove(self, entry: Entry) -> Block | None:
         block = self._blocks.pop(entry.accesses[0][0], None)
         if block is not None:
             self._begins.remove(block.begin)
@@ -310,6 +318,7 @@ def _follow_threads(stack: ExitStack, note: Callable) -> None:
 
     def finalize(views: object, call: Callable, memory, *arguments) -> object:
         def handed() -> None:
+            note("drop", "", memory.data_ptr(), 1, False)
             dropped[memory.data_ptr()] = give()
             call(memory, *arguments)
 

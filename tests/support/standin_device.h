@@ -173,6 +173,7 @@ void note_values(std::vector<Access>& accesses, Values values, const std::vector
 //   give, take           what comes behind a `take` of an id comes behind what its giver had done by then
 //   join                 likewise, for all that the actor named by the id was asked for; all but threads without an id
 //   allocate, free       memory of a device, on the stream that is current; `keep`: not to be given out again under that stream's use
+//   drop                 the last reference to memory, behind all that threads did with it
 //   pin, unpin           host memory; the id is "torch" for its own allocator's, which keeps it as long as copies of it run
 //   worker               this thread is none of the script's
 void trace(const char* kind, std::string actor = "", std::string id = "", std::vector<Access> accesses = {}, std::string name = "");
