@@ -185,7 +185,7 @@ def optimizers_of(model: nn.Module, way: Way) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(parameters[turn :: way.optimizers], lr=1e-3) for turn in range(way.optimizers)]
 
 
-def train(settings: dict, way: Way, folder: str) -> None:
+def train(settings: dict, way: Way, folder: Path) -> None:
     """A few steps, in which the script waits for nothing."""
     torch.manual_seed(0)
     model = way.make_model().to(own_device()).train()
@@ -218,7 +218,7 @@ def train(settings: dict, way: Way, folder: str) -> None:
                     parameter.mul_(0.999)
         background.finish()
         if way.saves:
-            save(engine, optimizers, background, Path(folder) / f"step-{step}", is_dropped=step == STEPS - 1)
+            save(engine, optimizers, background, folder / f"step-{step}", is_dropped=step == STEPS - 1)
     background.finish()
     engine.close()
 
@@ -226,6 +226,9 @@ def train(settings: dict, way: Way, folder: str) -> None:
 def save(engine: ZeroEngine, optimizers: list, background: Background, folder: Path, *, is_dropped: bool) -> None:
     """Begins a save of which most is not written when the next step wants to change it, or when it is dropped."""
     _, found = plan_state(engine, folder)
+    if is_dropped and len(found) < 2:
+        # A rank that has nothing of its own to save.
+        return
     live, has_begun, is_wanted = LivePieces(found, 1 << 20, refuse_edits=lambda: None), Event(), Event()
 
     def written(_nbytes: int) -> None:
@@ -256,9 +259,10 @@ def races(
     found = {}
     with standin_device.process_group(rank, world_size, folder):
         for name, way in cells:
-            settings = placed(SETTINGS[name], folder)
+            own_folder = Path(folder, f"{name}, {way}")
+            own_folder.mkdir(exist_ok=True)
             with traced(compiled, f"{Path(hf_zero.__file__).parent}/") as trace:
-                train(settings, WAYS[way], folder)
+                train(placed(SETTINGS[name], str(own_folder)), WAYS[way], own_folder)
             of_cell = Races(iter(trace))
             assert of_cell.counts["do"] > 300
             if of_cell.found:

@@ -35,8 +35,9 @@ SCRIPT = "script"
 NOT_RELIED_ON = ("unseen_edits.py",)
 
 # Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
-# the gradient's version has changed, and the copies are forgotten (`Early.take`).
-HARMLESS = (("seen_step.py", "clip.py"),)
+# the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while
+# a script's edit is taken into it: the master's version has changed, and the step is taken anew (`Late.take_over`).
+HARMLESS = (("seen_step.py", "clip.py"), ("masters.py", "follow_values"))
 
 
 class Clock(dict[str, int]):
