@@ -60,8 +60,15 @@ ranks.PRELOAD_FOLDERS.append(SUPPORT)
 LONGEST_FIRST = (
     *("test_docs.py", "test_hub.py", "test_unmodified_scripts.py", "test_split_models.py", "test_late_ranks.py"),
     *("test_stage3.py", "test_equivalence.py", "test_trainer.py", "test_kernels.py", "test_recipes.py"),
-    *("test_standin_device.py", "test_accelerate.py", "test_commit.py", "test_moments.py", "test_faults.py"),
-    *("test_families.py", "test_foreign_runs.py", "test_kernel_steps.py", "test_stage3_faults.py", "test_memory.py"),
+    *("test_standin_device.py", "test_races.py", "test_accelerate.py", "test_commit.py", "test_moments.py"),
+    *(
+        "test_faults.py",
+        "test_families.py",
+        "test_foreign_runs.py",
+        "test_kernel_steps.py",
+        "test_stage3_faults.py",
+        "test_memory.py",
+    ),
     *("test_split_foreign.py", "test_hybrid.py", "test_gradients.py", "test_quantised_wire.py", "test_nvme.py"),
     *("test_sharded_checkpoints.py", "test_hostile_folders.py", "test_gather_dtype.py", "test_comm.py"),
     *("test_bench.py", "test_import.py", "test_rescue.py", "test_offload_params.py", "test_placement.py"),
@@ -70,7 +77,14 @@ LONGEST_FIRST = (
 
 # The same where slow tests run, too; those of the other list follow.
 LONGEST_FIRST_WITH_SLOW = (
-    *("test_docs_in_minutes.py", "test_accuracy.py", "test_random_modules.py", "test_commit.py", "test_configs.py"),
+    *(
+        "test_docs_in_minutes.py",
+        "test_races.py",
+        "test_accuracy.py",
+        "test_random_modules.py",
+        "test_commit.py",
+        "test_configs.py",
+    ),
     *("test_rescue_at_stage_3.py", "test_mutations.py", "test_forecast.py", "test_late_ranks.py", "test_bench.py"),
     *("test_docs.py", "test_faults.py", "test_standin_device.py", "test_split_models.py", "test_auto.py"),
     *("test_elastic_agents.py", "test_parity_of_scripts.py", "test_hostile_folders.py", "test_standin_doors.py"),

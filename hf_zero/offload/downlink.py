@@ -101,6 +101,7 @@ class _StreamDownlink(Downlink):
 
 
 def _add_landed(add: Callable[[torch.Tensor], None], landing: torch.Tensor, landed: Arrival, behind: Arrival) -> None:
+    # Not for order, which one queue and one thread keep: what came before may still have to be widened, or have failed.
     behind.wait()
     landed.wait()
     with torch.no_grad():

@@ -190,11 +190,14 @@ class Collective final : public Hold {
 
 class CollectiveWork final : public c10d::Work {
  public:
-  CollectiveWork(std::shared_ptr<Collective> collective, c10::DeviceIndex device, bool stops_the_host)
-      : collective_(std::move(collective)), device_(device), stops_the_host_(stops_the_host) {}
+  CollectiveWork(std::shared_ptr<Collective> collective, c10::DeviceIndex device, bool stops_the_host, std::string id, Tensors kept)
+      : collective_(std::move(collective)), device_(device), stops_the_host_(stops_the_host), id_(std::move(id)), kept_(std::move(kept)) {}
   bool isCompleted() override { return collective_->has_ended(); }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
+    trace("take", name_of(current_stream(device_)), id_);
+    if (stops_the_host_) trace("join", "", name_of(current_stream(device_)));
+    kept_.clear();
     if (stops_the_host_) collective_->settle();
     else hold_up_current_stream(device_, collective_);
     return true;
@@ -205,6 +208,8 @@ class CollectiveWork final : public c10d::Work {
   std::shared_ptr<Collective> collective_;
   c10::DeviceIndex device_;
   bool stops_the_host_;
+  std::string id_;
+  Tensors kept_; // till somebody waits, as by torch's NCCL
 };
 
 // ---- a communicator ----
@@ -415,7 +420,18 @@ class Communicator final : public c10d::Backend {
       queue_->waiting.push_back(collective);
       queue_->changed.notify_all();
     }
-    return c10::make_intrusive<CollectiveWork>(collective, device, stops_the_host);
+    const auto id = c10::str("collective ", call.launched);
+    if (tracing) {
+      std::vector<Access> accesses;
+      for (auto& input : inputs) note_access(accesses, input, false);
+      for (auto& output : outputs) note_access(accesses, output, true);
+      trace("give", name_of(current_stream(device)), "start of " + id);
+      trace("take", queue_->name, "start of " + id);
+      trace("do", queue_->name, "", std::move(accesses), kind);
+      trace("give", queue_->name, id);
+      collective->settle();
+    }
+    return c10::make_intrusive<CollectiveWork>(collective, device, stops_the_host, id, tracing ? all : Tensors{});
   }
 
   std::shared_ptr<Queue> queue_;

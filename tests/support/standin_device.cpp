@@ -9,6 +9,7 @@
 // - Operators on tensors of the host and of the device, or of two devices, are refused. All run on the host, so digits are
 //   the host's.
 // - Where the host waits for a device, and how much host memory is locked for copies, is noted.
+// - Who uses which memory, in which order, can be traced (standin_trace.cpp).
 // - What would make a context on a device (500 MB on a GPU) is noted, and refused on devices that a process is to keep off.
 #include "standin_device.h"
 
@@ -50,6 +51,7 @@ void note_hazard(const std::string& what) {
 std::vector<std::pair<int, std::string>> waits;
 
 thread_local int computing = 0;
+int64_t timed_events = 0;
 
 Computing::Computing() { ++computing; }
 Computing::~Computing() { --computing; }
@@ -103,6 +105,7 @@ std::map<char*, Block>::iterator block_of(const void* address) {
 
 void release(void* address) {
   if (!address) return;
+  trace("free", "", "", {{uint64_t(address), uint64_t(address) + 1, true}});
   Locked guard;
   auto block = blocks.find((char*)address);
   if (block->second.pending == 0) return unmap(block);
@@ -111,21 +114,27 @@ void release(void* address) {
   block->second.is_freed = true;
 }
 
+void* map(size_t nbytes) {
+  Locked guard;
+  const size_t page = sysconf(_SC_PAGESIZE), mapped = (nbytes + page - 1) / page * page;
+  TORCH_CHECK_WITH(OutOfMemoryError, held + mapped <= kCapacity, "out of memory on the stand-in device");
+  auto address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(address != MAP_FAILED, "mmap failed");
+  memset(address, 0xff, mapped);
+  mprotect(address, mapped, PROT_NONE);
+  blocks[(char*)address] = {current_device, mapped};
+  held += mapped;
+  peak = std::max(peak, held);
+  return address;
+}
+
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     const c10::Device device(kType, current_device);
     if (nbytes == 0) return {nullptr, nullptr, &release, device};
     touch(current_device);
-    Locked guard;
-    const size_t page = sysconf(_SC_PAGESIZE), mapped = (nbytes + page - 1) / page * page;
-    TORCH_CHECK_WITH(OutOfMemoryError, held + mapped <= kCapacity, "out of memory on the stand-in device");
-    auto address = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK(address != MAP_FAILED, "mmap failed");
-    memset(address, 0xff, mapped);
-    mprotect(address, mapped, PROT_NONE);
-    blocks[(char*)address] = {current_device, mapped};
-    held += mapped;
-    peak = std::max(peak, held);
+    const auto address = map(nbytes);
+    trace("allocate", name_of(current_stream(current_device)), "", {{uint64_t(address), uint64_t(address) + nbytes, true}});
     return {address, address, &release, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
@@ -197,6 +206,7 @@ struct Stream {
 };
 
 struct Event {
+  std::string id;
   StreamKey stream;
   int64_t reached_after;
   Holds holds;
@@ -207,6 +217,8 @@ std::vector<std::weak_ptr<Hold>> all_holds;
 
 StreamKey current_stream(c10::DeviceIndex device) { return {device, current_streams[device]}; }
 
+std::string name_of(StreamKey stream) { return c10::str("stream ", int(stream.first), ".", stream.second); }
+
 Stream& stream_at(StreamKey key) {
   Locked guard;
   return streams[key];
@@ -214,6 +226,7 @@ Stream& stream_at(StreamKey key) {
 
 void make(Copy copy) {
   Locked guard;
+  Computing computing;
   Opened opened;
   for (char* address : copy.addresses) opened.add(address);
   {
@@ -296,7 +309,7 @@ bool blocks_the_host(const at::Tensor& target) { return target.nbytes() < 4096 &
 
 bool defer(const at::Tensor& source, const at::Tensor& target, StreamKey key) {
   const bool to_host = target.device().is_cpu(), at_once = key.second == 0;
-  if (target.numel() == 0 || (to_host ? blocks_the_host(target) : at_once)) return false;
+  if (tracing || target.numel() == 0 || (to_host ? blocks_the_host(target) : at_once)) return false;
   if (at_once) settle(key);
   Locked guard;
   Opened opened;
@@ -343,16 +356,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[next.device_index()] = next.id();
     return before;
   }
-  void record(void** event, const c10::Stream& at, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& at, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+    static std::atomic<int64_t> ids{0};
+    const auto id = c10::str("event ", ++ids);
     touch(at.device_index());
+    trace("give", name_of(key_of(at)), id);
     Locked guard;
+    timed_events += flag == c10::EventFlag::BACKEND_DEFAULT;
     if (!*event) *event = new Event();
-    *(Event*)*event = {key_of(at), queued_on(key_of(at)), streams[key_of(at)].holds};
+    *(Event*)*event = {id, key_of(at), queued_on(key_of(at)), streams[key_of(at)].holds};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete (Event*)event; }
   void block(void* event, const c10::Stream& by) const override {
     if (!event) return;
-    auto& [stream, reached_after, holds] = *(Event*)event;
+    auto& [id, stream, reached_after, holds] = *(Event*)event;
+    trace("take", name_of(key_of(by)), id);
     if (stream.second != 0) advance(stream, reached_after);
     else if (stream != key_of(by))
       for (auto& hold : holds) push(key_of(by), {std::nullopt, hold});
@@ -364,6 +382,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     const auto stream = ((Event*)event)->stream;
+    trace("take", "", ((Event*)event)->id);
     note_wait(stream.second == 0 ? "an event of a device's own stream" : "an event of a side stream");
     advance(stream, ((Event*)event)->reached_after);
   }
@@ -373,10 +392,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& of) const override {
     note_wait("a stream");
+    trace("join", "", name_of(key_of(of)));
     advance(key_of(of));
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     note_wait("a device");
+    trace("join");
     touch(device);
     std::vector<StreamKey> keys;
     std::vector<std::weak_ptr<Hold>> holds;

@@ -1,13 +1,16 @@
 // What the stand-in device's parts know of each other.
 #pragma once
 #include <ATen/ATen.h>
+#include <ATen/core/function_schema.h>
 #include <pybind11/pybind11.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -65,10 +68,14 @@ struct Computing {
   ~Computing();
 };
 
+extern thread_local int computing; // such operators that this thread is in
+extern int64_t timed_events;       // events that note the time when they are reached, so far
+
 // Bytes of host memory that are locked for copies, now and at most.
 extern size_t pinned_bytes, most_pinned_bytes;
 
 void note_pinned(size_t nbytes);
+bool is_pinned(const void* address);
 
 // ---- the current device of a thread ----
 
@@ -137,5 +144,42 @@ void hold_up_current_stream(c10::DeviceIndex device, const std::shared_ptr<Hold>
 void note_hold(const std::shared_ptr<Hold>& hold);
 
 void define_communicator(pybind11::module& module);
+
+// ---- a trace ----
+
+extern std::atomic<bool> tracing;
+
+using Access = std::tuple<uint64_t, uint64_t, bool>; // begin, end, whether it writes
+
+void note_access(std::vector<Access>& accesses, const at::Tensor& tensor, bool writes);
+
+// Notes the tensors that `counts` among an operator's arguments, or its results, which are new and written to if they are no views.
+template <class Values, class Counts>
+void note_values(std::vector<Access>& accesses, Values values, const std::vector<c10::Argument>& named, bool are_new, Counts counts) {
+  for (const auto& each : named) {
+    const auto& value = *values++;
+    const bool writes = each.alias_info() ? each.alias_info()->isWrite() : are_new;
+    auto look = [&](const at::Tensor& tensor) {
+      if (tensor.defined() && counts(tensor)) note_access(accesses, tensor, writes);
+    };
+    if (value.isTensor()) look(value.toTensor());
+    if (value.isTensorList())
+      for (const at::Tensor& tensor : value.toTensorList()) look(tensor);
+  }
+}
+
+// Adds an entry. Kinds, each by an actor, which is a stream, a communicator or this thread (""):
+//   do                   reads and writes memory
+//   give, take           what comes behind a `take` of an id comes behind what its giver had done by then
+//   join                 likewise, for all that the actor named by the id was asked for; all but threads without an id
+//   allocate, free       memory of a device, on the stream that is current; `keep`: not to be given out again under that stream's use
+//   drop                 the last reference to memory, behind all that threads did with it
+//   pin, unpin           host memory; the id is "torch" for its own allocator's, which keeps it as long as copies of it run
+//   worker               this thread is none of the script's
+void trace(const char* kind, std::string actor = "", std::string id = "", std::vector<Access> accesses = {}, std::string name = "");
+
+std::string name_of(StreamKey stream);
+
+void define_trace(pybind11::module& module);
 
 } // namespace standin

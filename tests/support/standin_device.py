@@ -4,6 +4,7 @@ As `sdaa`, with a backend `tccl`, it is an accelerator that transformers and acc
 """
 
 import fcntl
+import functools
 import hashlib
 import os
 import platform
@@ -58,7 +59,9 @@ def build() -> Path:
                 # In one piece: most of the time goes into torch's headers.
                 whole = Path(folder) / f"{_MODULE}.cpp"
                 whole.write_text("".join(f'#include "{source.resolve()}"\n' for source in _SOURCES))
-                load(_MODULE, [str(whole)], build_directory=folder, extra_cflags=["-O0"], is_python_module=False)
+                # Without asserts: some of torch's look at what only its debug builds have.
+                flags = ["-O0", "-DNDEBUG"]
+                load(_MODULE, [str(whole)], build_directory=folder, extra_cflags=flags, is_python_module=False)
                 # Whole, or not at all.
                 beside = library.with_suffix(".new")
                 beside.write_bytes((Path(folder) / f"{_MODULE}.so").read_bytes())
@@ -66,8 +69,9 @@ def build() -> Path:
     return library
 
 
+@functools.cache
 def register(library: Path, name: str = NAME, backend: str = BACKEND) -> ModuleType:
-    """Makes the device known to torch in this process, and the backend of its tensors. Returns the compiled module."""
+    """Makes the device known to torch in this process, once, and the backend of its tensors. Returns the compiled module."""
     spec = spec_from_file_location(_MODULE, library)
     compiled = module_from_spec(spec)
     spec.loader.exec_module(compiled)

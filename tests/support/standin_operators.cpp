@@ -23,6 +23,7 @@ struct Pinned final : c10::Allocator {
     return all;
   }
   static void release(void* address) {
+    trace("unpin", "", "torch", {{uint64_t(address), uint64_t(address) + 1, true}});
     Locked guard;
     auto block = blocks().find((char*)address);
     note_pinned(-block->second);
@@ -31,10 +32,11 @@ struct Pinned final : c10::Allocator {
   }
   // As CUDA's, a power of two.
   c10::DataPtr allocate(size_t nbytes) override {
-    Locked guard;
     size_t taken = 1;
     while (taken < nbytes) taken *= 2;
     auto address = malloc(taken);
+    trace("pin", "", "torch", {{uint64_t(address), uint64_t(address) + taken, true}});
+    Locked guard;
     blocks()[(char*)address] = taken;
     note_pinned(taken);
     return {address, address, &release, c10::Device(at::kCPU)};
@@ -62,6 +64,7 @@ bool is_pinned(const void* address) {
 // As CUDA's calls of these names, which make a context on the device that is current.
 int host_register(int64_t address, int64_t nbytes, int) {
   touch(current_device);
+  trace("pin", "", "", {{uint64_t(address), uint64_t(address + nbytes), true}});
   Locked guard;
   TORCH_CHECK(registered.emplace((char*)address, nbytes).second, "memory that is pinned already");
   note_pinned(nbytes);
@@ -70,6 +73,7 @@ int host_register(int64_t address, int64_t nbytes, int) {
 
 int host_unregister(int64_t address) {
   touch(current_device);
+  trace("unpin", "", "", {{uint64_t(address), uint64_t(address) + 1, true}});
   Locked guard;
   auto block = registered.find((char*)address);
   TORCH_CHECK(block != registered.end(), "memory that is not pinned");
@@ -98,11 +102,19 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
   const auto stream = current_stream(device);
   touch(device);
   const bool down = target.device().is_cpu(), crosses = down || source.device().is_cpu();
-  if (target.numel() && crosses && (!non_blocking || (down && !is_pinned(target.data_ptr()))))
-    note_wait(down ? "a copy to the host" : "a copy from the host");
+  const bool waits = target.numel() && crosses && (!non_blocking || (down && !is_pinned(target.data_ptr())));
+  if (waits) note_wait(down ? "a copy to the host" : "a copy from the host");
+  if (tracing && !computing) {
+    std::vector<Access> accesses;
+    note_access(accesses, source, false);
+    note_access(accesses, target, true);
+    trace("do", name_of(stream), "", std::move(accesses), "copy");
+    if (waits) trace("join", "", name_of(stream));
+  }
   if (non_blocking && defer(source, target, stream)) return target;
   settle(stream);
   if (target.device().type() == kType && target.device().index() != device) settle(current_stream(target.device().index()));
+  Computing computing;
   Opened opened;
   opened.add(source);
   opened.add(target);
@@ -117,6 +129,11 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 
 at::Scalar item(const at::Tensor& tensor) {
   note_wait("a value");
+  const auto stream = name_of(current_stream(tensor.device().index()));
+  std::vector<Access> accesses;
+  note_access(accesses, tensor, false);
+  trace("do", stream, "", std::move(accesses), "item");
+  trace("join", "", stream);
   touch(tensor.device().index());
   settle(current_stream(tensor.device().index()));
   advance(current_stream(tensor.device().index()));
@@ -147,7 +164,11 @@ at::Tensor& set_whole_(at::Tensor& tensor, at::Storage storage) {
   return set_(tensor, std::move(storage), 0, c10::SymIntArrayRef(&numel, 1), {});
 }
 
-void note_record_stream(at::Tensor& tensor, c10::Stream) { record_stream(tensor); }
+void note_record_stream(at::Tensor& tensor, c10::Stream stream) {
+  const auto begin = uint64_t(tensor.storage().data());
+  trace("keep", name_of({stream.device_index(), stream.id()}), "", {{begin, begin + 1, false}});
+  record_stream(tensor);
+}
 
 at::Tensor as_strided(const at::Tensor& tensor, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
   std::optional<int64_t> start;
@@ -181,9 +202,17 @@ void on_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   OnDevice on(there.empty() ? current_device : *there.begin());
   touch(current_device);
   settle(current_stream(current_device));
-  // What the fallback copies, a device would not.
-  Computing computing;
-  at::native::cpu_fallback(op, stack, true);
+  std::vector<Access> accesses;
+  const auto on_a_device = [](const at::Tensor& tensor) { return tensor.device().type() == kType; };
+  if (tracing) note_values(accesses, stack->end() - op.schema().arguments().size(), op.schema().arguments(), false, on_a_device);
+  {
+    // What the fallback copies, a device would not.
+    Computing computing;
+    at::native::cpu_fallback(op, stack, true);
+  }
+  if (!tracing) return;
+  note_values(accesses, stack->end() - op.schema().returns().size(), op.schema().returns(), true, on_a_device);
+  trace("do", name_of(current_stream(current_device)), "", std::move(accesses), op.schema().name());
 }
 
 struct Hooks final : at::PrivateUse1HooksInterface {
@@ -209,6 +238,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     settle(current_stream(current_device));
     auto fresh = memory()->allocate(nbytes);
     if (auto kept = std::min(nbytes, impl->nbytes())) {
+      trace("do", name_of(current_stream(current_device)), "", {{uint64_t(impl->data()), uint64_t(impl->data()) + kept, false}}, "resize");
       Opened opened;
       opened.add(impl->data());
       opened.add(fresh.get());
@@ -266,9 +296,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("pinned", [] { return pinned_bytes; });
   module.def("most_pinned", [] { return most_pinned_bytes; });
   module.def("deferred", [] { return deferred; });
+  module.def("timed_events", [] { return timed_events; });
   module.def("contexts", [] { return contexts; });
   module.def("keep_to", [](int device) { only_device = device; });
   module.def("host_register", &host_register);
   module.def("host_unregister", &host_unregister);
   define_communicator(module);
+  define_trace(module);
 }

@@ -1,0 +1,380 @@
+"""Vector clocks over a trace of the stand-in device (standin_trace.cpp): accesses and reuses of memory that nothing orders.
+
+Each stream, communicator and thread is an actor with a clock of its own: how many entries of each actor come before what it
+does next. Two accesses of which one writes are ordered where the clock of the later has the earlier. On a GPU, others may come
+in either order, whatever they did here.
+
+Memory that is freed may be given out again by the next allocation on its stream, as torch's caching allocator does, unless
+`record_stream` has named the streams that still use it. Memory that is unpinned may be given out at once.
+"""
+
+import weakref
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from threading import Lock, Thread
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+from hf_zero import device
+from hf_zero.checkpoint.format import pieces
+from hf_zero.device import PinnedPool
+from hf_zero.offload import downlink, window
+from hf_zero.offload.files import AlignedFile
+from hf_zero.optimizer.holders import steps_beside
+
+SCRIPT = "script"
+"""The actor of the main thread and of autograd's, of which one waits for the other."""
+
+# Waits of the host for the device that order nothing here: those that a script or a model asks for (no call of the package is
+# under way), since others do without; and those of the look for unseen edits, since later steps do.
+NOT_RELIED_ON = ("unseen_edits.py",)
+
+# Pairs of places that may come in any order. A step on copies that has been begun early reads a gradient while clip scales it:
+# the gradient's version has changed, and the copies are forgotten (`Early.take`). A step that ends late copies the master while
+# a script's edit is taken into it: the master's version has changed, and the step is taken anew (`Late.take_over`).
+HARMLESS = (("seen_step.py", "clip.py"), ("masters.py", "follow_values"))
+
+
+class Clock(dict[str, int]):
+    """By actor."""
+
+    def join(self, other: dict[str, int]) -> None:
+        for actor, time in other.items():
+            if time > self.get(actor, 0):
+                self[actor] = time
+
+
+class Entry(NamedTuple):
+    """As standin_trace.cpp has them."""
+
+    thread: int
+    kind: str
+    actor: str
+    id: str
+    accesses: list[tuple[int, int, bool]]
+    name: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.name or self.kind} at {self.where or 'the script'}"
+
+
+class Block:
+    """Memory of a device, or pinned memory of the host.
+
+    Attributes:
+        owner: the stream that it was allocated on; None for pinned memory.
+        kept_for: streams named by `record_stream`.
+        latest: (begin, end, whether it writes, actor) → time and entry of the last such access.
+    """
+
+    def __init__(self, begin: int, end: int, owner: str | None, *, is_torchs: bool):
+        self.begin, self.end, self.owner, self.is_torchs = begin, end, owner, is_torchs
+        self.kept_for: set[str] = set()
+        self.latest: dict[tuple[int, int, bool, str], tuple[int, Entry]] = {}
+
+
+class Races:
+    """Takes the entries of a trace in their order.
+
+    Attributes:
+        found: what nothing orders, as text, and how often.
+        counts: entries by kind.
+    """
+
+    def __init__(self, entries: Iterator[tuple]):
+        self.found: dict[str, int] = {}
+        self.counts: dict[str, int] = defaultdict(int)
+        self._clocks: dict[str, Clock] = defaultdict(Clock)
+        self._given: dict[str, Clock] = {}
+        self._workers: set[int] = set()
+        self._blocks: dict[int, Block] = {}
+        self._begins: list[int] = []
+        self._freed: dict[str, list[tuple[str, int, Entry, Entry]]] = defaultdict(list)
+        for entry in map(Entry._make, entries):
+            self.counts[entry.kind] += 1
+            thread = f"thread {entry.thread}" if entry.thread in self._workers else SCRIPT
+            actor = entry.actor or thread
+            self._tick(thread)
+            if actor != thread:
+                # What is asked of a stream comes behind what the host has done before.
+                self._clocks[actor].join(self._clocks[thread])
+                self._tick(actor)
+            getattr(self, f"_{entry.kind}")(entry, actor)
+
+    def _tick(self, actor: str) -> None:
+        clock = self._clocks[actor]
+        clock[actor] = clock.get(actor, 0) + 1
+
+    # ---- order ----
+
+    def _worker(self, entry: Entry, _actor: str) -> None:
+        self._workers.add(entry.thread)
+
+    def _give(self, entry: Entry, actor: str) -> None:
+        self._given[entry.id] = Clock(self._clocks[actor])
+
+    def _take(self, entry: Entry, actor: str) -> None:
+        if _counts(entry):
+            self._clocks[actor].join(self._given.get(entry.id, {}))
+
+    def _join(self, entry: Entry, actor: str) -> None:
+        for other in [entry.id] if entry.id else [each for each in self._clocks if each.startswith(("stream", "comm"))]:
+            if _counts(entry):
+                self._clocks[actor].join(self._clocks[other])
+
+    # ---- memory ----
+
+    def _do(self, entry: Entry, actor: str) -> None:
+        clock = self._clocks[actor]
+        for begin, end, writes in entry.accesses:
+            block = self._block_of(begin)
+            if block is None:
+                continue
+            covered = []
+            for key, (time, earlier) in block.latest.items():
+                first, last, wrote, other = key
+                if other == actor or first >= end or begin >= last:
+                    continue
+                if clock.get(other, 0) >= time:
+                    # Whoever comes behind this write comes behind what it covers.
+                    if writes and begin <= first and last <= end:
+                        covered.append(key)
+                elif writes or wrote:
+                    self._report("unordered", earlier, entry)
+            for key in covered:
+                del block.latest[key]
+            block.latest[begin, end, writes, actor] = clock[actor], entry
+
+    def _allocate(self, entry: Entry, actor: str) -> None:
+        clock = self._clocks[actor]
+        for other, time, used, freed in self._freed.pop(actor, ()):
+            if clock.get(other, 0) < time:
+                self._report(f"given out again, since it was freed ({freed})", used, entry)
+        self._add(entry, actor)
+
+    def _pin(self, entry: Entry, _actor: str) -> None:
+        self._add(entry, None)
+
+    def _add(self, entry: Entry, owner: str | None) -> None:
+        begin, end, _ = entry.accesses[0]
+        if begin not in self._blocks:
+            insort(self._begins, begin)
+        self._blocks[begin] = Block(begin, end, owner, is_torchs=entry.id == "torch")
+
+    def _keep(self, entry: Entry, actor: str) -> None:
+        block = self._block_of(entry.accesses[0][0])
+        if block is not None:
+            block.kept_for.add(actor)
+
+    def _free(self, entry: Entry, _actor: str) -> None:
+        block = self._remove(entry)
+        if block is None or block.owner is None:
+            return
+        for (*_, other), (time, used) in block.latest.items():
+            if other != block.owner and other not in block.kept_for:
+                self._freed[block.owner].append((other, time, used, entry))
+
+    def _unpin(self, entry: Entry, actor: str) -> None:
+        block = self._remove(entry)
+        for (*_, other), (time, used) in block.latest.items() if block is not None and not block.is_torchs else ():
+            # Threads hold what they read and write, pinned or not.
+            if other.startswith("stream") and self._clocks[actor].get(other, 0) < time:
+                self._report("unpinned", used, entry)
+
+    def _drop(self, entry: Entry, actor: str) -> None:
+        """The last view of memory has gone, and so behind whatever threads did with it."""
+        block = self._block_of(entry.accesses[0][0])
+        for (*_, other), (time, _) in block.latest.items() if block is not None else ():
+            if not other.startswith(("stream", "comm")):
+                self._clocks[actor].join({other: time})
+
+    def _remove(self, entry: Entry) -> Block | None:
+        block = self._blocks.pop(entry.accesses[0][0], None)
+        if block is not None:
+            self._begins.remove(block.begin)
+        return block
+
+    def _block_of(self, address: int) -> Block | None:
+        place = bisect_right(self._begins, address) - 1
+        block = self._blocks[self._begins[place]] if place >= 0 else None
+        return block if block is not None and address < block.end else None
+
+    def _report(self, what: str, first: Entry, second: Entry) -> None:
+        places = first.where, second.where
+        if any(one in here and other in there for one, other in HARMLESS for here, there in (places, places[::-1])):
+            return
+        text = f"{what}: {first}\n    and {second}"
+        self.found[text] = self.found.get(text, 0) + 1
+
+
+def _counts(entry: Entry) -> bool:
+    """Whether it may be relied on for order. All may but some of the host's waits for the device."""
+    if entry.actor or entry.id.startswith(_HAND_OVER):
+        return True
+    return entry.where != "" and not any(place in entry.where for place in NOT_RELIED_ON)
+
+
+# ---- what threads hand each other ----
+
+_HAND_OVER = "hand-over "
+
+
+@contextmanager
+def traced(compiled, package: str) -> Iterator[list[tuple]]:
+    """Fills the list with the trace of what happens inside of the block."""
+    found: list[tuple] = []
+    with ExitStack() as stack:
+        compiled.start_trace(package)
+        stack.callback(lambda: found.extend(compiled.end_trace()))
+        _follow_threads(stack, compiled.note)
+        _follow_memory(stack, compiled.note)
+        yield found
+
+
+def _follow_threads(stack: ExitStack, note: Callable) -> None:
+    """What a thread does before it hands something over comes before what others do behind that."""
+    numbers = count()
+    # By address of memory of a pool: the hand-over of whoever dropped the last view.
+    dropped: dict[int, str] = {}
+
+    def give() -> str:
+        id = f"{_HAND_OVER}{next(numbers)}"
+        note("give", id)
+        return id
+
+    def take(id: str | None) -> None:
+        if id is not None:
+            note("take", id)
+
+    def submit(self: ThreadPoolExecutor, call: Callable, *arguments, **named) -> Future:
+        begin, ends = give(), []
+
+        def handed():
+            take(begin)
+            try:
+                return call(*arguments, **named)
+            finally:
+                ends.append(give())
+
+        future = stock_submit(self, handed)
+        future.ends = ends
+        return future
+
+    def take_end(future: Future) -> None:
+        for id in getattr(future, "ends", ()):
+            take(id)
+
+    def result(self: Future, *arguments):
+        try:
+            return stock_result(self, *arguments)
+        finally:
+            take_end(self)
+
+    def exception(self: Future, *arguments):
+        try:
+            return stock_exception(self, *arguments)
+        finally:
+            take_end(self)
+
+    def wait_for(futures, *arguments):
+        futures = list(futures)
+        done = wait(futures, *arguments)
+        for future in futures:
+            take_end(future)
+        return done
+
+    def start(self: Thread) -> None:
+        self.begin = give()
+        stock_start(self)
+
+    def run(self: Thread) -> None:
+        note("worker")
+        take(self.begin)
+        stock_run(self)
+        self.end = give()
+
+    def join(self: Thread, *arguments) -> None:
+        stock_join(self, *arguments)
+        take(getattr(self, "end", None))
+
+    class HandedLock:
+        """Who takes it comes behind who has had it."""
+
+        def __init__(self) -> None:
+            self._lock, self.last = Lock(), None
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+            take(self.last)
+
+        def __exit__(self, *_: object) -> None:
+            self.last = give()
+            self._lock.release()
+
+    def finalize(views: object, call: Callable, memory, *arguments) -> object:
+        def handed() -> None:
+            note("drop", "", memory.data_ptr(), 1, False)
+            dropped[memory.data_ptr()] = give()
+            call(memory, *arguments)
+
+        return stock_finalize(views, handed)
+
+    def take_pinned(self: PinnedPool, nbytes: int):
+        found = stock_take(self, nbytes)
+        take(dropped.get(found.data_ptr()))
+        return found
+
+    def secure(self: pieces.LivePieces) -> None:
+        # Where all is written already, a flag says so.
+        stock_secure(self)
+        take(self._lock.last)
+
+    stock_submit, stock_result, stock_exception = ThreadPoolExecutor.submit, Future.result, Future.exception
+    stock_start, stock_run, stock_join = Thread.start, Thread.run, Thread.join
+    stock_secure, stock_take, stock_finalize = pieces.LivePieces.secure, PinnedPool.take, weakref.finalize
+    for owner, name, instead in (
+        (ThreadPoolExecutor, "submit", submit),
+        (Future, "result", result),
+        (Future, "exception", exception),
+        (window, "wait", wait_for),
+        (steps_beside, "wait", wait_for),
+        (Thread, "start", start),
+        (Thread, "run", run),
+        (Thread, "join", join),
+        (downlink, "Lock", HandedLock),
+        (pieces, "threading", SimpleNamespace(Lock=HandedLock)),
+        (pieces.LivePieces, "secure", secure),
+        (device, "weakref", SimpleNamespace(finalize=finalize)),
+        (PinnedPool, "take", take_pinned),
+    ):
+        stack.enter_context(mock.patch.object(owner, name, instead))
+
+
+def _follow_memory(stack: ExitStack, note: Callable) -> None:
+    """What files read into memory and write from it."""
+
+    def read(self: AlignedFile, buffer, offset: int) -> None:
+        note("do", "", buffer.data_ptr(), buffer.nbytes, True)
+        stock_read(self, buffer, offset)
+
+    def write(self: AlignedFile, buffer, offset: int) -> None:
+        note("do", "", buffer.data_ptr(), buffer.nbytes, False)
+        stock_write(self, buffer, offset)
+
+    def write_piece(self: pieces.Piece) -> None:
+        note("do", "", self.values.detach().data_ptr(), self.nbytes, False)
+        stock_write_piece(self)
+
+    stock_read, stock_write, stock_write_piece = AlignedFile.read, AlignedFile.write, pieces.Piece.write
+    for owner, name, instead in (
+        (AlignedFile, "read", read),
+        (AlignedFile, "write", write),
+        (pieces.Piece, "write", write_piece),
+    ):
+        stack.enter_context(mock.patch.object(owner, name, instead))
