@@ -108,6 +108,21 @@ BREAKS = (
         only="nothing_counts",
     ),
     Break(
+        name="waits-timed-before-somebody-asks",
+        place="choose_transport",
+        old='is_timed=device.type == "cpu"',
+        new="is_timed=True",
+        tests=("test_host_waits.py",),
+        only="somebody_asks",
+    ),
+    Break(
+        name="speed-of-bytes-that-nobody-timed",
+        place="Ledger.count",
+        old="if self.is_timed and (kind in self._since or not self._under_way.get(kind)):",
+        new="if self.is_timed:",
+        tests=("test_ledger.py",),
+    ),
+    Break(
         name="bucket-not-gathered-after-the-step",
         place="ParameterGather.start",
         old="for bucket in buckets:",

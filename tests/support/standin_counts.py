@@ -3,6 +3,7 @@
     python tests/support/standin_counts.py        # half a minute; a GPT-2 of 3 layers on two ranks, at each stage and more
 
 Counts are the same on a busy machine. They are of this rank's threads all together; the loop itself reads nothing of the device.
+"If asked" is behind a call of `comm_report`, from which on waits are timed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from types import ModuleType
 
 if __name__ == "__main__":
@@ -29,7 +31,7 @@ from training import fused_adamw, gpt2, gpt2_batch
 
 from hf_zero.engine.engine import ZeroEngine
 
-STEPS = 7
+STEPS, ASKED = 8, 1
 SETTINGS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "stage 1, bfloat16": {"stage": 1, "param_dtype": "bfloat16"},
@@ -45,12 +47,14 @@ class StepCounts:
         waits: what the host has waited for, and how often.
         events: recorded to be timed.
         collectives: started.
+        timed_from: that of the engine's report, if it was asked for one before this step; else None.
         loss: of the step.
     """
 
     waits: Counter[str]
     events: int
     collectives: int
+    timed_from: int | None
     loss: float
 
 
@@ -74,19 +78,25 @@ def count_events(module: ModuleType) -> Counter[str]:
 
 
 def counted_steps(
-    rank: int, world_size: int, library: Path, folder: str, settings: dict[str, dict], n_steps: int = STEPS
+    rank: int, world_size: int, library: Path, folder: str, settings: dict[str, dict], n_steps: int, n_asked: int
 ) -> dict[str, list[StepCounts]]:
-    """Under each settings, by name, the counts of each step of a clipped loop."""
+    """Under each settings, by name, the counts of each step of a clipped loop.
+
+    Args:
+        n_asked: how many steps at the end come behind a call of `comm_report`.
+    """
     compiled = standin_device.register(library)
     compiled.keep_to(rank + 1)
     events = count_events(torch.get_device_module(standin_device.NAME))
     with standin_device.process_group(rank, world_size, folder):
-        found = {name: _counted(compiled, events, each, n_steps) for name, each in settings.items()}
+        found = {name: _counted(compiled, events, each, n_steps, n_asked) for name, each in settings.items()}
     assert compiled.hazards() == compiled.crossings() == []
     return found
 
 
-def _counted(compiled: ModuleType, events: Counter[str], settings: dict, n_steps: int) -> list[StepCounts]:
+def _counted(
+    compiled: ModuleType, events: Counter[str], settings: dict, n_steps: int, n_asked: int
+) -> list[StepCounts]:
     torch.manual_seed(0)
     model = gpt2(layers=3).to(own_device())
     optimizer = fused_adamw(model)
@@ -96,7 +106,10 @@ def _counted(compiled: ModuleType, events: Counter[str], settings: dict, n_steps
         {name: values.to(own_device()) for name, values in gpt2_batch(generator, 2).items()} for generator in generators
     ]
     found, losses = [], []
-    for batch in batches:
+    timed_from = None
+    for step, batch in enumerate(batches):
+        if step >= n_steps - n_asked:
+            timed_from = engine.comm_report().timed_from
         waited, recorded, started = len(compiled.waits()), events["recorded"], _collectives(engine)
         loss = model(**batch).loss
         loss.backward()
@@ -105,12 +118,10 @@ def _counted(compiled: ModuleType, events: Counter[str], settings: dict, n_steps
         optimizer.zero_grad()
         losses.append(loss.detach())
         waits = Counter(what for _, what in compiled.waits()[waited:])
-        found.append((waits, events["recorded"] - recorded, _collectives(engine) - started))
+        counts = {"events": events["recorded"] - recorded, "collectives": _collectives(engine) - started}
+        found.append({"waits": waits, "timed_from": timed_from, **counts})
     engine.finish_parameters()
-    return [
-        StepCounts(waits=waits, events=recorded, collectives=started, loss=loss.item())
-        for (waits, recorded, started), loss in zip(found, losses, strict=True)
-    ]
+    return [StepCounts(**counts, loss=loss.item()) for counts, loss in zip(found, losses, strict=True)]
 
 
 def _collectives(engine: ZeroEngine) -> int:
@@ -122,26 +133,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     library = standin_device.build()
-    table = Table(title="GPT-2 of 3 layers, 2 ranks of the stand-in device, rank 0", title_justify="left")
-    for column in (
+    columns = (
         "settings",
         *(f"waits, step {step}" for step in (1, 2, 3, 4)),
         "later",
         "collectives",
         "events",
-        "for",
-    ):
-        table.add_column(column, justify="left" if column in ("settings", "for") else "right", overflow="fold")
+        "if asked",
+    )
+    table = Table(title="GPT-2 of 3 layers, 2 ranks of the stand-in device, rank 0, a step", title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"library": library, "folder": folder, "settings": SETTINGS}
+        arguments = {"library": library, "folder": folder, "settings": SETTINGS, "n_steps": STEPS, "n_asked": ASKED}
         found = run_ranks(counted_steps, world_size=2, time_limit_s=300, keyword_arguments=arguments)[0]
     for name, steps in found.items():
-        waits, later = [str(step.waits.total()) for step in steps[:4]], steps[4:]
-        kinds = ", ".join(f"{count} {what}" for what, count in later[-1].waits.items())
-        means = (
-            sum(counts) / len(later) for counts in zip(*((s.waits.total(), s.collectives, s.events) for s in later))
-        )
-        table.add_row(name, *waits, *(f"{mean:.1f}" for mean in means), kinds)
+        first, later, asked = steps[:4], steps[4:-ASKED], steps[-1]
+        counts = [step.waits.total() for step in first]
+        means = [mean(step.waits.total() for step in later), mean(step.collectives for step in later)]
+        means += [mean(step.events for step in later), asked.events]
+        table.add_row(name, *(f"{count:g}" for count in (*counts, *means)))
     Console(width=140).print(table)
     return 0
 
