@@ -220,12 +220,15 @@ class _HostMoment(Moment):
 
 
 class _QueueMoment(Moment):
-    """An event in the queue that is current: the device comes there after all that the host has asked of it before."""
+    """An event in the queue that was current: the device comes there after all that the host had asked of it before."""
 
-    def __init__(self, device: torch.device):
-        module = torch.get_device_module(device)
-        self._event = module.Event(enable_timing=True)
-        self._event.record(module.current_stream(device))
+    def __init__(self, clock: "_QueueClock"):
+        self._clock = clock
+        self._event = clock.recorded()
+
+    def __del__(self) -> None:
+        # Nobody asks after it any more.
+        self._clock.free.append(self._event)
 
     @property
     def is_past(self) -> bool:
@@ -235,9 +238,34 @@ class _QueueMoment(Moment):
         return 1e-3 * self._event.elapsed_time(cast(_QueueMoment, later)._event)
 
 
+class _QueueClock:
+    """Gives moments of a device. An event is made where those of earlier moments are all in use.
+
+    Attributes:
+        free: events of moments that are gone.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._module = torch.get_device_module(device)
+        self.free: list[torch.Event] = []
+
+    def __call__(self) -> Moment:
+        return _QueueMoment(self)
+
+    def recorded(self) -> torch.Event:
+        """An event in the queue that is current."""
+        try:
+            event = self.free.pop()
+        except IndexError:
+            event = self._module.Event(enable_timing=True)
+        event.record(self._module.current_stream(self._device))
+        return event
+
+
 def clock(device: torch.device) -> Callable[[], Moment]:
     """What gives the present moment of `device`."""
-    return _HostMoment if device.type == "cpu" else partial(_QueueMoment, device)
+    return _HostMoment if device.type == "cpu" else _QueueClock(device)
 
 
 @cache

@@ -14,9 +14,11 @@ from .transport import Transport
 
 def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:
     """Nothing for one rank, point to point for gloo on the host, the backend's own collectives otherwise."""
-    if groups.world_size == 1:
-        return LocalTransport(ledger or Ledger(clock(device)))
-    ledger = ledger or Ledger(clock(device), watch_over(groups))
+    is_alone = groups.world_size == 1
+    if ledger is None:
+        ledger = Ledger(clock(device), None if is_alone else watch_over(groups), is_timed=device.type == "cpu")
+    if is_alone:
+        return LocalTransport(ledger)
     if groups.backend == "gloo" and device.type == "cpu":
         return PointToPointTransport(groups, timeout_s, ledger)
     return CollectiveTransport(groups, ledger)

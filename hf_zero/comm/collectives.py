@@ -111,12 +111,8 @@ class CollectiveTransport(Transport):
     def _everyones(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Each rank's small host tensor, in rank order."""
         self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
-        entry = self.ledger.began(label)
-        try:
-            with self.ledger.waiting(label.kind):
-                return self._control.swap(values, label)
-        finally:
-            self.ledger.ended(label.kind, entry)
+        with self.ledger.finishing(label.kind, self.ledger.began(label)):
+            return self._control.swap(values, label)
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
         """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.

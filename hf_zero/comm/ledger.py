@@ -5,12 +5,13 @@ On the host a wait is time in which the host stands still. An accelerator's host
 still, from the moment when it comes to the wait to the moment when what it waits for has arrived. So both are moments of
 the device's own clock, in its queue before and behind the wait, and how far they are apart is read when the device has passed
 them, without stopping it. Where the host itself waits, for a small agreement, the device's clock counts what counts too: how
-long the device had nothing to do meanwhile.
+long the device had nothing to do meanwhile. A moment of a device is an event, which the host has to record, so there are none
+before somebody asks for times.
 """
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ class CommRow:
         bytes_between: of those, the ones to ranks on other nodes.
         wait_seconds: exposed communication: how long training stood still for it, see [Note: exposed communication].
         under_way_seconds: how long at least one was between its start and the moment when somebody needed its end.
+        timed_bytes: of those sent, the ones that `under_way_seconds` is of.
     """
 
     kind: str
@@ -40,11 +42,12 @@ class CommRow:
     bytes_between: int = 0
     wait_seconds: float = 0.0
     under_way_seconds: float = 0.0
+    timed_bytes: int = 0
 
     @property
     def gb_per_second(self) -> float:
         """Achieved 1e9 bytes a second: a lower bound where collectives end long before somebody needs them."""
-        return self.bytes_sent / self.under_way_seconds / 1e9 if self.under_way_seconds else 0.0
+        return self.timed_bytes / self.under_way_seconds / 1e9 if self.under_way_seconds else 0.0
 
 
 class _Span(NamedTuple):
@@ -60,24 +63,46 @@ class _Span(NamedTuple):
         return self.start.is_past and self.end.is_past
 
 
-_PART_OF_ANOTHER = nullcontext()
-
-
 class _Waiting(AbstractContextManager):
-    """A wait that counts. Not by a generator: each collective of a step makes one."""
+    """A wait. Not by a generator: each collective of a step makes one."""
 
-    __slots__ = ("_kind", "_ledger", "_start")
+    __slots__ = ("_is_part", "_kind", "_ledger", "_start")
 
     def __init__(self, ledger: "Ledger", kind: str):
         self._ledger, self._kind = ledger, kind
 
     def __enter__(self) -> None:
-        self._ledger.is_waiting = True
-        self._start = self._ledger.now()
+        ledger = self._ledger
+        # Of a collective that is made of others, the time is theirs.
+        self._is_part = ledger.is_waiting
+        ledger.is_waiting = True
+        self._start = ledger.now() if ledger.is_timed and not self._is_part else None
 
     def __exit__(self, *_error: object) -> None:
-        self._ledger.is_waiting = False
-        self._ledger.add(self._kind, "wait_seconds", self._start)
+        self._count()
+
+    def _count(self) -> Moment | None:
+        """Returns the end of a wait that counts."""
+        if not self._is_part:
+            self._ledger.is_waiting = False
+        if self._start is None:
+            return None
+        end = self._ledger.now()
+        self._ledger.add(self._kind, "wait_seconds", self._start, end)
+        return end
+
+
+class _Finishing(_Waiting):
+    """The wait for the end of a collective that `Ledger.began` has been told of."""
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, ledger: "Ledger", kind: str, entry: list[Any] | None):
+        super().__init__(ledger, kind)
+        self._entry = entry
+
+    def __exit__(self, *_error: object) -> None:
+        self._ledger.ended(self._kind, self._entry, self._count())
 
 
 class _Rows(dict[str, CommRow]):
@@ -94,25 +119,36 @@ class Ledger:
     Args:
         now: gives moments of the device that is trained on; by default the host's.
         watch: is told of each wait, and names one that fails.
+        is_timed: False counts no times before somebody asks for them.
 
     Attributes:
         now: gives the present moment.
+        is_timed: times are counted.
+        timed_from: the optimizer step from which on they are, where collectives before it have none; else None.
         traced: where somebody follows a step, each span of time that is counted, as (kind, attribute of its row, start, end);
             else None.
         is_waiting: in a wait that counts; others, until its end, are parts of it.
     """
 
-    def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None):
+    def __init__(self, now: Callable[[], Moment] | None = None, watch: Watch | None = None, *, is_timed: bool = True):
         self.watch = watch or Watch()
         self._log = self.watch.log
         self._record = self._log.entries.append
         self.now = now or clock(torch.device("cpu"))
+        self.is_timed = is_timed
+        self.timed_from: int | None = None
         self.is_waiting = False
         self.traced: list[tuple[str, str, Moment, Moment]] | None = None
         self._rows = _Rows()
         self._under_way: dict[str, int] = {}
         self._since: dict[str, Moment] = {}
         self._unread: deque[_Span] = deque()
+
+    def start_timing(self) -> None:
+        """Somebody asks for times: from now on they are counted."""
+        if not self.is_timed:
+            self.is_timed = True
+            self.timed_from = self._log.step if self._rows else None
 
     def count(self, label: Label, bytes_sent: int, bytes_between: int) -> list[Any]:
         """A collective is about to be started; returns its entry in the log."""
@@ -124,12 +160,14 @@ class Ledger:
         self.watch.begun[kind] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
+        if self.is_timed and (kind in self._since or not self._under_way.get(kind)):
+            row.timed_bytes += bytes_sent
         return entry
 
     def began(self, label: Label) -> list[Any] | None:
         """A collective has been started; returns its entry in the log, for `ended`."""
         kind, entries = label.kind, self._log.entries
-        if not self._under_way.get(kind):
+        if self.is_timed and not self._under_way.get(kind):
             self._since[kind] = self.now()
         self._under_way[kind] = self._under_way.get(kind, 0) + 1
         if not entries:
@@ -137,27 +175,34 @@ class Ledger:
         # Nearly always the last one.
         return entries[-1] if entries[-1][LABEL] is label else self._log.latest(label)
 
-    def ended(self, kind: str, entry: list[Any] | None) -> None:
-        """One of this kind has been finished."""
+    def ended(self, kind: str, entry: list[Any] | None, end: Moment | None = None) -> None:
+        """One of this kind has been finished.
+
+        Args:
+            end: the present moment, where it is known.
+        """
         if entry is not None:
             entry[ENDED] = monotonic()
         self._under_way[kind] -= 1
-        if not self._under_way[kind]:
-            self.add(kind, "under_way_seconds", self._since[kind])
+        if not self._under_way[kind] and kind in self._since:
+            self.add(kind, "under_way_seconds", self._since.pop(kind), end or self.now())
 
     def waiting(self, kind: str) -> AbstractContextManager[None]:
         """For the duration of a wait for a collective of this kind."""
-        # Of a collective that is made of others, the time is theirs.
-        return _PART_OF_ANOTHER if self.is_waiting else _Waiting(self, kind)
+        return _Waiting(self, kind)
+
+    def finishing(self, kind: str, entry: list[Any] | None) -> AbstractContextManager[None]:
+        """The same for one that `began` was told of, and its end."""
+        return _Finishing(self, kind, entry)
 
     def rows(self) -> tuple[CommRow, ...]:
         """The state of now, by kind. Of times, what the device has passed."""
         self._read()
         return tuple(replace(row) for _, row in sorted(self._rows.items()) if row.calls)
 
-    def add(self, kind: str, attribute: str, start: Moment) -> None:
-        """Counts the time from `start` to now."""
-        row, end = self._rows[kind], self.now()
+    def add(self, kind: str, attribute: str, start: Moment, end: Moment) -> None:
+        """Counts the time from `start` to `end`."""
+        row = self._rows[kind]
         if self.traced is not None:
             self.traced.append((kind, attribute, start, end))
         if not self._unread and start.is_past and end.is_past:

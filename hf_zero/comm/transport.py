@@ -32,11 +32,8 @@ class Handle:
             return
         complete, self._complete = self._complete, None
         label, ledger = self._label, self._ledger
-        try:
-            with ledger.waiting(label.kind), ledger.watch.inside(label), shown("wait for", label):
-                complete()
-        finally:
-            ledger.ended(label.kind, self._entry)
+        with ledger.finishing(label.kind, self._entry), ledger.watch.inside(label), shown("wait for", label):
+            complete()
 
 
 Value = TypeVar("Value")

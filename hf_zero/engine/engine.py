@@ -269,10 +269,15 @@ class ZeroEngine:
         return report_dtypes(self.buckets, self.config, [sharded.optimizer for sharded in self.optimizers])
 
     def comm_report(self) -> CommReport:
-        """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built."""
-        rows = self.transport.ledger.rows()
+        """Calls, bytes sent in and between nodes, and waits, by kind of collective, since the engine was built.
+
+        On an accelerator, waits are counted from the first call on.
+        """
+        ledger = self.transport.ledger
+        ledger.start_timing()
         return CommReport(
-            rows=rows,
+            rows=ledger.rows(),
+            timed_from=ledger.timed_from,
             gradient_error=self._parts.wire.reduction.error,
             trials=self._trials,
             not_counted=self._parts.meeting.not_counted,

@@ -84,10 +84,12 @@ class CommReport:
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
     backward passes another. `trials` are what `comm.gradients: auto` and `comm.weights: auto` have gone by.
-    `not_counted` says what is sent beside these rows; "" where nothing is.
+    `not_counted` says what is sent beside these rows; "" where nothing is. `timed_from` is the optimizer step from which on
+    seconds are counted, on an accelerator the one in which they were first asked for; None where they are of all collectives.
     """
 
     rows: tuple[CommRow, ...]
+    timed_from: int | None = None
     gradient_error: float | None = None
     trials: tuple[Trial, ...] = ()
     not_counted: str = ""
@@ -130,6 +132,11 @@ class CommReport:
         rows.append(("total", "", inside, between, f"{1e3 * self.wait_seconds:,.0f}", ""))
         columns = ("kind", "calls", "in node", "between nodes", "exposed ms", "GB/s")
         more = [*map(str, self.trials), *filter(None, [self.not_counted])]
+        if self.timed_from is not None:
+            more = [
+                f"Exposed ms and GB/s are of the steps after step {self.timed_from}, where they were first asked for.",
+                *more,
+            ]
         return render("Sent by this rank", columns, rows) + "".join(f"{line}\n" for line in more)
 
 

@@ -311,8 +311,8 @@ class TrainingStep:
         if self.bad_steps.has_skipped:
             return False
         self._refuse_without_rescue()
-        for bucket in self._uncounted_edits.watched.intersection(buckets):
-            self._uncounted_edits.refuse(bucket)
+        if self._uncounted_edits.watched:
+            self._uncounted_edits.refuse(buckets)
         for bucket in buckets:
             bucket.begin_step()
         nonfinite.refuse_unscaled(optimizer, buckets)

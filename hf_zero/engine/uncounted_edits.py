@@ -31,20 +31,34 @@ class UncountedEdits:
         self.watched = {bucket for bucket in exact if not bucket.flat.is_meta}
 
     @torch.no_grad()
-    def refuse(self, bucket: Bucket) -> None:
-        """Called before a step of a watched bucket. Raises RuntimeError for an edit that is not counted."""
-        self._steps[bucket] += 1
-        if self._steps[bucket] == _STEPS:
-            self.watched.remove(bucket)
-        values = bucket.memory.read_own()
-        for row in (row for row in bucket.rows if self._waits(row)):
-            master = cast(torch.Tensor, self._holder.master_view(row))
-            own, expected = row.of(values).to(master.device), master.to(values.dtype)
-            if not ((own == expected) | (own.isnan() & expected.isnan())).all():
+    def refuse(self, buckets: Iterable[Bucket]) -> None:
+        """Called before a step of some buckets. Raises RuntimeError for an edit that is not counted.
+
+        For the watched ones, the host waits once for each device that has masters.
+        """
+        compared: dict[torch.device, list[tuple[Row, torch.Tensor]]] = {}
+        for bucket in self.watched.intersection(buckets):
+            self._steps[bucket] += 1
+            if self._steps[bucket] == _STEPS:
+                self.watched.remove(bucket)
+            values = bucket.memory.read_own()
+            # In the memory of the masters, which may be in several places.
+            own = {values.device: values}
+            for row in (row for row in bucket.rows if self._waits(row)):
+                master = cast(torch.Tensor, self._holder.master_view(row))
+                if master.device not in own:
+                    own[master.device] = values.to(master.device)
+                mine, expected = row.of(own[master.device]), master.to(values.dtype)
+                is_alike = ((mine == expected) | (mine.isnan() & expected.isnan())).all()
+                compared.setdefault(master.device, []).append((row, is_alike))
+        for found in compared.values():
+            alike = torch.stack([is_alike for _, is_alike in found]).tolist()
+            edited = next((row for (row, _), is_alike in zip(found, alike) if not is_alike), None)
+            if edited is not None:
                 raise RuntimeError(
-                    f"hf_zero: {row.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and the optimizer's "
-                    "step would undo it: it starts from the master, a copy with more digits or in other memory. Edit the "
-                    "parameter itself under `torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
+                    f"hf_zero: {edited.slot.name!r} was edited through `.data` or numpy, which leaves no trace, and the "
+                    "optimizer's step would undo it: it starts from the master, a copy with more digits or in other memory. Edit "
+                    "the parameter itself under `torch.no_grad()` (`p.clamp_(...)` in place of `p.data.clamp_(...)`)."
                 )
 
     @staticmethod

@@ -132,12 +132,14 @@ def quantise_reference(
         scale.nan_to_num_(nan=float("inf"), posinf=float("inf")).div_(format.code.largest).clamp_(min=SMALLEST_NORMAL)
         torch.div(rows, scale[:, None], out=q)
         bad = scale.isinf()
-        if bad.any():
-            q[bad] = 0
+        # To ask would make the host wait for another device.
+        may_be_bad = bad.device.type != "cpu" or bool(bad.any())
+        if may_be_bad:
+            q.masked_fill_(bad[:, None], 0)
         format.code.write(q, code_rows[blocks])
         if residual is not None:
             error = rows.sub_(q.mul_(scale[:, None])).view(-1)[:length]
-            if bad.any():
+            if may_be_bad:
                 error = torch.where(bad.repeat_interleave(size)[:length], residual[part].float(), error)
             residual[part].copy_(error)
 

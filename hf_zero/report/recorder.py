@@ -58,9 +58,11 @@ class RunRecorder:
         self.is_open = engine.groups.rank == 0
         self._engine = engine
         self._plan = plan or {}
-        self._at_start = {row.kind: row for row in engine.comm_report().rows}
+        # Where nobody reads times, nobody asks for them.
+        comm = engine.comm_report() if self.is_open else CommReport(rows=())
+        self._at_start = {row.kind: row for row in comm.rows}
         self._counts = Counts()
-        self._before = self._shown = (replace(self._counts.totals), engine.comm_report())
+        self._before = self._shown = (replace(self._counts.totals), comm)
         self._trace: StepTrace | None = None
         self._traced: StepTrace | None = None
         self._waiting: tuple[dict[str, Any], dict[str, HostValue]] | None = None

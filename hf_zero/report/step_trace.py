@@ -19,6 +19,7 @@ class StepTrace:
     def __init__(self, ledger: Ledger, step: int):
         self.step = step
         self._ledger = ledger
+        ledger.start_timing()
         self._begin = ledger.now()
         self._phases: list[tuple[str, Moment]] = []
         self._spans: list[tuple[str, str, Moment, Moment]] = []

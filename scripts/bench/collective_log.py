@@ -48,6 +48,7 @@ class LedgerWithoutLog(Ledger):
         self.watch.begun[kind] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
+        row.timed_bytes += bytes_sent
 
     def began(self, label: Label) -> None:
         kind = label.kind
@@ -58,7 +59,7 @@ class LedgerWithoutLog(Ledger):
     def ended(self, kind: str, entry: None) -> None:
         self._under_way[kind] -= 1
         if not self._under_way[kind]:
-            self.add(kind, "under_way_seconds", self._since[kind])
+            self.add(kind, "under_way_seconds", self._since.pop(kind), self.now())
 
 
 @dataclass(frozen=True, kw_only=True)

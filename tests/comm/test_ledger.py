@@ -102,6 +102,37 @@ def test_a_collective_made_of_others_waits_once_and_is_under_way_in_both():
     assert row_of(ledger, GATHER).under_way_seconds == row_of(ledger, REDUCE).under_way_seconds == 2.0
 
 
+def test_times_begin_with_the_first_question_and_bytes_with_the_first_collective():
+    queue, asked = Queue(), []
+
+    def now() -> Place:
+        asked.append(queue.asked_s)
+        return queue.now()
+
+    ledger = Ledger(now, is_timed=False)
+
+    def started(numbytes: int) -> Handle:
+        ledger.count(GATHER, numbytes, 0)
+        return Handle(GATHER, ledger, lambda: queue.ask(1.0))
+
+    started(1_000_000_000).finish()
+    earlier = started(1_000_000_000)
+    assert not asked and ledger.timed_from is None
+    ledger.watch.log.step = 7
+    ledger.start_timing()
+    # One more of a kind of which one is under way that nobody has timed.
+    later = started(1_000_000_000)
+    earlier.finish()
+    later.finish()
+    started(4_000_000_000).finish()
+    queue.catch_up()
+    found = row_of(ledger, GATHER)
+    assert (found.calls, found.bytes_sent, ledger.timed_from) == (4, 7_000_000_000, 7)
+    assert (found.wait_seconds, found.under_way_seconds, found.gb_per_second) == (3.0, 1.0, 4.0)
+    # The end of a wait is the end of what was under way.
+    assert len(asked) == 2 + 2 + 3
+
+
 def test_on_the_host_a_wait_is_wall_time_and_known_at_once():
     ledger = Ledger(clock(torch.device("cpu")))
     ledger.count(GATHER, 1, 0)

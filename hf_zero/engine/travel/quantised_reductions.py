@@ -153,6 +153,8 @@ class QuantisedReduction(Reduction):
         self._transport = transport
         self._route = route
         self._reference = sample
+        # Squares of what was lost of the last sample and of all of it, (2,) float64, that nobody has read yet.
+        self._squares: torch.Tensor | None = None
         self._error: float | None = None
         self._passes = self._started = self._turn = 0
         self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -178,8 +180,7 @@ class QuantisedReduction(Reduction):
             # Not where it was taken: ranks finish reductions in orders of their own.
             squares = torch.stack(self._sample).double().square()
             label = Label(kind="agreement on the error of a sample", subject="this pass")
-            lost, whole = self._transport.agree_sum(squares, label).tolist()
-            self._error = (lost / whole) ** 0.5 if whole else 0.0
+            self._squares = self._transport.agree_sum(squares, label)
             self._turn = (self._turn + 1) % self._started
             self._sample = None
         self._passes += 1
@@ -191,6 +192,10 @@ class QuantisedReduction(Reduction):
 
     @property
     def error(self) -> float | None:
+        if self._squares is not None:
+            # The host waits for the device here, and not in a backward.
+            lost, whole = self._squares.tolist()
+            self._squares, self._error = None, (lost / whole) ** 0.5 if whole else 0.0
         return self._error
 
     def rows(self) -> Iterator[StateRow]:

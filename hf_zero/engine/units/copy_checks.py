@@ -106,7 +106,8 @@ class CopyChecks:
                 if common is not None:
                     in_own, run = common.shift(-bucket.own_interval.start), common.shift(-slot.interval.start)
                     held[slot.name, run.start, run.stop] = own[in_own.start : in_own.stop]
-        return {key: int(checksum(values)) for key, values in held.items()}
+        sums = torch.stack([checksum(values) for values in held.values()]).tolist() if held else []
+        return dict(zip(held, sums, strict=True))
 
 
 def _held_before(everyone: Sequence[tuple[int, Mapping[str, Box]]], place: int) -> set[str]:

@@ -17,6 +17,7 @@ from ..gradients.backward_end import differentiable_tensors, has_tensors
 from ..travel.gathers import Gather
 from ..travel.wire import Wire
 from .unit import Unit, UnitState, is_in_backward
+from .unseen_edits import refuse_unseen_edits
 
 
 class VisitOrder:
@@ -134,6 +135,9 @@ class Unsharding:
         if not self._running:
             self._forward.begin()
             self._backward_follows = torch.is_grad_enabled()
+            if not self._backward_follows:
+                # No step may ever come.
+                self._refuse_unseen_edits()
         self._running.append(unit)
         self._use(unit, self._forward)
 
@@ -266,6 +270,7 @@ class Unsharding:
         self._wire.forward.forget()
         for unit in self.units:
             unit.forget_fetch()
+        self._refuse_unseen_edits()
 
     def release(self, units: Iterable[Unit]) -> None:
         """Drops units that were made whole for a look; those whose forward is running become what they were in it."""
@@ -332,6 +337,9 @@ class Unsharding:
             if not unit.is_sharded and not unit.holds:
                 self._finish(unit)
                 unit.reshard()
+
+    def _refuse_unseen_edits(self) -> None:
+        refuse_unseen_edits([unit.unseen for unit in self.units if unit.unseen.compared])
 
     def _watch(self, unit: Unit, outputs: object) -> None:
         # A tensor handed through (T5's position bias) is made elsewhere: its hook would run at another time. One that the

@@ -43,6 +43,7 @@ class Unit:
         buckets: the unit's.
         memories: theirs, which are gathered and dropped.
         gather: what the parameters were last gathered by.
+        unseen: looks for edits that autograd does not count.
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
         is_sharded: the state is SHARDED.
         holds: how many users keep it from being resharded.
@@ -63,7 +64,7 @@ class Unit:
         self._handles: list[Handle] = []
         self._parameters = [slot.parameter for slot in self.slots]
         self._versions = list(map(_VERSION, self._parameters))
-        self._unseen = UnseenEdits()
+        self.unseen = UnseenEdits()
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -114,8 +115,8 @@ class Unit:
             self._handles.pop(0).finish()
         self.state = UnitState.UNSHARDED
         self._hang_parameters()
-        if self._unseen.watches:
-            self._unseen.begin(self.buckets)
+        if self.unseen.watches:
+            self.unseen.begin(self.buckets)
 
     def reshard(self) -> None:
         """UNSHARDED → SHARDED: gives back everything but the shard, which takes in what a forward has edited in place.
@@ -126,8 +127,8 @@ class Unit:
         self._leave(UnitState.UNSHARDED)
         if list(map(_VERSION, self._parameters)) != self._versions:
             self._take_in_edits()
-        elif self._unseen.watches:
-            self._unseen.refuse(self.buckets)
+        elif self.unseen.watches:
+            self.unseen.refuse(self.buckets)
         self.state, self.is_sharded = UnitState.SHARDED, True
         for memory in self.memories.values():
             memory.drop()
@@ -143,7 +144,7 @@ class Unit:
 
     def leave_to_script(self) -> None:
         """Tells that a script outside of a pass has the whole parameters."""
-        self._unseen.leave_to_script()
+        self.unseen.leave_to_script()
 
     def forget_edits(self) -> None:
         """Has the whole parameters dropped with what a script has written into them."""
