@@ -9,6 +9,7 @@ from torch import nn
 
 from ...buckets.bucket import Bucket, ParameterSlot
 from ...buckets.sharded_parameter import show_values
+from ...comm.local import LocalTransport
 from ...comm.transport import Label, Transport
 from ...device import free_bytes
 from ...optimizer.state.holder import StateHolder
@@ -98,6 +99,11 @@ class GatheredParameters:
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """The units of these parameters, each once, in the order of the parameters."""
         return list(dict.fromkeys(self._unit_of[p][0] for p in parameters if p in self._unit_of))
+
+    def forwards_are_collective(self, module: nn.Module) -> bool:
+        """Whether a forward of the module gathers from other ranks."""
+        is_held = all(unit.holds for unit in self.units_of(module.parameters()))
+        return not (isinstance(self._transport, LocalTransport) or self.is_lent or is_held)
 
     def release(self, units: Iterable[Unit]) -> None:
         """Reshards units that a forward has left whole."""

@@ -21,10 +21,6 @@ from .norm_inputs import cast_norm_inputs
 from .schedule import Unsharding
 from .unit import Unit
 
-_SYNCED_GENERATE = "_is_fsdp_managed_module"
-"""transformers' mark on modules whose forward is collective: `generate` and layer-dropping encoders then go through every
-forward on every rank."""
-
 _HOST = torch.device("cpu")
 
 
@@ -70,8 +66,6 @@ class ShardedModel:
         self._handles = self._install_hooks(layers, guards)
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in guards if self._casts_weights_of(module))
-        for module in model.modules() if guards else ():
-            module.__dict__[_SYNCED_GENERATE] = True
 
     @property
     def is_empty(self) -> bool:
@@ -150,8 +144,6 @@ class ShardedModel:
         for handle in self._handles:
             handle.remove()
         self._methods.remove()
-        for module in self._model.modules():
-            module.__dict__.pop(_SYNCED_GENERATE, None)
         for unit in self.schedule.units:
             for guard in unit.guards:
                 guard.remove()

@@ -32,6 +32,7 @@ from stage3_runs import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, bert, bert_batch, gpt2, gpt2_batch
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 import hf_zero
 from hf_zero.buckets import memory
@@ -103,10 +104,14 @@ def generates(rank: int, world_size: int, make) -> list[int]:
         sent = gathered_bytes(engine)
         assert torch.equal(model.generate(prompt, **options), expected)
         assert gathered_bytes(engine) > sent
+        # As Seq2SeqTrainer does: it asks the model for a mark, and gives what it finds.
+        assert torch.equal(model.generate(prompt, synced_gpus=False, **options), expected)
         with hf_zero.unsharded(model):
             sent = gathered_bytes(engine)
             assert torch.equal(model.generate(prompt, **options), expected)
             assert gathered_bytes(engine) == sent
+            # Whole, no rank needs another one.
+            assert rank == 0 or torch.equal(model.generate(prompt, **options), expected)
         assert no_unit_is_whole(engine)
         lengths.append(expected.shape[1] - (prompt.shape[1] if make is talkative_gpt2 else 1))
     return lengths
@@ -117,6 +122,44 @@ def generates(rank: int, world_size: int, make) -> list[int]:
 def test_generate_gives_the_whole_models_tokens_where_ranks_stop_at_different_lengths(make):
     lengths = run_on_ranks(generates, make=make)
     assert all(early != late for early, late in zip(*lengths)), lengths
+
+
+def own_way(model: nn.Module, inputs: torch.Tensor, **options) -> torch.Tensor:
+    """As `custom_generate` of a repository on the Hub, which from_pretrained puts in the place of the class's."""
+    return type(model).generate(model, inputs, **options)
+
+
+class Marks(nn.Module):
+    """Reads transformers' mark where the models that drop layers read it."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+        self.seen: list[bool] = []
+
+    def forward(self, *args, **kwargs):
+        self.seen.append(is_fsdp_managed_module(self))
+        return self.layer(*args, **kwargs)
+
+
+def generates_in_a_way_of_its_own(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = talkative_gpt2()
+    model.transformer.h[1] = Marks(model.transformer.h[1])
+    own = model.generate = partial(own_way, model)
+    optimizer = sgd(model)
+    engine = ZeroEngine(model, [optimizer], SHARDED)
+    prompt = torch.randint(2, VOCABULARY, (1, 3 + 4 * rank), generator=torch.Generator().manual_seed(rank))
+    tokens = model.generate(prompt, max_new_tokens=2 + 3 * rank, do_sample=False, eos_token_id=None, use_cache=False)
+    assert tokens.shape[1] == prompt.shape[1] + 2 + 3 * rank
+    assert not any(model.transformer.h[1].seen)
+    assert not any(is_fsdp_managed_module(module) for module in model.modules())
+    engine.close()
+    assert model.generate is own
+
+
+def test_a_way_of_its_own_to_generate_waits_for_all_ranks_and_no_layer_is_marked():
+    run_on_ranks(generates_in_a_way_of_its_own)
 
 
 # ---- evaluation ----
