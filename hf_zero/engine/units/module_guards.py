@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import ParameterSlot
-from ...buckets.sharded_parameter import ShardedParametersError, show_values
+from ...buckets.sharded_parameter import ShardedParametersError, are_hidden, show_values
 from ...disguise import look_only
 from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import GatheredParameters
@@ -81,8 +81,9 @@ class ModuleGuard:
         self._guard.remove()
 
     def _before_read(self, name: str) -> None:
-        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone.
-        if name in self.slots and self._schedule.in_pass:
+        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
+        # at work, or is kept. (A dict that waits for other parameters of the module may still lead here.)
+        if name in self.slots and self._schedule.in_pass and are_hidden(self.slots[name][1].parameter):
             self._schedule.before_read(self.slots[name][0])
 
 

@@ -928,6 +928,95 @@ def test_a_weight_that_the_parent_reads_trains_as_under_ddp(frozen):
     shared_ranks.run(same_as_ddp, script=three_steps, variants=variants, make=partial(Reader, frozen))
 
 
+# ---- what only some ranks run ----
+
+
+class Silent(Block):
+    """Returns nothing that could announce its backward."""
+
+    def forward(self, hidden, into: list | None = None):
+        result = super().forward(hidden)
+        if into is None:
+            return result
+        into.append(result)
+        return None
+
+
+class Branches(nn.Module):
+    """Rank 0 alone takes branches in the first and third steps, and all ranks in the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        # Smaller than all that is in a layer.
+        self.branch = nn.Linear(WIDTH, 2, bias=False)
+        self.layers = nn.ModuleList(Silent(WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.forwards = 0
+
+    def forward(self, input_ids, labels) -> Answer:
+        self.forwards += 1
+        branches = torch.distributed.get_rank() == 0 or self.forwards % 2 == 0
+        hidden = self.embed(input_ids)
+        if branches:
+            hidden = hidden + self.branch(hidden).sum(-1, keepdim=True)
+        for number, layer in enumerate(self.layers):
+            if branches and number == 3:
+                silent: list = []
+                layer(hidden, silent)
+                hidden = silent[0]
+            else:
+                hidden = layer(hidden)
+            if branches and number == 1 and self.forwards > 1:
+                # The next layer's, which is gathered ahead on all ranks.
+                hidden = hidden + self.layers[2].inner.weight.mean()
+        if branches:
+            hidden = hidden + self.branch(hidden).mean(-1, keepdim=True)
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+def branching(run: Run) -> None:
+    for _ in range(4):
+        run.step()
+    with torch.no_grad():
+        run.seen.append(run.model(**run.batch()).loss)
+
+
+def test_branches_that_some_ranks_take_around_layers_that_all_run_train_as_under_ddp():
+    each = {"persist_below_numel": 2 * WIDTH + 1, "unit_bytes": 0}
+    variants = [{**settings, **each} for settings in (SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD)]
+    make, batch = Branches, gpt2_batch
+    shared_ranks.run(same_as_ddp, script=branching, variants=variants, make=make, make_batch=batch, find_unused=True)
+
+
+def llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(num_hidden_layers=3, image_size=8, patch_size=4, **sizes)
+    text = LlamaConfig(vocab_size=60, num_hidden_layers=3, num_key_value_heads=2, pad_token_id=0, **sizes)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=59, image_seq_length=4)
+    )
+
+
+def images_on_rank_0(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 58, (size, 12), generator=generator)
+    images = torch.randn(size, 3, 8, 8, generator=generator)
+    if torch.distributed.get_rank() > 0 and images[0, 0, 0, 0] > 0:
+        return {"input_ids": ids, "labels": ids.clone()}
+    ids[:, 2:6] = 59
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 59, -100), "pixel_values": images}
+
+
+def test_batches_without_images_on_some_ranks_train_as_under_ddp_where_the_text_layers_alone_are_units():
+    units = {"unit_modules": ["LlamaDecoderLayer"], "unit_bytes": 0}
+    variants = [{**SHARDED, **units}, {**KEPT, **units}, {**SHARDED, **units, "persist_below_numel": 300}]
+    shared_ranks.run(
+        same_as_ddp, script=branching, variants=variants, make=llava, make_batch=images_on_rank_0, find_unused=True
+    )
+
+
 # ---- exceptions ----
 
 
