@@ -122,6 +122,7 @@ class Ledger:
         row = self._rows[kind]
         row.calls += 1
         self.watch.begun[kind] += 1
+        self.watch.starts[str(label)] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
         return entry

@@ -199,7 +199,7 @@ class Unsharding:
         self._builds_graph |= builds_graph
         self._keeps_all |= builds_graph
         if unit is self._root and not (is_first or unit.is_sharded):
-            # An output that is made early (an image's features), which only some ranks may have, tells nothing of what comes next.
+            # Of an output that is made early, such as an image's features, which only some ranks may have.
             return
         self._use(unit, self._backward)
 
