@@ -314,6 +314,14 @@ BREAKS = (
         only="parent_reads or some_ranks_take",
     ),
     Break(
+        name="data-given-in-gathered-lost",
+        place="put_back",
+        old="            slot.parameter.copy_(value)\n",
+        new="",
+        tests=("test_stage3.py",),
+        only="goes_on_from_edited and some",
+    ),
+    Break(
         name="root-announced-by-outputs-of-some-ranks",
         place="Unsharding.before_backward",
         old="            return\n",

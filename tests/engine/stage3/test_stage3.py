@@ -343,6 +343,46 @@ def edit_data(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> 
             parameter.data.copy_(values[name])
 
 
+def replace_data(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module, writeback=True):
+        for name, parameter in module.named_parameters():
+            # Laid out in another order, where there are orders.
+            parameter.data = (values[name] + rank).t().contiguous().t() if parameter.dim() == 2 else values[name] + rank
+
+
+def replace_on_rank_0_and_save(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module), hf_zero.gathered(module, writeback=True):
+        if rank == 0:
+            for name, parameter in module.named_parameters():
+                parameter.data = values[name].clone()
+            assert_equal(module.state_dict(), values)
+
+
+def set_storage(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module, writeback=True), torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.set_(values[name].clone())
+
+
+def fill_from_vector(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module, writeback=True):
+        vector = torch.cat([values[name].flatten() for name, _ in module.named_parameters()])
+        nn.utils.vector_to_parameters(vector, module.parameters())
+
+
+def exchange_data(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    alike: dict[torch.Size, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        alike.setdefault(parameter.shape, []).append(name)
+    others = {name: each[place - 1] for each in alike.values() for place, name in enumerate(each)}
+    edit_data(rank, module, {name: values[other] for name, other in others.items()})
+    with hf_zero.gathered(module, writeback=True):
+        found = dict(module.named_parameters())
+        taken = {others[name]: parameter.data for name, parameter in found.items()}
+        for name, parameter in found.items():
+            parameter.data = taken[name]
+
+
 def load_strictly(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     module.load_state_dict(values)
 
@@ -357,7 +397,8 @@ def load_what_is_there(rank: int, module: nn.Module, values: dict[str, torch.Ten
     module.load_state_dict({left_out: values[left_out]}, strict=False)
 
 
-GATHERED_EDITS = [edit_on_all_ranks, edit_on_rank_0, edit_data]
+REPLACED = [replace_data, replace_on_rank_0_and_save, set_storage, fill_from_vector, exchange_data]
+GATHERED_EDITS = [edit_on_all_ranks, edit_on_rank_0, edit_data, *REPLACED]
 EDITS = [*GATHERED_EDITS, load_strictly, load_what_is_there]
 
 

@@ -223,6 +223,50 @@ def test_an_edit_through_data_without_writeback_raises_or_leaves_no_trace():
     run_on_ranks(edits_data_without_writeback)
 
 
+def replaces_data_without_writeback(rank: int, world_size: int) -> None:
+    run = Run(rank, gpt2, SHARDED)
+    run.step()
+    before = run.state()
+    weight = run.model.transformer.ln_f.weight
+    for replace in (lambda: setattr(weight, "data", torch.ones(weight.shape)), lambda: weight.set_(torch.ones(WIDTH))):
+        with pytest.raises(RuntimeError, match=r"'transformer\.ln_f\.weight' was edited .* without writeback=True"):
+            with hf_zero.gathered(run.model), hf_zero.gathered(weight), torch.no_grad():
+                replace()
+        assert_equal(run.state(), before)
+    run.step()
+
+
+def test_data_replaced_without_writeback_raises_and_leaves_no_trace():
+    run_on_ranks(replaces_data_without_writeback)
+
+
+UNLIKE = {
+    "dtype": lambda values: values.to(torch.bfloat16),
+    "shape": lambda values: values.flatten(),
+    "more": lambda values: torch.cat([values, values]),
+}
+
+
+def replaces_by_another_kind(rank: int, world_size: int) -> None:
+    for stage in (2, 3):
+        for replace in UNLIKE.values():
+            run = Run(rank, gpt2, {**SHARDED, "stage": stage})
+            run.step()
+            before = run.state()
+            weight = run.model.transformer.h[1].attn.c_attn.weight
+            message = r"'transformer\.h\.1\.attn\.c_attn\.weight' was given .*Give it values of its own shape and dtype"
+            with pytest.raises(RuntimeError, match=message), hf_zero.gathered(run.model, writeback=True):
+                if rank == 1:
+                    weight.data = replace(weight.data)
+            if stage == 3:
+                assert_equal(run.state(), before)
+                run.step()
+
+
+def test_data_of_another_shape_or_dtype_given_by_one_rank_is_named_on_all():
+    run_on_ranks(replaces_by_another_kind)
+
+
 # ---- steps at the wrong time ----
 
 
