@@ -140,6 +140,12 @@ class GatheredParameters:
         self._timeout_s = timeout_s
         self._lent: dict[nn.Parameter, torch.Tensor] | None = None
         self._open: list[_Record] = []
+        self._watching = 0
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a `gathered` is open whose parameters are gathered again for the backward of what it computes."""
+        return self._watching > 0
 
     @property
     def is_lent(self) -> bool:
@@ -181,8 +187,12 @@ class GatheredParameters:
         try:
             self._schedule.unshard(units)
             record.take(units)
-            with gathered_again(units, self._schedule.before_saved_read):
-                yield
+            self._watching += (watches := bool(units) and torch.is_grad_enabled())
+            try:
+                with gathered_again(units, self._schedule.before_saved_read):
+                    yield
+            finally:
+                self._watching -= watches
             if writeback:
                 self._keep_edits(units)
             record.refuse_edits()
