@@ -299,6 +299,11 @@ class Bucket:
         """Whether the parameter still lives in its slot."""
         return self.memory.is_view(slot.parameter, slot.place)
 
+    def is_as_hung(self, slot: ParameterSlot) -> bool:
+        """Whether that is so down to shape and strides, which a script that gives `p.data` a view may change."""
+        parameter, place = slot.parameter, slot.place
+        return self.holds(slot) and (parameter.shape, parameter.stride()) == (place.shape, place.stride())
+
     @property
     def holds_all(self) -> bool:
         """Whether all of them do, as far as that is seen at a glance; False may be wrong."""

@@ -261,6 +261,10 @@ class GatheredMemory(ParameterMemory):
         else:
             self._reservation.restore()
 
+    def stay(self) -> None:
+        """Keeps what was gathered for forward and backward, and gives back what was gathered exactly beside it."""
+        self.shown = self.flat
+
     def drop(self) -> None:
         """Gives back everything but the shard."""
         self.is_readable = False

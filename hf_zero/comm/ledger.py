@@ -158,6 +158,7 @@ class Ledger:
         row = self._rows[kind]
         row.calls += 1
         self.watch.begun[kind] += 1
+        self.watch.starts[str(label)] += 1
         row.bytes_sent += bytes_sent
         row.bytes_between += bytes_between
         if self.is_timed and (kind in self._since or not self._under_way.get(kind)):

@@ -24,7 +24,7 @@ from .memory_report import Places, report_memory
 from .report_tables import CommReport, MemoryReport
 from .training_step import TrainingStep
 from .travel.buffers import broadcast_buffers, ignored_parameters
-from .units.gathered import IN_GATHERED, parameters_in
+from .units.gathered import IN_GATHERED, parameters_in, put_back
 from .units.split_model import whole_tensors
 
 
@@ -202,6 +202,8 @@ class ZeroEngine:
             yield
             if writeback:
                 ignored = ignored_parameters(self.model)
+                slots = [parts.slot_of[p] for p in parameters if p in parts.slot_of and p not in self.sharded.unit_of]
+                put_back([*slots, *self.sharded.gathered.slots_with(parameters)], parts.meeting.everyone)
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
                     transport = parts.meeting.sharers.of_parameter(parameter).transport
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))

@@ -153,6 +153,13 @@ SEAMS = (
         test="test_accelerate.py::test_compiled_model_has_ddps_losses",
     ),
     Seam(
+        owner="torch:_C",
+        names=("_functorch",),
+        where=("engine/units/saved_reads",),
+        why="Whether torch.func runs a forward, whose tensors are its own: gathers and hooks of stage 3 cannot work on them.",
+        test="test_sharded_reads.py::test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name",
+    ),
+    Seam(
         owner="torch._utils:",
         names=("_flatten_dense_tensors", "_unflatten_dense_tensors"),
         where=("buckets/flat_views",),

@@ -48,6 +48,11 @@ class CollectiveLog:
         finally:
             self.site = before
 
+    def site_of(self, label: object) -> str:
+        """Where training was when the collective with this label was started last; "" of one that is not in the log."""
+        entry = self.latest(label)
+        return "" if entry is None else entry[SITE]
+
     def last_lines(self) -> list[str]:
         """The last few entries in words."""
         # A copy, in one operation: other threads may start collectives meanwhile.

@@ -18,6 +18,7 @@ from ..groups.groups import Groups
 from ..profiling import hidden_from_profiler
 from .gather_order import GatherOrder
 from .transfers import Transfers
+from .verdict import OTHER_LAYERS
 from .watch import Watch
 from .whereabouts import script_line
 
@@ -103,8 +104,8 @@ class Control:
         if order != self._order.checksum and self._ranks[place] in self._order.ranks:
             raise CommunicationError(
                 f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
-                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. At stage 3 all "
-                "ranks have to run the same layers in the same order. Choose branches by what all ranks know, or use stage 2."
+                f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. "
+                f"{OTHER_LAYERS}"
             )
         return nbytes
 

@@ -6,6 +6,9 @@ included. A wait that has taken `comm.late_s` has the other ranks asked where th
 process are made to fail, and the error of the one that was late is what has been found. A rank that is alive and is the reason
 is in no wait that could fail: it is told by way of the store, and its own thread ends its process.
 
+Two ranks that wait in collectives of training which each has started and the other has not wait for each other for ever, as where
+they run different layers at stage 3. That is looked for after a few seconds, and ended at once.
+
 Not every wait may be ended for a rank that is elsewhere and alive. Ranks meet in barriers and in exchanges of words behind work
 that a single rank may do for long (loading, saving). There a rank is late only if it has ended, does not answer, or
 waits as long in another collective; in a collective of training it is late wherever it is. In a save a rank is late that has not
@@ -34,6 +37,8 @@ from .watch import SAVE, ScriptCollective, Wait
 from .whereabouts import script_frame
 
 _BEAT_S = 0.5
+_APART_S = 4.0
+"""After which it is looked whether two ranks wait for each other in vain: no slow rank or link has them do so."""
 _ASK_AGAIN_S = 10.0
 _GRACE_S = 8.0
 """After which a wait that was made to fail, and has not, ends with its process."""
@@ -100,7 +105,10 @@ class LateWatch:
         lookout.script_wait = self._call.look() if own is None else None
         queued = None if self._queue is None else self._queue.look(lookout.log)
         wait = own or lookout.script_wait or queued
-        if wait is None or wait.failure is not None or wait.seconds < self._limit_s:
+        if wait is None or wait.failure is not None:
+            return
+        is_early = wait.seconds < self._limit_s
+        if is_early and (wait.kind is None or wait is queued or wait.seconds < _APART_S):
             return
         if wait.end is not None:
             self._end_if_it_goes_on(wait)
@@ -109,11 +117,13 @@ class LateWatch:
             return
         self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
         verdict = lookout.judge_late(wait)
+        is_over = is_to_end(verdict)
         if wait is queued:
-            is_over = is_to_end(verdict) and others_are_behind(verdict, lookout.begun, wait.kind)
+            is_over = (is_over or verdict.in_vain) and others_are_behind(verdict, lookout.begun, wait.kind)
         else:
             is_in_save = lookout.kind_of(wait) == SAVE
-            is_over = is_to_end(verdict) or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))
+            is_over = is_over or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))
+            is_over = verdict.in_vain or (is_over and not is_early)
         if not is_over:
             return
         # Before the late rank hears of it: its end is the end of its connections, and so of this wait.

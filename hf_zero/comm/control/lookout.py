@@ -103,6 +103,7 @@ class Lookout(Watch):
 
     def _judge(self, wait: Wait, late: int | None, line: str) -> Verdict:
         known: dict[str, Any] = {"rank": self._rank, "wait": wait, "late": late, "line": line, "place": self.log.place}
+        known |= {"began": self.log.site_of(wait.what), "starts": dict(self.starts)}
 
         def judge(store: dist.Store) -> Verdict:
             absences = self._survey(store, enough=late, question=_CLOSELY)
@@ -385,6 +386,8 @@ class Lookout(Watch):
             begun=dict(self.begun),
             holds="" if wait is None else wait.holds,
             place=self.log.place,
+            began="" if wait is None else self.log.site_of(wait.what),
+            starts=dict(self.starts) if closely else {},
             stack=main_stack() if closely and wait is None else "",
             recent=tuple(self.log.last_lines()) if closely else (),
         )

@@ -7,6 +7,12 @@ from ..groups.processes import RankProcess
 from .watch import Wait
 from .whereabouts import Whereabouts, in_brackets
 
+_GATHERS, _OF_A_PASS = "all-gather parameters", ("forward", "backward", "evaluate")
+"""Of a layer at stage 3: below it, parameters are gathered behind the step."""
+OTHER_LAYERS = (
+    "The ranks run different layers (LayerDrop, a branch, a forward on some ranks only). Keep those that some ranks leave out "
+    "whole (`persist_below_numel` above their sizes, or `unit_modules` that names the others), or train at `stage: 2`."
+)
 _LISTED = 8
 _DETAILED = 2
 """Ranks whose stacks are shown."""
@@ -75,6 +81,7 @@ class Verdict:
         late: the rank that the connection was to, where that is known.
         silence: why nothing is known of the others.
         place: where training is on this rank, in words.
+        began, starts: as of this rank's own `Whereabouts`.
         recent: its last collectives; empty where they are not to be told.
     """
 
@@ -85,6 +92,8 @@ class Verdict:
     absences: Mapping[int, Absence] = field(default_factory=dict)
     silence: str | None = None
     place: str = ""
+    began: str = ""
+    starts: Mapping[str, int] = field(default_factory=dict)
     recent: Sequence[str] = ()
 
     @property
@@ -95,6 +104,19 @@ class Verdict:
             for rank in self.culprits
         )
         return self.silence is not None or bool(self.others_apart) or any(held_up)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether this rank and another one wait in collectives that each has started and the other has not: neither can end."""
+        mine = self.wait.name
+        return self.wait.kind is not None and any(
+            (theirs := each.where.waits_in) is not None
+            and each.where.kind is not None
+            and each.where.starts.get(mine, 0) < self.starts.get(mine, 0)
+            and self.starts.get(theirs, 0) < each.where.starts.get(theirs, 0)
+            for each in self.absences.values()
+            if each.where is not None and not each.is_over
+        )
 
     @property
     def others_apart(self) -> list[int]:
@@ -157,6 +179,14 @@ class Verdict:
         lines = [*reason, *self._apart(), *self._others, *silence]
         return "\n".join([f"hf_zero: {self.finding}.", *lines, *self._details(), self._advice()])
 
+    @property
+    def _other_layers(self) -> bool:
+        """Whether a rank waits for a layer of stage 3 while another is in another collective of training."""
+        apart = [self.absences[rank].where for rank in self.others_apart]
+        found = [(self.wait.kind, self.began), *((each.kind, each.began) for each in apart if each is not None)]
+        is_training = len(found) > 1 and all(kind is not None for kind, _ in found)
+        return is_training and any(kind == _GATHERS and began in _OF_A_PASS for kind, began in found)
+
     def _apart(self) -> list[str]:
         """Who waits in what, where ranks wait in different collectives."""
         if not self.others_apart:
@@ -191,6 +221,8 @@ class Verdict:
                     "steps, or a `break` or `sys.exit` that not all of them come to. Give every rank as many batches "
                     "(accelerate's even_batches=True, its default; drop_last=True) and end the loop on all ranks at one step."
                 )
+        if self._other_layers:
+            return OTHER_LAYERS
         if self.others_apart:
             return (
                 "Some ranks have made a call that the others have not made: a forward, a save, a look at parameters, a step. "

@@ -81,6 +81,7 @@ class Watch:
 
     Attributes:
         begun: how often each kind of collective has been started on this rank.
+        starts: how often each collective has been, by its name.
         given_up: the last wait that failed.
         log: the last collectives.
         ended: what was found of a rank that was late, once waits have been ended for it.
@@ -89,6 +90,7 @@ class Watch:
 
     def __init__(self):
         self.begun: Counter[str] = Counter()
+        self.starts: Counter[str] = Counter()
         self.given_up: Wait | None = None
         self.log = CollectiveLog()
         self.ended: str | None = None

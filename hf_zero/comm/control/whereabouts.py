@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -34,7 +34,9 @@ class Whereabouts:
         begun: how often each kind of collective has been started.
         holds: the module or the parameters that the bucket of `waits_in` holds.
         place: where training is: backward, evaluate, ..., and the step.
-        stack, recent: of the main thread, and its last collectives; empty unless they were asked for.
+        began: where training was when `waits_in` was started.
+        starts: how often each collective has been started, by its name.
+        stack, recent: of the main thread, and its last collectives. These and `starts` are empty unless they were asked for.
     """
 
     waits_in: str | None
@@ -46,6 +48,8 @@ class Whereabouts:
     begun: dict[str, int]
     holds: str = ""
     place: str = ""
+    began: str = ""
+    starts: dict[str, int] = field(default_factory=dict)
     stack: str = ""
     recent: tuple[str, ...] = ()
 

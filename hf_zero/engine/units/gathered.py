@@ -9,6 +9,7 @@ from torch import nn
 
 from ...buckets.bucket import Bucket, ParameterSlot
 from ...buckets.sharded_parameter import show_values
+from ...comm.local import LocalTransport
 from ...comm.transport import Label, Transport
 from ...device import free_bytes
 from ...optimizer.state.holder import StateHolder
@@ -26,6 +27,7 @@ class _Record:
 
     def __init__(self):
         self._versions: dict[ParameterSlot, int] = {}
+        self._moved: set[ParameterSlot] = set()
         self._units: set[Unit] = set()
         self._shards: dict[Bucket, torch.Tensor | None] = {}
 
@@ -33,6 +35,8 @@ class _Record:
         for unit in units:
             self._units.add(unit)
             self._versions.update((slot, slot.parameter._version) for slot in unit.slots)
+            self._moved.difference_update(unit.slots)
+            self._moved.update(moved_slots(unit.slots))
             self._shards.update((bucket, memory.snapshot()) for bucket, memory in unit.memories.items())
 
     def renew(self, unit: Unit) -> None:
@@ -42,8 +46,8 @@ class _Record:
 
     def refuse_edits(self) -> None:
         """Raises for an edit that has not been kept."""
-        for slot, version in self._versions.items():
-            if slot.parameter._version != version:
+        for slot in self._versions:
+            if self._is_edited(slot):
                 raise RuntimeError(
                     f"hf_zero: {slot.name!r} was edited inside `gathered` without writeback=True, and the edit is lost. Use "
                     "hf_zero.gathered(..., writeback=True)."
@@ -52,11 +56,58 @@ class _Record:
     def restore(self) -> None:
         """Undoes edits that have not been kept."""
         for unit in self._units:
-            if any(slot.parameter._version != self._versions[slot] for slot in unit.slots):
+            edited = [slot for slot in unit.slots if self._is_edited(slot)]
+            for slot in moved_slots(edited):
+                unit.hang(slot)
+            if edited:
                 unit.forget_edits()
         for bucket, shard in self._shards.items():
             if shard is not None:
                 bucket.own.copy_(shard)
+
+    def _is_edited(self, slot: ParameterSlot) -> bool:
+        is_moved = slot not in self._moved and any(moved_slots([slot]))
+        return is_moved or slot.parameter._version != self._versions[slot]
+
+
+def moved_slots(slots: Iterable[ParameterSlot]) -> list[ParameterSlot]:
+    """Those whose parameter a script has given other data (`p.data = ...`, `p.set_(...)`, `vector_to_parameters`)."""
+    # An evaluation in another dtype gives whole parameters memory of their own.
+    in_buckets = (slot for slot in slots if getattr(slot.bucket.memory, "read_as", None) is None)
+    return [slot for slot in in_buckets if not slot.bucket.is_as_hung(slot)]
+
+
+def put_back(slots: Iterable[ParameterSlot], transport: Transport) -> None:
+    """Writes what parameters were given for data into their buckets, and makes them views of those again. Collective.
+
+    Raises:
+        RuntimeError: on all ranks, where some rank gave one another shape or dtype.
+    """
+    moved = moved_slots(slots)
+    faults = (_unlike(slot) for slot in moved if not _is_alike(slot))
+    fault = next(filter(None, transport.exchange(next(faults, None), "edits of parameters")), None)
+    if fault is not None:
+        raise RuntimeError(fault)
+    # Two may have been given each other's.
+    values = [slot.parameter.detach().clone() for slot in moved]
+    with torch.no_grad():
+        for slot, value in zip(moved, values):
+            slot.bucket.memory.hang(slot.parameter, slot.place)
+            slot.parameter.copy_(value)
+
+
+def _is_alike(slot: ParameterSlot) -> bool:
+    parameter, memory = slot.parameter, slot.bucket.memory
+    return (parameter.shape, parameter.dtype) == (slot.place.shape, memory.shown.dtype)
+
+
+def _unlike(slot: ParameterSlot) -> str:
+    parameter, memory = slot.parameter, slot.bucket.memory
+    given, own = f"{tuple(parameter.shape)} of {parameter.dtype}", f"{tuple(slot.place.shape)} of {memory.shown.dtype}"
+    return (
+        f"hf_zero: inside `gathered(writeback=True)` {slot.name!r} was given {given}, and is {own}. Give it values of its own "
+        "shape and dtype, as `p.copy_(values)` does."
+    )
 
 
 class GatheredParameters:
@@ -89,6 +140,12 @@ class GatheredParameters:
         self._timeout_s = timeout_s
         self._lent: dict[nn.Parameter, torch.Tensor] | None = None
         self._open: list[_Record] = []
+        self._watching = 0
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a `gathered` is open whose parameters are gathered again for the backward of what it computes."""
+        return self._watching > 0
 
     @property
     def is_lent(self) -> bool:
@@ -98,6 +155,15 @@ class GatheredParameters:
     def units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
         """The units of these parameters, each once, in the order of the parameters."""
         return list(dict.fromkeys(self._unit_of[p][0] for p in parameters if p in self._unit_of))
+
+    def forwards_are_collective(self, module: nn.Module) -> bool:
+        """Whether a forward of the module gathers from other ranks."""
+        is_held = all(unit.holds for unit in self.units_of(module.parameters()))
+        return not (isinstance(self._transport, LocalTransport) or self.is_lent or is_held)
+
+    def slots_with(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
+        """All slots of the units of these parameters."""
+        return [slot for unit in self.units_of(parameters) for slot in unit.slots]
 
     def release(self, units: Iterable[Unit]) -> None:
         """Reshards units that a forward has left whole."""
@@ -121,8 +187,12 @@ class GatheredParameters:
         try:
             self._schedule.unshard(units)
             record.take(units)
-            with gathered_again(units, self._schedule.before_saved_read):
-                yield
+            self._watching += (watches := bool(units) and torch.is_grad_enabled())
+            try:
+                with gathered_again(units, self._schedule.before_saved_read):
+                    yield
+            finally:
+                self._watching -= watches
             if writeback:
                 self._keep_edits(units)
             record.refuse_edits()
@@ -158,6 +228,8 @@ class GatheredParameters:
                     if slot.parameter in parameters:
                         copies[slot.parameter] = slot.parameter.detach().to("cpu", copy=True)
             self._schedule.release([unit])
+        # A script may have given those that are whole other data, and the end of its `gathered` is still to come.
+        held = {parameter: parameter.data for parameter in copies if self._unit_of[parameter][0].holds}
         try:
             for parameter, copy in copies.items():
                 show_values(parameter)
@@ -167,7 +239,10 @@ class GatheredParameters:
         finally:
             for parameter in copies:
                 unit, slot = self._unit_of[parameter]
-                unit.hang(slot)
+                if parameter in held:
+                    parameter.data = held[parameter]
+                else:
+                    unit.hang(slot)
 
     @contextmanager
     def lend_names(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """`state_dict()`, `load_state_dict()`, `.to()` and the like of modules whose parameters are sharded."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, SupportsIndex, cast
@@ -8,12 +9,16 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import ParameterSlot
-from ...buckets.sharded_parameter import ShardedParametersError, show_values
+from ...buckets.sharded_parameter import ShardedParametersError, are_hidden, show_values
 from ...disguise import look_only
 from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import GatheredParameters
 from .schedule import Unsharding
 from .unit import Unit
+
+_SYNCED = "_is_fsdp_managed_module"
+"""transformers' mark on modules whose forward is collective. Encoders that drop layers read it, too, and then run what they have
+drawn to drop: it is on a model that generates, for as long as that lasts, and on none of its parts."""
 
 
 class ShardedParameters(GuardedParameters):
@@ -76,8 +81,9 @@ class ModuleGuard:
         self._guard.remove()
 
     def _before_read(self, name: str) -> None:
-        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone.
-        if name in self.slots and self._schedule.in_pass:
+        # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
+        # at work, or is kept. (A dict that waits for other parameters of the module may still lead here.)
+        if name in self.slots and self._schedule.in_pass and are_hidden(self.slots[name][1].parameter):
             self._schedule.before_read(self.slots[name][0])
 
 
@@ -102,17 +108,31 @@ class ModuleMethods:
     """Replaces, on each module that holds sharded parameters somewhere, the methods that read or write them.
 
     `state_dict` and `save_pretrained` gather, `load_state_dict` takes this rank's part of what it is given, and `.to()`,
-    `.half()` and the like raise unless they change nothing.
+    `.half()` and the like raise unless they change nothing. `generate` goes on until all ranks have come to their last token.
     """
 
-    _REPLACED = ("state_dict", "save_pretrained", "adapter_state_dict", "_load_from_state_dict", "_apply", "zero_grad")
+    _REPLACED = (
+        "state_dict",
+        "save_pretrained",
+        "adapter_state_dict",
+        "_load_from_state_dict",
+        "_apply",
+        "zero_grad",
+        "generate",
+    )
 
     def __init__(self, model: nn.Module, guards: Mapping[nn.Module, ModuleGuard], gathered: GatheredParameters):
         self._guards = guards
         self._gathered = gathered
         self._modules = [module for module in model.modules() if any(m in guards for m in module.modules())]
+        # What models from the Hub with a way of their own to generate have in the place of their class's.
+        self._own_generate: dict[nn.Module, Callable[..., Any]] = {}
         for module in self._modules:
             changed: Any = module
+            if "generate" in module.__dict__:
+                self._own_generate[module] = changed.generate
+            if "generate" in module.__dict__ or hasattr(type(module), "generate"):
+                changed.generate = ReplacedMethod(self._generate, module)
             changed.state_dict = ReplacedMethod(self._state_dict, module)
             if hasattr(type(module), "save_pretrained"):
                 changed.save_pretrained = ReplacedMethod(self._save_pretrained, module)
@@ -127,6 +147,25 @@ class ModuleMethods:
         for module in self._modules:
             for name in self._REPLACED:
                 module.__dict__.pop(name, None)
+        for module, stock in self._own_generate.items():
+            module.__dict__["generate"] = stock
+
+    def _generate(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stock = self._own_generate.get(module) or partial(cast(Any, type(module)).generate, module)
+        if not self._gathered.forwards_are_collective(module):
+            return stock(*args, **kwargs)
+        signature = inspect.signature(stock)
+        if "synced_gpus" in signature.parameters:
+            # Also where it is False, as Seq2SeqTrainer gives it: ranks that stop would leave the others waiting.
+            given = signature.bind(*args, **kwargs)
+            given.arguments["synced_gpus"] = True
+            args, kwargs = given.args, given.kwargs
+        # Those that have no such argument, or hand it on as it was, ask for the mark.
+        module.__dict__[_SYNCED] = True
+        try:
+            return stock(*args, **kwargs)
+        finally:
+            module.__dict__.pop(_SYNCED, None)
 
     def _zero_grad(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Training loops call it at each step.

@@ -67,19 +67,21 @@ class ScheduleState:
     """On what it depends, between passes, which units are gathered next, and when.
 
     Attributes:
-        lasting: units that are gathered and dropped with the root.
         whole: units that are not sharded.
     """
 
     forward: VisitOrder
     backward: VisitOrder
-    lasting: tuple[Unit, ...]
     whole: frozenset[Unit]
     keeps_all: bool
 
 
 class Unsharding:
     """Gathers each unit for its forward and its backward, the next ones ahead of time, and drops those done with.
+
+    Which unit is gathered when depends on forwards, and on outputs that announce a backward. What a rank reads besides, which
+    nothing announces in the backward, it keeps in memory until that has ended, and takes part in the unit's gathers as if it had
+    been dropped: so a read by one rank alone leaves no other rank waiting later.
 
     Args:
         root: parameters that no layer has, whole from the model's forward to the end of its backward.
@@ -104,7 +106,7 @@ class Unsharding:
     ):
         self._root = root
         self._wire = wire
-        self._lasting = [root]
+        self._kept: set[Unit] = set()
         self.units = [root, *layers]
         self._prefetch = prefetch
         self.reshards_after_forward = reshard_after_forward
@@ -160,25 +162,26 @@ class Unsharding:
         # are gathered again while the last one's backward runs.
         may_be_last = backward_follows and not self._forward.following(unit, 1)
         if unit is self._root:
-            self._drop([] if backward_follows else self.units)
-        elif unit not in self._lasting and len(unit.modules) == 1 and not may_be_last:
+            if not backward_follows:
+                self._drop_all()
+        elif len(unit.modules) == 1 and not may_be_last:
             # What stays although it was not the last goes when another comes, as units of several layers do.
             self._drop([unit])
 
     def look_at_outputs(self, unit: Unit, outputs: object) -> None:
-        """Keeps a unit whole with the root if nothing that it returned can announce its backward."""
-        if torch.is_grad_enabled() and unit not in self._lasting and not has_tensors(outputs):
-            self._lasting.append(unit)
+        """Keeps a unit until its backward if nothing that it returned can announce that."""
+        if torch.is_grad_enabled() and not has_tensors(outputs):
+            self._kept.add(unit)
 
     def before_read(self, unit: Unit) -> None:
         """Makes `unit` whole for code outside its own forward: a submodule called by itself, a weight read by a parent.
 
-        From then on it is gathered and dropped with the root: nothing announces the backward of such a read.
+        It stays in memory until the end of the backward, which nothing announces for such a read.
         """
-        if unit not in self._lasting:
-            self._lasting.append(unit)
         self._start(unit, self._wire.forward)
         self._finish(unit)
+        if unit is not self._root:
+            self._kept.add(unit)
 
     def before_saved_read(self, unit: Unit) -> None:
         """Makes `unit` whole for a backward node outside of any layer, until the next layer's backward."""
@@ -192,12 +195,16 @@ class Unsharding:
             builds_graph: this backward is itself differentiated (create_graph). The nodes of the second backward read the
                 parameters and nothing announces those, so all stays whole until a backward without it has ended.
         """
-        if not self._is_backward_open:
+        is_first = not self._is_backward_open
+        if is_first:
             self._is_backward_open = True
             self._builds_graph = False
             self._backward.begin()
         self._builds_graph |= builds_graph
         self._keeps_all |= builds_graph
+        if unit is self._root and not (is_first or unit.is_sharded):
+            # Of an output that is made early, such as an image's features, which only some ranks may have.
+            return
         self._use(unit, self._backward)
 
     def end_backward(self) -> None:
@@ -208,7 +215,7 @@ class Unsharding:
             self._keeps_all = self._builds_graph
         self._fetch([])
         if self.reshards_after_forward:
-            self._drop(self.units)
+            self._drop_all()
 
     def recover(self) -> None:
         """Outside forward and backward: forgets what an exception has left of them."""
@@ -223,7 +230,6 @@ class Unsharding:
         return ScheduleState(
             forward=self._forward.copy(),
             backward=self._backward.copy(),
-            lasting=tuple(self._lasting),
             whole=frozenset(unit for unit in self.units if not unit.is_sharded),
             keeps_all=self._keeps_all,
         )
@@ -236,13 +242,13 @@ class Unsharding:
         self._fetch([])
         for unit in self.units:
             unit.abandon()
-        self._drop(self.units)
+        self._drop_all()
         for unit in self.units:
             if unit in state.whole:
                 self._start(unit, self._wire.forward)
                 self._finish(unit)
         self._forward, self._backward = state.forward.copy(), state.backward.copy()
-        self._lasting, self._keeps_all = list(state.lasting), state.keeps_all
+        self._keeps_all = state.keeps_all
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Makes units whole and exact, all gathers at once."""
@@ -250,7 +256,7 @@ class Unsharding:
         for unit in units:
             if not unit.is_sharded and unit.gather is not self._wire.exact:
                 self._finish(unit)
-                unit.reshard()
+                unit.reshard(keeps=unit in self._kept)
             self._start(unit, self._wire.exact)
         for unit in units:
             self._finish(unit)
@@ -266,7 +272,7 @@ class Unsharding:
             )
         self._keeps_all = False
         self._fetch([])
-        self._drop(self.units)
+        self._drop_all()
         self._wire.forward.forget()
         for unit in self.units:
             unit.forget_fetch()
@@ -292,20 +298,17 @@ class Unsharding:
             return
         order.visit(unit)
         ahead = order.following(unit, self._prefetch)
-        used = self._lasting if unit is self._root else [unit]
         if self.reshards_after_forward and unit is not self._root:
-            wanted = {unit, *self._lasting, *ahead, *self._running}
+            wanted = {unit, self._root, *ahead, *self._running}
             self._drop([other for other in self.units if not other.is_sharded and other not in wanted])
         gather = self._wire.forward if order is self._forward else self._wire.backward
-        for each in used:
-            self._start(each, gather)
+        self._start(unit, gather)
         for each in ahead:
             if self._has_room():
                 self._start(each, gather)
         # What a gather takes its shard from may itself be slow: it is read while the gathers before it run.
         self._fetch(order.following(unit, self._prefetch + 1))
-        for each in used:
-            self._finish(each)
+        self._finish(unit)
 
     def _fetch(self, wanted: list[Unit]) -> None:
         """Begins to fetch the shards of units that are wanted next, and gives up those that no longer are."""
@@ -318,13 +321,14 @@ class Unsharding:
 
     def _has_room(self) -> bool:
         """Whether one more layer may be gathered ahead of its use."""
-        passing = [unit for unit in self.units if not (unit.is_sharded or unit.holds or unit in self._lasting)]
+        passing = [unit for unit in self.units if not (unit.is_sharded or unit.holds or unit is self._root)]
         return len(passing) <= self._prefetch or not self.reshards_after_forward
 
     def _start(self, unit: Unit, gather: Gather) -> None:
         if unit.is_sharded:
             unit.start_unshard(gather)
-            gathered = sum([other.passing_bytes for other in self.units if not other.is_sharded])
+            whole = [other for other in self.units if not other.is_sharded or other in self._kept]
+            gathered = sum([other.passing_bytes for other in whole])
             self.peak_bytes = max(self.peak_bytes, gathered)
 
     @staticmethod
@@ -336,7 +340,17 @@ class Unsharding:
         for unit in () if self._keeps_all else units:
             if not unit.is_sharded and not unit.holds:
                 self._finish(unit)
-                unit.reshard()
+                unit.reshard(keeps=unit in self._kept)
+
+    def _drop_all(self) -> None:
+        """Also what is kept: no backward will come for it."""
+        if self._keeps_all:
+            return
+        kept, self._kept = self._kept, set()
+        self._drop(self.units)
+        for unit in kept:
+            if unit.is_sharded:
+                unit.let_go()
 
     def _refuse_unseen_edits(self) -> None:
         refuse_unseen_edits([unit.unseen for unit in self.units if unit.unseen.compared])

@@ -18,12 +18,9 @@ from ..travel.buffers import place_buffers
 from .gathered import GatheredParameters
 from .module_guards import ModuleGuard, ModuleMethods
 from .norm_inputs import cast_norm_inputs
+from .saved_reads import runs_transformed
 from .schedule import Unsharding
 from .unit import Unit
-
-_SYNCED_GENERATE = "_is_fsdp_managed_module"
-"""transformers' mark on modules whose forward is collective: `generate` and layer-dropping encoders then go through every
-forward on every rank."""
 
 _HOST = torch.device("cpu")
 
@@ -70,8 +67,6 @@ class ShardedModel:
         self._handles = self._install_hooks(layers, guards)
         if device.type == "cpu":
             self._handles += cast_norm_inputs(module for module in guards if self._casts_weights_of(module))
-        for module in model.modules() if guards else ():
-            module.__dict__[_SYNCED_GENERATE] = True
 
     @property
     def is_empty(self) -> bool:
@@ -79,13 +74,13 @@ class ShardedModel:
 
     def before_forward(self) -> None:
         """Called before each forward of the model outside of a backward."""
-        if not self.is_empty:
+        if not self.is_empty and not self._is_passed_by(self.root, refuses=True):
             self.schedule.recover()
             self.schedule.before_forward(self.root)
 
     def after_forward(self, outputs: object) -> None:
         """Called with what it has returned."""
-        if not self.is_empty:
+        if not self.is_empty and not self._is_passed_by(self.root):
             self.schedule.after_forward(self.root, outputs)
 
     def own_bytes(self, *, trained: bool) -> int:
@@ -150,8 +145,6 @@ class ShardedModel:
         for handle in self._handles:
             handle.remove()
         self._methods.remove()
-        for module in self._model.modules():
-            module.__dict__.pop(_SYNCED_GENERATE, None)
         for unit in self.schedule.units:
             for guard in unit.guards:
                 guard.remove()
@@ -193,20 +186,24 @@ class ShardedModel:
         slots = [self.unit_of[p][1] for p in module._parameters.values() if p in self.unit_of]
         return any(slot.bucket.precision.casts for slot in slots)
 
-    # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
+    def _is_passed_by(self, unit: Unit, *, refuses: bool = False) -> bool:
+        """Whether a forward needs nothing done for it. Errors: as of `runs_transformed`."""
+        # While copies are lent, one rank alone may call a part of the model: what it saves is computed (a prompt encoder's).
+        watched = self.gathered.is_watching
+        return self.gathered.is_lent or runs_transformed(unit, is_watched=watched, refuses=refuses)
 
     def _before_layer(self, _module: nn.Module, args: tuple, kwargs: dict, unit: Unit) -> None:
-        if not self.gathered.is_lent:
+        if not self._is_passed_by(unit, refuses=True):
             self.schedule.before_forward(unit, (args, kwargs))
 
     def _after_layer(self, _module: nn.Module, _args: tuple, _kwargs: dict, outputs: object, unit: Unit) -> None:
-        if not self.gathered.is_lent:
+        if not self._is_passed_by(unit):
             self.schedule.after_forward(unit, outputs)
 
     def _look_at_outputs(self, _module: nn.Module, _args: tuple, outputs: object, unit: Unit) -> None:
-        if not self.gathered.is_lent:
+        if not self._is_passed_by(unit):
             self.schedule.look_at_outputs(unit, outputs)
 
     def _before_part_of_root(self, _module: nn.Module, _args: tuple) -> None:
-        if not self.gathered.is_lent:
+        if not self._is_passed_by(self.root, refuses=True):
             self.schedule.before_read(self.root)

@@ -118,8 +118,11 @@ class Unit:
         if self.unseen.watches:
             self.unseen.begin(self.buckets)
 
-    def reshard(self) -> None:
+    def reshard(self, *, keeps: bool = False) -> None:
         """UNSHARDED → SHARDED: gives back everything but the shard, which takes in what a forward has edited in place.
+
+        Args:
+            keeps: leaves the parameters whole on this rank, to be gathered again with the others' or to be `let_go`.
 
         Raises:
             RuntimeError: an edit cannot be taken in.
@@ -130,6 +133,15 @@ class Unit:
         elif self.unseen.watches:
             self.unseen.refuse(self.buckets)
         self.state, self.is_sharded = UnitState.SHARDED, True
+        if keeps:
+            for bucket, memory in self.memories.items():
+                memory.stay()
+                memory.hang_all(bucket.parameters, bucket.places)
+        else:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """SHARDED: gives back what `reshard` has kept."""
         for memory in self.memories.values():
             memory.drop()
         self._hang_parameters()

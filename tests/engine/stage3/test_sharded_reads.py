@@ -3,16 +3,20 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from shared_ranks import shared_ranks
 from stage3_runs import FAR_AHEAD, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
 from torch import nn
+from torch.func import functional_call, grad, jacrev, jvp, vmap
 from training import Answer, gpt2
 
 import hf_zero
 from hf_zero.buckets.sharded_parameter import ShardedParametersError, are_hidden
+from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -210,3 +214,71 @@ def penalises_outside(rank: int, world_size: int) -> None:
 
 def test_a_penalty_outside_of_forward_and_gathered_is_refused_and_training_goes_on():
     run_on_ranks(penalises_outside)
+
+
+# ---- torch.func ----
+
+
+def scores(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return (vmap(grad(lambda row: model(row).sum()))(rows) - rows).square().mean()
+
+
+def gradients_of_rows(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    of_row = grad(lambda parameters, row: functional_call(model, parameters, (row,)).sum())
+    return sum(each.square().sum() for each in vmap(of_row, in_dims=(None, 0))(parameters, rows).values())
+
+
+def directional(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return jvp(model, (rows,), (torch.ones_like(rows),))[1].square().mean()
+
+
+def jacobian(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return jacrev(lambda rows: model(rows).sum(0))(rows).square().mean()
+
+
+TRANSFORMS = (scores, gradients_of_rows, directional, jacobian, lambda model, rows: vmap(model)(rows).square().mean())
+
+
+def trains_with(transform: Callable, settings: dict | None, inside: Callable) -> list[float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if settings is not None:
+        ZeroEngine(model, [optimizer], settings)
+    rows, seen = torch.arange(24.0).view(3, 8) / 24, []
+    for _ in range(2):
+        with inside(model):
+            found = transform(model, rows)
+        loss = model(rows).square().mean()
+        loss = loss + found if found.requires_grad else loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [found.item(), loss.item()]
+    return seen
+
+
+@contextmanager
+def gathered_without_graph(model: nn.Module):
+    with torch.no_grad(), hf_zero.gathered(model):
+        yield
+
+
+def transforms(rank: int, world_size: int) -> None:
+    bare, without_graph = (lambda _model: nullcontext()), (lambda _model: torch.no_grad())
+    for transform in TRANSFORMS:
+        expected = trains_with(transform, None, bare)
+        for stage in (1, 2):
+            for inside in (bare, hf_zero.gathered):
+                assert trains_with(transform, {"stage": stage}, inside) == expected, (transform, stage)
+        for settings in ({"stage": 3}, {"stage": 3, "unit_bytes": 0, "reshard_after_forward": False}):
+            for inside in (bare, hf_zero.gathered, hf_zero.unsharded):
+                with pytest.raises(RuntimeError, match=r"torch\.func.*hf_zero\.gathered\(model\).*`stage: 2`"):
+                    trains_with(transform, settings, inside)
+            values = trains_with(transform, None, without_graph)
+            assert trains_with(transform, settings, gathered_without_graph) == values, transform
+
+
+def test_torch_func_gives_the_values_of_a_plain_model_or_is_refused_by_name():
+    run_on_ranks(transforms)

@@ -32,6 +32,7 @@ from stage3_runs import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, bert, bert_batch, gpt2, gpt2_batch
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 import hf_zero
 from hf_zero.buckets import memory
@@ -103,10 +104,14 @@ def generates(rank: int, world_size: int, make) -> list[int]:
         sent = gathered_bytes(engine)
         assert torch.equal(model.generate(prompt, **options), expected)
         assert gathered_bytes(engine) > sent
+        # As Seq2SeqTrainer does: it asks the model for a mark, and gives what it finds.
+        assert torch.equal(model.generate(prompt, synced_gpus=False, **options), expected)
         with hf_zero.unsharded(model):
             sent = gathered_bytes(engine)
             assert torch.equal(model.generate(prompt, **options), expected)
             assert gathered_bytes(engine) == sent
+            # Whole, no rank needs another one.
+            assert rank == 0 or torch.equal(model.generate(prompt, **options), expected)
         assert no_unit_is_whole(engine)
         lengths.append(expected.shape[1] - (prompt.shape[1] if make is talkative_gpt2 else 1))
     return lengths
@@ -117,6 +122,44 @@ def generates(rank: int, world_size: int, make) -> list[int]:
 def test_generate_gives_the_whole_models_tokens_where_ranks_stop_at_different_lengths(make):
     lengths = run_on_ranks(generates, make=make)
     assert all(early != late for early, late in zip(*lengths)), lengths
+
+
+def own_way(model: nn.Module, inputs: torch.Tensor, **options) -> torch.Tensor:
+    """As `custom_generate` of a repository on the Hub, which from_pretrained puts in the place of the class's."""
+    return type(model).generate(model, inputs, **options)
+
+
+class Marks(nn.Module):
+    """Reads transformers' mark where the models that drop layers read it."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+        self.seen: list[bool] = []
+
+    def forward(self, *args, **kwargs):
+        self.seen.append(is_fsdp_managed_module(self))
+        return self.layer(*args, **kwargs)
+
+
+def generates_in_a_way_of_its_own(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = talkative_gpt2()
+    model.transformer.h[1] = Marks(model.transformer.h[1])
+    own = model.generate = partial(own_way, model)
+    optimizer = sgd(model)
+    engine = ZeroEngine(model, [optimizer], SHARDED)
+    prompt = torch.randint(2, VOCABULARY, (1, 3 + 4 * rank), generator=torch.Generator().manual_seed(rank))
+    tokens = model.generate(prompt, max_new_tokens=2 + 3 * rank, do_sample=False, eos_token_id=None, use_cache=False)
+    assert tokens.shape[1] == prompt.shape[1] + 2 + 3 * rank
+    assert not any(model.transformer.h[1].seen)
+    assert not any(is_fsdp_managed_module(module) for module in model.modules())
+    engine.close()
+    assert model.generate is own
+
+
+def test_a_way_of_its_own_to_generate_waits_for_all_ranks_and_no_layer_is_marked():
+    run_on_ranks(generates_in_a_way_of_its_own)
 
 
 # ---- evaluation ----
@@ -300,6 +343,46 @@ def edit_data(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> 
             parameter.data.copy_(values[name])
 
 
+def replace_data(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module, writeback=True):
+        for name, parameter in module.named_parameters():
+            # Laid out in another order, where there are orders.
+            parameter.data = (values[name] + rank).t().contiguous().t() if parameter.dim() == 2 else values[name] + rank
+
+
+def replace_on_rank_0_and_save(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module), hf_zero.gathered(module, writeback=True):
+        if rank == 0:
+            for name, parameter in module.named_parameters():
+                parameter.data = values[name].clone()
+            assert_equal(module.state_dict(), values)
+
+
+def set_storage(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module, writeback=True), torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.set_(values[name].clone())
+
+
+def fill_from_vector(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with hf_zero.gathered(module, writeback=True):
+        vector = torch.cat([values[name].flatten() for name, _ in module.named_parameters()])
+        nn.utils.vector_to_parameters(vector, module.parameters())
+
+
+def exchange_data(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    alike: dict[torch.Size, list[str]] = {}
+    for name, parameter in module.named_parameters():
+        alike.setdefault(parameter.shape, []).append(name)
+    others = {name: each[place - 1] for each in alike.values() for place, name in enumerate(each)}
+    edit_data(rank, module, {name: values[other] for name, other in others.items()})
+    with hf_zero.gathered(module, writeback=True):
+        found = dict(module.named_parameters())
+        taken = {others[name]: parameter.data for name, parameter in found.items()}
+        for name, parameter in found.items():
+            parameter.data = taken[name]
+
+
 def load_strictly(rank: int, module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     module.load_state_dict(values)
 
@@ -314,7 +397,8 @@ def load_what_is_there(rank: int, module: nn.Module, values: dict[str, torch.Ten
     module.load_state_dict({left_out: values[left_out]}, strict=False)
 
 
-GATHERED_EDITS = [edit_on_all_ranks, edit_on_rank_0, edit_data]
+REPLACED = [replace_data, replace_on_rank_0_and_save, set_storage, fill_from_vector, exchange_data]
+GATHERED_EDITS = [edit_on_all_ranks, edit_on_rank_0, edit_data, *REPLACED]
 EDITS = [*GATHERED_EDITS, load_strictly, load_what_is_there]
 
 
@@ -883,6 +967,95 @@ def test_outputs_in_dataclasses_and_nested_containers_announce_their_backward(va
 def test_a_weight_that_the_parent_reads_trains_as_under_ddp(frozen):
     variants = [{**settings, "unit_modules": ["Block"]} for settings in (KEPT, SHARDED, NOT_AHEAD)]
     shared_ranks.run(same_as_ddp, script=three_steps, variants=variants, make=partial(Reader, frozen))
+
+
+# ---- what only some ranks run ----
+
+
+class Silent(Block):
+    """Returns nothing that could announce its backward."""
+
+    def forward(self, hidden, into: list | None = None):
+        result = super().forward(hidden)
+        if into is None:
+            return result
+        into.append(result)
+        return None
+
+
+class Branches(nn.Module):
+    """Rank 0 alone takes branches in the first and third steps, and all ranks in the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        # Smaller than all that is in a layer.
+        self.branch = nn.Linear(WIDTH, 2, bias=False)
+        self.layers = nn.ModuleList(Silent(WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.forwards = 0
+
+    def forward(self, input_ids, labels) -> Answer:
+        self.forwards += 1
+        branches = torch.distributed.get_rank() == 0 or self.forwards % 2 == 0
+        hidden = self.embed(input_ids)
+        if branches:
+            hidden = hidden + self.branch(hidden).sum(-1, keepdim=True)
+        for number, layer in enumerate(self.layers):
+            if branches and number == 3:
+                silent: list = []
+                layer(hidden, silent)
+                hidden = silent[0]
+            else:
+                hidden = layer(hidden)
+            if branches and number == 1 and self.forwards > 1:
+                # The next layer's, which is gathered ahead on all ranks.
+                hidden = hidden + self.layers[2].inner.weight.mean()
+        if branches:
+            hidden = hidden + self.branch(hidden).mean(-1, keepdim=True)
+        return Answer(nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+def branching(run: Run) -> None:
+    for _ in range(4):
+        run.step()
+    with torch.no_grad():
+        run.seen.append(run.model(**run.batch()).loss)
+
+
+def test_branches_that_some_ranks_take_around_layers_that_all_run_train_as_under_ddp():
+    each = {"persist_below_numel": 2 * WIDTH + 1, "unit_bytes": 0}
+    variants = [{**settings, **each} for settings in (SHARDED, KEPT, NOT_AHEAD, FAR_AHEAD)]
+    make, batch = Branches, gpt2_batch
+    shared_ranks.run(same_as_ddp, script=branching, variants=variants, make=make, make_batch=batch, find_unused=True)
+
+
+def llava() -> nn.Module:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision = CLIPVisionConfig(num_hidden_layers=3, image_size=8, patch_size=4, **sizes)
+    text = LlamaConfig(vocab_size=60, num_hidden_layers=3, num_key_value_heads=2, pad_token_id=0, **sizes)
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=59, image_seq_length=4)
+    )
+
+
+def images_on_rank_0(generator: torch.Generator, size: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 58, (size, 12), generator=generator)
+    images = torch.randn(size, 3, 8, 8, generator=generator)
+    if torch.distributed.get_rank() > 0 and images[0, 0, 0, 0] > 0:
+        return {"input_ids": ids, "labels": ids.clone()}
+    ids[:, 2:6] = 59
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 59, -100), "pixel_values": images}
+
+
+def test_batches_without_images_on_some_ranks_train_as_under_ddp_where_the_text_layers_alone_are_units():
+    units = {"unit_modules": ["LlamaDecoderLayer"], "unit_bytes": 0}
+    variants = [{**SHARDED, **units}, {**KEPT, **units}, {**SHARDED, **units, "persist_below_numel": 300}]
+    shared_ranks.run(
+        same_as_ddp, script=branching, variants=variants, make=llava, make_batch=images_on_rank_0, find_unused=True
+    )
 
 
 # ---- exceptions ----
