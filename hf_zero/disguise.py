@@ -40,6 +40,12 @@ _FUNCTIONS = """
 """
 
 
+_EDITS = """
+    abs_ add_ clamp_ clamp_max_ clamp_min_ clip_ div_ divide_ exp_ fill_ log_ mul_ multiply_ nan_to_num_ neg_ pow_ round_ sign_
+    sqrt_ sub_ subtract_ tanh_ true_divide_ trunc_ zero_ __iadd__ __imul__ __isub__ __itruediv__ __ipow__
+"""
+
+
 def _existing(holder: object, names: str) -> list[Any]:
     return [getattr(holder, name) for name in names.split() if hasattr(holder, name)]
 
@@ -54,6 +60,9 @@ def _looks() -> frozenset[Any]:
 
 LOOKS = _looks()
 """The operations that need no values."""
+
+EDITS = frozenset([*_existing(torch.Tensor, _EDITS), *_existing(torch, _EDITS)])
+"""The operations that edit each element by itself, where what else they take are numbers."""
 
 
 def named_as(mixin: type, kind: type, **members: Any) -> type:

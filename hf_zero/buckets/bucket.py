@@ -399,17 +399,16 @@ class Bucket:
                 slot.parameter.grad = None
 
     def _follow(self, edited: Sequence[Row], values: torch.Tensor) -> None:
-        if self.precision.weights is None:
-            for row in edited:
-                row.of(self.master).copy_(row.of(values))
-            return
-        # What still shows its master through the blocks has not been edited, and keeps the digits that it does not show: a
-        # script that clamps weights at each step would otherwise undo every update smaller than a block's step.
-        shown = self.master.to(values, copy=True)
-        round_to_blocks(shown, shown, self.precision.weights)
+        # What still shows its master rounded has not been edited, and keeps the digits that it does not show: a script that
+        # clamps weights at each step would otherwise undo every update smaller than a step of bfloat16, or of a block.
+        shown = self.master
+        if self.precision.weights is not None:
+            shown = self.master.to(values, copy=True)
+            round_to_blocks(shown, shown, self.precision.weights)
         for row in edited:
             master, own = row.of(self.master), row.of(values)
-            master.copy_(torch.where(own == row.of(shown), master.to(own.device), own.to(master.dtype)))
+            is_as_shown = own == row.of(shown).to(own)
+            master.copy_(torch.where(is_as_shown, master.to(own.device), own.to(master.dtype)))
 
     def follow_values(self) -> None:
         """Like `follow_edits`, by the values: what is not its master rounded has been edited, whoever did it."""

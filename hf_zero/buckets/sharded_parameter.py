@@ -2,7 +2,8 @@
 
 An ordinary parameter would hand out the NaN that stands in for values which are on other ranks. So while a parameter is
 sharded its class is a subclass of its own class, of which torch asks leave for each operation. Looks go through; reads
-gather the parameter inside a forward or backward, where all ranks come by, and raise everywhere else.
+gather the parameter inside a forward or backward, where all ranks come by, and raise everywhere else. An edit of each element
+by itself, such as `clamp_(0, 1)`, needs no other rank's: each edits its shard.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..disguise import LOOKS, Disguise, Disguised, look_only
+from ..disguise import EDITS, LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
 from .nested import leaves
 from .sharded_gradient import unprepared_step
@@ -46,6 +47,11 @@ class ShardedValues(Disguised):
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
         if func in _ALIASING:
             return _alias_of(_parameter_behind(args[0]))
+        if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
+            return args[0]
+        if func == _DATA.__set__ and isinstance(args[1], ShardedAlias) and args[1]._parameter is args[0]:
+            # `p.data *= 2` sets what it has edited.
+            return None
         for tensor in leaves((args, kwargs)):
             if isinstance(tensor, ShardedValues):
                 _bring(_parameter_behind(tensor), func)
@@ -123,6 +129,21 @@ def _bring(parameter: nn.Parameter, func: Callable) -> None:
         return
     if func in _REPLACING or engine is None or not engine.sharded.gather_in_pass(parameter):
         raise unprepared_step(lambda other: other is parameter) or unreadable(_name_of(parameter), _spelling(func))
+
+
+def _edit_own(edited: torch.Tensor, func: Callable, args: tuple, kwargs: dict) -> bool:
+    """Edits this rank's part of a parameter outside of forward and backward; False where more is needed."""
+    parameter = _parameter_behind(edited)
+    engine = engine_attached_to(parameter)
+    operands = [each for each in leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    if any(isinstance(each, ShardedValues) or each.dim() > 0 for each in operands):
+        return False
+    if engine is None or not are_hidden(parameter):
+        return False
+    if edited is parameter and parameter.requires_grad and torch.is_grad_enabled():
+        # torch's own refusal.
+        func(torch.empty(0, requires_grad=True), *args, **kwargs)
+    return engine.sharded.edit_own(parameter, lambda own: func(own, *args, **kwargs))
 
 
 def _whole(values: Any) -> Any:

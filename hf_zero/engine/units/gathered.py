@@ -158,8 +158,29 @@ class GatheredParameters:
 
     def forwards_are_collective(self, module: nn.Module) -> bool:
         """Whether a forward of the module gathers from other ranks."""
-        is_held = all(unit.holds for unit in self.units_of(module.parameters()))
+        is_held = self.are_held(module.parameters())
         return not (isinstance(self._transport, LocalTransport) or self.is_lent or is_held)
+
+    def are_held(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether `gathered` has these parameters whole already."""
+        return all(unit.holds for unit in self.units_of(parameters))
+
+    def copies(self, parameters: Iterable[nn.Parameter], purpose: str) -> Iterator[torch.Tensor]:
+        """A whole, exact copy of each parameter, a unit gathered at a time; those that are whole anyway as they are."""
+        parameters = list(parameters)
+        if not self.are_held(parameters):
+            self._transport.meet(purpose, self._timeout_s, IN_GATHERED)
+        copied: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in parameters:
+            unit = self._unit_of[parameter][0] if parameter in self._unit_of else None
+            if unit is None or unit.holds:
+                yield parameter
+                continue
+            if parameter not in copied:
+                self._schedule.unshard([unit])
+                copied.update((slot.parameter, slot.parameter.detach().clone()) for slot in unit.slots)
+                self._schedule.release([unit])
+            yield copied.pop(parameter)
 
     def slots_with(self, parameters: Iterable[nn.Parameter]) -> list[ParameterSlot]:
         """All slots of the units of these parameters."""

@@ -1,16 +1,21 @@
 """`state_dict()`, `load_state_dict()`, `.to()` and the like of modules whose parameters are sharded."""
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from ...buckets.bucket import ParameterSlot
 from ...buckets.sharded_parameter import ShardedParametersError, are_hidden, show_values
 from ...disguise import look_only
+from ...engine_reference import engine_attached_to
 from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import GatheredParameters
 from .schedule import Unsharding
@@ -111,7 +116,13 @@ class ModuleMethods:
     `.half()` and the like raise unless they change nothing. `generate` goes on until all ranks have come to their last token.
     """
 
+    _MERGING = ("merge_and_unload", "merge_adapter", "unmerge_adapter")
+    """peft's, which edit the base's weights."""
+
     _REPLACED = (
+        *_MERGING,
+        "__deepcopy__",
+        "parameters",
         "state_dict",
         "save_pretrained",
         "adapter_state_dict",
@@ -138,6 +149,11 @@ class ModuleMethods:
                 changed.save_pretrained = ReplacedMethod(self._save_pretrained, module)
             if hasattr(type(module), "adapter_state_dict"):
                 changed.adapter_state_dict = ReplacedMethod(self._adapter_state_dict, module)
+            for name in self._MERGING:
+                if hasattr(type(module), name):
+                    setattr(changed, name, ReplacedMethod(partial(self._merge, name), module))
+            changed.__deepcopy__ = ReplacedMethod(self._deepcopy, module)
+            changed.parameters = ReplacedMethod(self._parameters_of, module)
             changed._apply = ReplacedMethod(self._apply, module)
             changed.zero_grad = ReplacedMethod(self._zero_grad, module)
             if module in guards:
@@ -166,6 +182,37 @@ class ModuleMethods:
             return stock(*args, **kwargs)
         finally:
             module.__dict__.pop(_SYNCED, None)
+
+    def _merge(self, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        stock = partial(getattr(type(module), name), module, *args, **kwargs)
+        parameters = list(module.parameters())
+        engine = next(filter(None, map(engine_attached_to, parameters)), None)
+        if engine is None or self._gathered.are_held(parameters):
+            return stock()
+        with engine.gathered(parameters, writeback=True):
+            return stock()
+
+    def _deepcopy(self, module: nn.Module, memo: dict) -> nn.Module:
+        """An ordinary module with whole parameters, which no engine has. Collective, unless they are gathered already."""
+        parameters = list(module.parameters())
+        with (
+            nullcontext()
+            if self._gathered.are_held(parameters)
+            else self._gathered.gathered(parameters, writeback=False)
+        ):
+            held = {name: each for name, each in module.__dict__.items() if not isinstance(each, ReplacedMethod)}
+            if module in self._own_generate:
+                held["generate"] = self._own_generate[module]
+            copied = memo[id(module)] = type(module).__new__(type(module))
+            copied.__dict__.update(copy.deepcopy(held, memo))
+        return copied
+
+    def _parameters_of(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+        stock = type(module).parameters(module, *args, **kwargs)
+        # `ReplacedMethod.__call__` lies between.
+        if sys._getframe(2).f_code is not AveragedModel.update_parameters.__code__:
+            return stock
+        return self._gathered.copies(stock, "update_parameters() of an AveragedModel")
 
     def _zero_grad(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Training loops call it at each step.

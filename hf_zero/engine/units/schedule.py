@@ -278,6 +278,11 @@ class Unsharding:
             unit.forget_fetch()
         self._refuse_unseen_edits()
 
+    def forget_copies(self, unit: Unit) -> None:
+        """Drops what other places than the shard of a sharded unit have of its parameters: they are about to change."""
+        self._wire.forward.forget()
+        unit.forget_fetch()
+
     def release(self, units: Iterable[Unit]) -> None:
         """Drops units that were made whole for a look; those whose forward is running become what they were in it."""
         units = list(units)

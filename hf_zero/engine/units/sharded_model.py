@@ -134,6 +134,23 @@ class ShardedModel:
         self.schedule.before_read(self.unit_of[parameter][0])
         return True
 
+    def edit_own(self, parameter: nn.Parameter, edit: Callable[[torch.Tensor], object]) -> bool:
+        """Edits this rank's elements of a sharded parameter, a flat copy of which `edit` is given; False inside a pass."""
+        unit, slot = self.unit_of[parameter]
+        if self.schedule.in_pass or not unit.is_sharded:
+            return False
+        self.schedule.forget_copies(unit)
+        bucket = slot.bucket
+        common = slot.interval.intersect(bucket.own_interval)
+        if common is not None:
+            part = common.shift(-bucket.own_interval.start)
+            with torch.no_grad():
+                own = bucket.memory.own_part(part).clone()
+                edit(own)
+                bucket.memory.write_own_part(part, own)
+        unit.count_edit(slot)
+        return True
+
     def _move_to_meta(self) -> None:
         on_meta = {p: nn.Parameter(p.to("meta"), requires_grad=p.requires_grad) for p in self.unit_of}
         for module in self._model.modules():

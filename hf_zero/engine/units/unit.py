@@ -163,6 +163,12 @@ class Unit:
         with look_only():
             self._versions = list(map(_VERSION, self._parameters))
 
+    def count_edit(self, slot: ParameterSlot) -> None:
+        """Has autograd and the master know that the shard's part of a parameter was edited."""
+        with look_only():
+            torch.autograd.graph.increment_version(slot.parameter)
+        self.forget_edits()
+
     def take_in(self, slot: ParameterSlot, *, written: bool) -> None:
         """Takes this rank's part of a whole value that was put in the parameter of a sharded unit, if it was `written`."""
         bucket = slot.bucket

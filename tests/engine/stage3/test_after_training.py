@@ -1,20 +1,24 @@
 """Stages 1 to 3: what scripts do with a prepared model besides training it works, or is one paragraph that names the way out."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from stage3_runs import SHARDED, Run, assert_equal, run_on_ranks
+from safetensors.torch import load_file
+from shared_ranks import shared_ranks
+from stage3_runs import KEPT, SHARDED, Run, assert_equal, assert_same, run_on_ranks, same_as_ddp
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from trainer_job import as_launched, make_trainer
 from training import VOCABULARY, bert, gpt2, gpt2_batch
 from transformers import TrainerCallback
 
 import hf_zero
-from hf_zero.buckets.sharded_parameter import ShardedParametersError
 from hf_zero.engine.engine import ZeroEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -92,28 +96,129 @@ def adapted(make: Callable[[], nn.Module] = gpt2) -> nn.Module:
     )
 
 
-def merges(rank: int, world_size: int) -> None:
-    ddp = Run(rank, adapted, None)
+def adapted_with_magnitudes() -> nn.Module:
+    settings = {"r": 4, "target_modules": ["c_proj"], "fan_in_fan_out": True, "use_dora": True}
+    return get_peft_model(gpt2(), LoraConfig(**settings, init_lora_weights=False))
+
+
+def merges(rank: int, world_size: int, make: Callable[[], nn.Module], folder: str) -> None:
+    ddp = Run(rank, make, None)
     ddp.step()
     expected = ddp.model.merge_and_unload().state_dict()
-    for way in ("close", "gathered"):
-        run = Run(rank, adapted, SHARDED)
+    for way in ("close", "gathered", "as it is"):
+        run = Run(rank, make, {**SHARDED, "persist_below_numel": 300})
         run.step()
-        with pytest.raises(
-            ShardedParametersError, match=r"needs the values of '.*c_attn.*hf_zero\.engine_of\(model\)\.close\(\)"
-        ):
-            run.model.merge_and_unload()
         if way == "close":
             hf_zero.engine_of(run.model).close()
+        with hf_zero.gathered(run.model, writeback=True) if way == "gathered" else nullcontext():
             merged = run.model.merge_and_unload()
-        else:
-            with hf_zero.gathered(run.model, writeback=True):
-                merged = run.model.merge_and_unload()
         assert_equal(merged.state_dict(), expected)
+        with torch.no_grad():
+            assert merged(**run.batch()).loss.isfinite()
+        merged.save_pretrained(f"{folder}/{way}", is_main_process=rank == 0)
+    # Merged for an evaluation, and taken apart again.
+    ddp, run = Run(rank, make, None), Run(rank, make, SHARDED)
+    for each in (ddp, run):
+        each.step()
+        each.model.merge_adapter()
+        each.seen.append(each.evaluate())
+        each.model.unmerge_adapter()
+        each.step()
+    assert_same(run, ddp)
 
 
-def test_merging_an_adapter_at_stage_3_names_the_ways_that_then_give_ddps_model():
-    run_on_ranks(merges)
+@pytest.mark.parametrize("make", [adapted, adapted_with_magnitudes])
+def test_merging_an_adapter_at_stage_3_gives_ddps_model(make, tmp_path):
+    run_on_ranks(merges, make=make, folder=str(tmp_path))
+    saved = [load_file(tmp_path / way / "model.safetensors") for way in ("close", "gathered", "as it is")]
+    assert_equal(saved[2], saved[0])
+    assert_equal(saved[1], saved[0])
+
+
+# ---- edits and averages behind each step ----
+
+
+def editing_each_step(run: Run) -> None:
+    transformer = run.model.transformer
+    for _ in range(3):
+        run.step()
+        with torch.no_grad():
+            transformer.ln_f.weight.clamp_(0.9, torch.tensor(0.999))
+            torch.clamp_(transformer.wpe.weight, max=0.01)
+            transformer.h[1].ln_1.bias += 0.01
+        transformer.h[2].mlp.c_fc.weight.data *= 0.9
+        transformer.h[0].ln_1.weight.data.mul_(0.5).add_(0.4)
+        run.seen.append(run.evaluate())
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        transformer.ln_f.weight.clamp_(0, 1)
+
+
+def test_edits_of_each_element_behind_a_step_are_ddps():
+    persisting = {**KEPT, "persist_below_numel": 40}
+    offloaded = {**SHARDED, "offload": {"params": "cpu", "optimizer": "cpu"}}
+    shared_ranks.run(same_as_ddp, script=editing_each_step, variants=[SHARDED, persisting, offloaded], make=gpt2)
+
+
+def clamps_beside_a_master(rank: int, world_size: int) -> None:
+    plain = [1.0 - 0.001 * step for step in range(1, 6)]
+    for stage in (2, 3):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        engine = ZeroEngine(model, [optimizer], {"stage": stage, "param_dtype": "bfloat16"})
+        for expected in plain:
+            model(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.weight.clamp_(0, 2)
+            masters = [bucket.master.max().item() for bucket in engine.buckets if bucket.rows]
+            assert max(masters, default=expected) == pytest.approx(expected, abs=1e-6), stage
+
+
+def test_a_clamp_that_changes_nothing_leaves_the_master_its_digits():
+    run_on_ranks(clamps_beside_a_master)
+
+
+def averaging(run: Run) -> None:
+    average = partial(AveragedModel, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    averaged = None
+    for _ in range(4):
+        averaged = averaged or average(run.model)
+        run.step()
+        averaged.update_parameters(run.model)
+        with torch.no_grad():
+            run.seen.append(averaged(**run.batch()).loss)
+    run.seen += averaged.state_dict().values()
+    if run.engine is not None:
+        with hf_zero.unsharded(run.model):
+            averaged.update_parameters(run.model)
+    else:
+        averaged.update_parameters(run.model)
+    run.seen += averaged.state_dict().values()
+
+
+def test_an_averaged_model_of_a_sharded_one_is_ddps():
+    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}]
+    shared_ranks.run(same_as_ddp, script=averaging, variants=variants, make=gpt2)
+
+
+def averages_what_it_copied_before(rank: int, world_size: int) -> None:
+    found = []
+    for settings in (None, SHARDED):
+        torch.manual_seed(0)
+        model = gpt2()
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        run = Run(rank, lambda model=model: model, settings)
+        for _ in range(2):
+            run.step()
+            averaged.update_parameters(run.model)
+        found.append(averaged.state_dict())
+    assert_equal(*found)
+
+
+def test_an_average_begun_before_the_model_was_sharded_is_ddps():
+    run_on_ranks(averages_what_it_copied_before)
 
 
 # ---- stages 1 and 2: a model that is changed after prepare ----

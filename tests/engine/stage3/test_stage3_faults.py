@@ -31,6 +31,7 @@ from torch import nn
 from training import VOCABULARY, Answer, gpt2
 
 import hf_zero
+from hf_zero.buckets.sharded_parameter import are_hidden
 from hf_zero.comm.transport import CommunicationError
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.units.module_guards import ShardedParametersError
@@ -87,14 +88,35 @@ def copying(run: Run) -> None:
     run.step()
     if run.engine is not None:
         for module in (run.model, run.model.transformer.h[1]):
-            for take in (copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            for take in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
                 with pytest.raises(ShardedParametersError, match=r"save_pretrained.*state_dict.*engine\.close\(\)"):
                     take(module)
     run.step()
 
 
-def test_copying_and_pickling_a_sharded_model_is_refused_with_the_way_out():
+def test_pickling_a_sharded_model_is_refused_with_the_way_out():
     shared_ranks.run(same_as_ddp, script=copying, variants=[SHARDED], make=gpt2)
+
+
+def copying_deeply(run: Run) -> None:
+    run.step()
+    for part in (run.model, run.model.transformer.h[1]):
+        expected = {name: value.clone() for name, value in part.state_dict().items()}
+        copied = copy.deepcopy(part)
+        run.step()
+        assert_equal(copied.state_dict(), expected)
+        assert not any(are_hidden(parameter) for parameter in copied.parameters())
+        assert all(parameter.numel() == 0 or parameter.is_leaf for parameter in copied.parameters())
+        run.seen += [value.clone() for value in copied.half().state_dict().values()]
+    copied = copy.deepcopy(run.model)
+    run.seen.append(copied(**run.batch()).loss.detach())
+    copied(**run.batch()).loss.backward()
+    run.seen += [parameter.grad for parameter in copied.parameters()]
+
+
+def test_a_copy_of_a_sharded_model_is_an_ordinary_whole_one():
+    variants = [SHARDED, {**KEPT, "persist_below_numel": 200}]
+    shared_ranks.run(same_as_ddp, script=copying_deeply, variants=variants, make=gpt2)
 
 
 def copies_while_whole(rank: int, world_size: int) -> None:
@@ -143,6 +165,7 @@ EDITS = {
 }
 
 
+OF_EACH_ELEMENT = ("add_", "mul_", "zero_", "fill_", "data.add_", "data.zero_")
 EDITED = ("transformer.wpe.weight", "transformer.h.1.attn.c_attn.weight")
 
 
@@ -153,10 +176,17 @@ def edits_while_sharded(rank: int, world_size: int, in_turn: bool) -> list[str]:
         for name in EDITED[number % 2 :][:1] if in_turn else EDITED:
             run = Run(rank, gpt2, SHARDED)
             run.step()
+            expected = run.state()[name]
             try:
                 with torch.no_grad():
                     edit(run.model.get_parameter(name))
+                    edit(expected)
+                if kind in OF_EACH_ELEMENT:
+                    assert torch.equal(run.state()[name], expected), kind
+                    run.step()
+                    continue
             except RuntimeError:
+                assert kind not in OF_EACH_ELEMENT
                 # Refused: the values are the old ones, and training goes on.
                 run.step()
                 continue
