@@ -207,7 +207,7 @@ class ModuleMethods:
             copied.__dict__.update(copy.deepcopy(held, memo))
         return copied
 
-    def _parameters_of(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[nn.Parameter]:
+    def _parameters_of(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[torch.Tensor]:
         stock = type(module).parameters(module, *args, **kwargs)
         # `ReplacedMethod.__call__` lies between.
         if sys._getframe(2).f_code is not AveragedModel.update_parameters.__code__:

@@ -40,7 +40,7 @@ class UnseenEdits:
             bucket for bucket in buckets if not (cast(GatheredMemory, bucket.memory).edits_last or bucket.flat.is_meta)
         ]
         self._slots = [slot for bucket in passing for slot in bucket.slots]
-        self._gathered = _checksums(self._slots)
+        self._gathered = _checksums(self._slots) if self._slots else None
 
     def leave_to_script(self) -> None:
         """Called when a script is given the whole parameters outside of a pass, which has rules of its own."""
@@ -60,7 +60,7 @@ class UnseenEdits:
                 f"sharded again. Write into the parameter under `torch.no_grad()` (`p.copy_(...)`), {_OTHERWISE}"
             )
         if self._gathered is not None:
-            self.compared.append((self._slots, _checksums(self._slots) != self._gathered))
+            self.compared.append((self._slots, _checksums(self._slots).ne(self._gathered)))
             if self._gathered.device.type == "cpu":
                 refuse_unseen_edits([self])
 
@@ -88,6 +88,6 @@ def rounded_edit(name: str) -> RuntimeError:
     )
 
 
-def _checksums(slots: Sequence[ParameterSlot]) -> torch.Tensor | None:
-    """Of each parameter, (n,) int64; None where there are none."""
-    return torch.stack([checksum(slot.parameter) for slot in slots]) if slots else None
+def _checksums(slots: Sequence[ParameterSlot]) -> torch.Tensor:
+    """Of each parameter, (n,) int64, n > 0."""
+    return torch.stack([checksum(slot.parameter) for slot in slots])
