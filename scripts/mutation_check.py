@@ -610,7 +610,7 @@ BREAKS = (
     Break(
         name="late-rank-waited-for-in-a-save",
         place="LateWatch._look",
-        old="is_to_end(verdict) or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))",
+        old="is_over or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))",
         new="is_to_end(verdict)",
         tests=("test_late_ranks.py",),
         only="in_a_save_a_rank_is_late",

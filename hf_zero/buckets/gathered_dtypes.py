@@ -11,11 +11,7 @@ from ..config import AUTO, ZeroConfig
 from .mapped_parameters import wanted_dtype
 from .precision import kept_dtype
 
-_LISTS = {
-    torch.bfloat16: ("_keep_in_fp32_modules_strict",),
-    torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-}
-"""Where transformers' models name what `from_pretrained` loads in float32 when it is asked for another dtype."""
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 def float32_names(models: Iterable[object], dtype: torch.dtype) -> re.Pattern[str] | None:
@@ -27,7 +23,12 @@ def float32_names(models: Iterable[object], dtype: torch.dtype) -> re.Pattern[st
     Returns:
         None where all parameters are cast.
     """
-    names = {name for model in models for each in _LISTS.get(dtype, ()) for name in getattr(model, each, None) or ()}
+    names: set[str] = set()
+    # What `from_pretrained` loads in float32 when it is asked for another dtype.
+    for model in models if dtype in _SIXTEEN_BITS else ():
+        names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+        if dtype == torch.float16:
+            names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
     # Regular expressions, in which a star stands for any characters: so transformers reads them.
     return re.compile("|".join(sorted(names)).replace("*", ".*")) if names else None
 
@@ -37,7 +38,7 @@ def uncast_parameters(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Para
 
     A batch norm's statistics are float32 buffers, beside which torch refuses 16-bit weights.
     """
-    if dtype not in _LISTS:
+    if dtype not in _SIXTEEN_BITS:
         return frozenset()
     # Wrappers such as PEFT's do not repeat what the model inside them says.
     pattern = float32_names(model.modules(), dtype)

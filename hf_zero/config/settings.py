@@ -37,7 +37,6 @@ class CommSettings(TypedDict, total=False):
     shard_group_size: int | Literal["auto"]
     node_size: int | Literal["auto"]
     secondary_shard: str
-    peer_memory: str
     weights: str
     gradients: str
     communicators: int
@@ -45,7 +44,7 @@ class CommSettings(TypedDict, total=False):
     error_feedback: bool
     sync_every: int
     outer: OuterSettings | OuterConfig
-    timeout_s: float
+    timeout_s: float | Literal["auto"]
     late_s: float
     gather_timeout_s: float
 
@@ -59,8 +58,6 @@ class CheckpointSettings(TypedDict, total=False):
     async_save: bool
     snapshot_bytes: int | str
     resume: str
-    replicate: str
-    replicate_every: int
 
 
 class ZeroSettings(TypedDict, total=False):

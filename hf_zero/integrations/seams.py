@@ -204,8 +204,8 @@ SEAMS = (
     Seam(
         owner="torch.nn:Module",
         names=("_save_to_state_dict", "_state_dict_hooks", "_state_dict_pre_hooks", "_non_persistent_buffers_set"),
-        where=("integrations/checkpoints/placed_weights",),
-        why="Whether a module saves its parameters as they are, or computes what it saves.",
+        where=("integrations/checkpoints/placed_weights", "engine/travel/buffers"),
+        why="Whether a module saves its parameters as they are, or computes what it saves; and whether buffers are saved.",
         test="test_sharded_checkpoints.py::test_every_so_many_steps_a_whole_checkpoint_is_written_and_kept",
     ),
     Seam(
@@ -319,6 +319,13 @@ SEAMS = (
         where=("optimizer/kernel_steps",),
         why="What decoupled weight decay is measured by.",
         test="test_kernel_steps.py",
+    ),
+    Seam(
+        owner="torch.nn.parallel:DistributedDataParallel",
+        names=("_ddp_params_and_buffers_to_ignore",),
+        where=("engine/travel/buffers",),
+        why="Parameters and buffers that a script has told DDP to leave to each rank.",
+        test="test_uncommon_loops.py::test_what_ddp_is_told_to_ignore_stays_each_ranks_own",
     ),
     Seam(
         owner="transformers:PreTrainedModel",

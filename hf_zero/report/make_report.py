@@ -52,7 +52,7 @@ def make_report(folder: Path) -> Report:
         answers=_answers(run, ranks),
         found=findings(run),
         sections=there,
-        facts=(("folder", folder.resolve().name), *_facts(run)),
+        facts=(("folder", text.shown(folder.resolve().name)), *_facts(run)),
         missing=_missing(run, there),
     )
 

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import save_file
 from split_runs import KINDS, SplitJob, load, save_models, whole_of
-from transformers import MixtralForCausalLM
+from transformers import MixtralForCausalLM, core_model_loading
 
 from hf_zero.checkpoint.format.manifest import CheckpointError
 from hf_zero.checkpoint.format.mapped import mapped_tensors
@@ -57,13 +57,17 @@ def test_tensors_that_are_computed_and_not_cut_are_refused_by_name(folder, monke
     blocks = file_blocks.blocks_in_files(model, shapes, then="")
     w3 = blocks["model.layers.0.block_sparse_moe.experts.2.w3.weight"]
     assert (w3.name, w3.offsets, w3.sizes) == ("model.layers.0.mlp.experts.gate_up_proj", (2, 48, 0), (1, 48, 32))
-    monkeypatch.setattr(file_blocks, "revert_weight_conversion", lambda _, state: {"sum": state["lm_head.weight"] + 1})
+    monkeypatch.setattr(
+        core_model_loading, "revert_weight_conversion", lambda _, state: {"sum": state["lm_head.weight"] + 1}
+    )
     with pytest.raises(CheckpointError, match="'sum' of a weights file is no block of one of the model's tensors"):
         file_blocks.blocks_in_files(model, shapes, then="")
     # Every second row, and a transposed matrix.
     for view in (lambda value: value[::2], lambda value: value.t()):
         monkeypatch.setattr(
-            file_blocks, "revert_weight_conversion", lambda _, state, view=view: {"view": view(state["lm_head.weight"])}
+            core_model_loading,
+            "revert_weight_conversion",
+            lambda _, state, view=view: {"view": view(state["lm_head.weight"])},
         )
         with pytest.raises(CheckpointError, match="'view' of a weights file"):
             file_blocks.blocks_in_files(model, shapes, then="")

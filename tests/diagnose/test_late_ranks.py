@@ -108,7 +108,8 @@ def test_a_save_that_one_rank_makes_alone_is_told_with_where_the_other_rank_wait
     told = "".join(outcome["said"] for outcome in runs["lone JIT save"])
     assert "is in no collective" not in told
     assert "rank 1 waits in first save of a Trainer (save, step 3)" in told
-    assert "waits in torch.distributed.all_gather (" in told
+    # Either rank may be the one that tells.
+    assert "in torch.distributed.all_gather" in told
 
 
 def test_saves_of_two_steps_are_refused_with_both_steps(runs):
@@ -124,8 +125,7 @@ def test_saves_that_are_not_all_ranks_leave_nothing_under_a_checkpoints_name(run
 def test_the_launcher_is_told_by_the_late_rank_too(runs):
     waiting, late = (outcome["told"] for outcome in runs["hang in evaluate"])
     assert late.startswith("hf_zero: rank 1 was late")
-    # The engine alone leaves the launcher's file to torch.
-    assert waiting == ""
+    assert waiting.startswith("hf_zero: the all-gather parameters") and "failed for want of rank 1" in waiting
 
 
 # ---- what a wait may be ended for ----

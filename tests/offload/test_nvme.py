@@ -331,7 +331,7 @@ def test_a_disk_that_is_full_when_files_are_made_is_an_error_with_path_and_short
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match=rf"{tmp_path}.*bucket-0.state needs \d+ bytes, .* free \(No space left"):
+    with pytest.raises(OffloadError, match=rf"{tmp_path}.*bucket-0.state needs [\d.]+ \w+, .* free \(No space left"):
         built(nvme(tmp_path))
 
 

@@ -45,9 +45,9 @@ def with_time_limits(comm: CommConfig, device_type: str) -> CommConfig:
 def _own_limit_s(device_type: str) -> float:
     if not (dist.is_available() and dist.is_initialized()):
         return _USUAL_LIMIT_S
-    group = cast(dist.ProcessGroup, dist.group.WORLD)
-    # Backends that are not torch's own need not have options.
-    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    group, device = cast(dist.ProcessGroup, dist.group.WORLD), torch.device(device_type)
+    # A plan is of models on the meta device, and backends that are not torch's own need not have options.
+    options = getattr(group._get_backend(device), "options", None) if device in group._device_types else None
     return _USUAL_LIMIT_S if options is None else options._timeout.total_seconds()
 
 

@@ -50,10 +50,13 @@ class SharersOfKinds:
         """Of one parameter of the model."""
         return self.experts if parameter in self.split.experts else self.usual
 
-    def place_of(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """The first rank with the same part of a parameter, and this rank's shard: where both are the same, there are copies."""
+    def place_of(self, parameter: nn.Parameter) -> tuple[tuple[int, ...], int]:
+        """The ranks with the same part of a parameter, and this rank's shard: where both are the same, there are copies.
+
+        All of the ranks: those that share experts may begin with the same rank as those that share the rest.
+        """
         sharers = self.of_parameter(parameter)
-        return sharers.groups.world.ranks[0], sharers.groups.shard_rank
+        return sharers.groups.world.ranks, sharers.groups.shard_rank
 
     def transport_of(self, bucket: Bucket) -> Transport:
         """Between the ranks that share what is in a bucket."""

@@ -39,12 +39,12 @@ class _Copy(NamedTuple):
     """What ranks hold copies of.
 
     Attributes:
-        part: the first rank that has the same part of the model.
+        part: the ranks that have the same part of the model.
         shard: number of the shard that it is of; -1 of a whole parameter.
         kind: the optimizer's name for its state; "" for the parameter itself.
     """
 
-    part: int
+    part: tuple[int, ...]
     shard: int
     name: str
     kind: str
@@ -105,7 +105,7 @@ class ReplicaCheck:
         has_copies: other ranks hold this rank's shards and optimizer state, too.
         transport: of the ranks that step together.
         rank: this one.
-        place_of: two numbers for a parameter: which part of it this rank's model has, and which shard of that this rank has.
+        place_of: for a parameter: the ranks that have the same part of the parameter, and which shard of that this rank has.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ReplicaCheck:
         holder: StateHolder,
         transport: Transport,
         rank: int,
-        place_of: Callable[[nn.Parameter], tuple[int, int]],
+        place_of: Callable[[nn.Parameter], tuple[tuple[int, ...], int]],
         *,
         has_copies: bool,
     ):
@@ -276,9 +276,9 @@ def _read(sums: _Sums) -> dict[_Copy, int]:
     return found
 
 
-def _digests(notes: Sequence[_Note]) -> dict[tuple[int, int], str]:
+def _digests(notes: Sequence[_Note]) -> dict[tuple[tuple[int, ...], int], str]:
     """Of all that was held: each part and shard of the model → what ranks that have it have alike."""
-    held: dict[tuple[int, int], list] = {}
+    held: dict[tuple[tuple[int, ...], int], list] = {}
     for number, note in enumerate(notes):
         for copy, value in sorted(note.held.items()):
             held.setdefault(copy[:2], []).append((number, copy, value))

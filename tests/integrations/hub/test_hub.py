@@ -349,9 +349,11 @@ def test_what_is_no_good_model_is_refused_before_anything_is_sent(trained, plain
     tensors.popitem()
     save_file(tensors, short / name, metadata={"format": "pt"})
     (tmp_path / "empty").mkdir()
+    [line] = refusals("push", tmp_path / "nowhere", REPO)
+    assert line == f"hf_zero: there is no folder {tmp_path / 'nowhere'}."
+    [line] = refusals("push", plain / "config.json", REPO)
+    assert "config.json" in line and "a file" in line
     for folder, said in (
-        (tmp_path / "nowhere", "there is no folder"),
-        (plain / "config.json", "there is no folder"),
         (tmp_path / "empty", "holds no model.safetensors"),
         (damaged, "rank-00001-of-00002.safetensors has other contents"),
         (short, "is missing"),
