@@ -76,7 +76,7 @@ def sum_of_bytes(
     out,
     numel,
     blocks,
-    RANKS: tl.constexpr,
+    ranks,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -86,7 +86,7 @@ def sum_of_bytes(
     column = tl.arange(0, SIZE)[None, :]
     known = row < blocks
     total = tl.zeros((ROWS, SIZE), dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
+    for rank in tl.range(0, ranks, loop_unroll_factor=4):
         ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
         scale = tl.load(scales + ranked, mask=known)
         code = tl.load(codes + ranked[:, None] * SIZE + column, mask=known[:, None])

@@ -60,7 +60,7 @@ def _sum(
     out,
     numel,
     blocks,
-    RANKS: tl.constexpr,
+    ranks,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -71,7 +71,7 @@ def _sum(
     known = row < blocks
     low = tl.zeros((ROWS, HALF), dtype=tl.float32)
     high = tl.zeros((ROWS, HALF), dtype=tl.float32)
-    for rank in tl.static_range(RANKS):
+    for rank in tl.range(0, ranks, loop_unroll_factor=4):
         ranked = tl.full((ROWS,), rank, tl.int64) * blocks + row
         scale = tl.load(scales + ranked, mask=known)[:, None]
         packed = tl.load(codes + ranked[:, None] * HALF + column, mask=known[:, None], other=0).to(tl.int32)

@@ -44,13 +44,13 @@ def _sum(
     out,
     numel,
     blocks,
-    RANKS: tl.constexpr,
+    ranks,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     codes = codes.to(tl.pointer_type(tl.int8))
-    sum_of_bytes(codes, scales, out, numel, blocks, RANKS, ROWS, SIZE, INTERPRETED)
+    sum_of_bytes(codes, scales, out, numel, blocks, ranks, ROWS, SIZE, INTERPRETED)
 
 
 class Int8(Code):

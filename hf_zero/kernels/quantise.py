@@ -207,7 +207,7 @@ def dequantise_sum_triton(codes: torch.Tensor, scales: torch.Tensor, out: torch.
             out,
             out.numel(),
             blocks,
-            RANKS=len(codes),
+            len(codes),
             ROWS=rows,
             SIZE=format.block_numel,
             INTERPRETED=is_interpreted(),

@@ -14,12 +14,15 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from hf_zero.kernels import adamw, adamw_in_blocks, fill, lion, quantise, sgd, statistics, stepping, stochastic
 from hf_zero.kernels.block_format import BlockFormat, Code
@@ -29,6 +32,7 @@ from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lazy import Kernel
 
 ARCHITECTURES = (80, 90)
+RANKS = (8, 128, 256)
 OPTIONAL = ("multiplier", "found_inf", "residual", "inverse_scale", "momentum_buffer")
 
 
@@ -192,7 +196,8 @@ def block_case(
 
 QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
-SUM_CONSTANTS = {"RANKS": 2, "INTERPRETED": False}
+SUM_TYPES = {"ranks": "i32"}
+SUM_CONSTANTS = {"INTERPRETED": False}
 for code in (INT8, FP8):
     CASES[f"quantise {code}"] = block_case(
         code.quantise_kernel,
@@ -204,9 +209,10 @@ for code in (INT8, FP8):
     CASES[f"sum of {code}"] = block_case(
         code.sum_kernel,
         code,
-        {"out": "*fp32"},
+        {"out": "*fp32", **SUM_TYPES},
         SUM_CONSTANTS,
-        Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
+        # Of four ranks at a time, and of the ranks that are left over.
+        Promise(registers=40, loads={"32": 24}, stores={"128": 1}),
     )
 CASES |= {
     "quantise int4": block_case(
@@ -219,9 +225,9 @@ CASES |= {
     "sum of int4": block_case(
         INT4.sum_kernel,
         INT4,
-        {"out": "*bf16"},
+        {"out": "*bf16", **SUM_TYPES},
         SUM_CONSTANTS,
-        Promise(registers=48, loads={"32": 4}, stores={"64": 2}),
+        Promise(registers=48, loads={"32": 10}, stores={"64": 2}),
     ),
 }
 
@@ -291,6 +297,41 @@ def without_options(case: Case) -> Case:
     left_out = [name for name in case.types if name in OPTIONAL]
     types = {name: kind for name, kind in case.types.items() if name not in left_out}
     return replace(case, types=types, constants={**case.constants, **dict.fromkeys(left_out)})
+
+
+def as_launched(code: Code, ranks: int) -> Case:
+    """The sum over so many ranks, with the numbers that its launch gives as constants."""
+    usual, format, numel = CASES[f"sum of {code}"], BlockFormat(code=code), 4096
+    launched: dict[str, Any] = {}
+
+    class Launch:
+        def __getitem__(self, _grid: tuple[int, ...]) -> Any:
+            return lambda *_arguments, **constants: launched.update(constants)
+
+    code.sum_kernel.__dict__["jit"] = Launch()
+    try:
+        codes = torch.zeros(ranks, format.code_bytes(numel), dtype=torch.uint8)
+        scales = torch.zeros(ranks, format.blocks(numel))
+        quantise.dequantise_sum_triton(codes, scales, torch.zeros(numel), format)
+    finally:
+        del code.sum_kernel.__dict__["jit"]
+    names = code.sum_kernel.jit.arg_names
+    constants = {name: value for name, value in launched.items() if name in names}
+    return replace(usual, constants=constants, num_warps=launched["num_warps"])
+
+
+def sums_by_ranks(code: Code, architecture: int) -> dict[str, dict[str, float]]:
+    """By number of ranks: what the assembler says, and the CPU seconds of compiling."""
+    import triton
+
+    found = {}
+    for ranks in RANKS:
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            began_s = time.process_time()
+            compiled = compile_case(as_launched(code, ranks), architecture)
+        found[str(ranks)] = {"seconds": round(time.process_time() - began_s, 3), **resources(compiled.cubin)}
+    return found
 
 
 def tool(name: str) -> Path:
@@ -374,6 +415,8 @@ def main() -> None:
             other = variant(case)
             kernel = compiled[name] if other == case else compile_case(other, architecture)
             found[name][variant.__name__] = resources(kernel.cubin)
+    for code in (INT8, INT4) if architecture == ARCHITECTURES[-1] else ():
+        found[f"sum of {code}"]["by ranks"] = sums_by_ranks(code, architecture)
     json.dump(found | {"triton is imported with the kernels": triton_is_imported}, sys.stdout, indent=1)
 
 
