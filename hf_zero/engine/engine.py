@@ -21,6 +21,7 @@ from .dtype_report import DtypeReport, report_dtypes
 from .engine_state import EngineState
 from .gradients.bad_steps import BadSteps
 from .memory_report import Places, report_memory
+from .rank_allocation import rank_allocations
 from .report_tables import CommReport, MemoryReport
 from .training_step import TrainingStep
 from .travel.buffers import broadcast_buffers, ignored_parameters
@@ -87,6 +88,9 @@ class ZeroEngine:
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
         self._handles = self._step.install(self.entry, self.state)
+        if self.config.stage > 0 and self.groups.world_size > 1:
+            self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
+            self._handles += self._step.allocations
         attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----

@@ -24,6 +24,7 @@ from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
 from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
+from .rank_allocation import RankAllocation
 from .snapshot import Snapshot
 from .travel.in_flight import caches_parameters, is_compiled
 from .uncounted_edits import UncountedEdits
@@ -83,6 +84,7 @@ class TrainingStep:
         self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
+        self.allocations: list[RankAllocation] = []
 
     def _make_store(self) -> GradientStore:
         parts, meeting = self._parts, self._parts.meeting
@@ -308,6 +310,9 @@ class TrainingStep:
         is_watched = bool(self._uncounted_edits.watched)
         if is_first and self._parts.replicas.is_due(self._log.step + 1, at_once=is_watched):
             self._parts.replicas.compare(self._log.step + 1)
+        if is_first:
+            for allocation in self.allocations:
+                allocation.before_step()
         if self.bad_steps.has_skipped:
             return False
         self._refuse_without_rescue()

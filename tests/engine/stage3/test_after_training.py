@@ -1,5 +1,6 @@
 """Stages 1 to 3: what scripts do with a prepared model besides training it works, or is one paragraph that names the way out."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file
 from shared_ranks import shared_ranks
@@ -298,3 +299,50 @@ def test_a_model_that_was_cast_trains_on_once_it_is_readopted():
     assert all(torch.equal(p, values[name].float()) for name, p in model.named_parameters())
     model(**batch).loss.backward()
     optimizer.step()
+
+
+# ---- adapters whose ranks change in training ----
+
+
+def with_ranks_of_their_own() -> nn.Module:
+    settings = {"init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 2, "deltaT": 1, "total_step": 7}
+    torch.manual_seed(0)
+    adapters = AdaLoraConfig(target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM", **settings)
+    return get_peft_model(gpt2(), adapters)
+
+
+def reallocates(rank: int, world_size: int, stage: int | None, before_step: bool) -> list:
+    model = with_ranks_of_their_own()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    entry = model
+    if stage is None:
+        entry = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        clip = partial(nn.utils.clip_grad_norm_, model.parameters())
+    else:
+        clip = ZeroEngine(model, [optimizer], {"stage": stage, "split_parameters": True}).clip_grad_norm_
+    generator, seen = torch.Generator().manual_seed(rank), []
+    for step in range(6):
+        loss = entry(**gpt2_batch(generator, 2)).loss
+        loss.backward()
+        # The norms of both are alike to rounding, and so no clip is to scale.
+        clip(100.0)
+        if before_step:
+            model.base_model.update_and_allocate(step)
+        optimizer.step()
+        if not before_step:
+            model.base_model.update_and_allocate(step)
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    # A copy belongs to no engine, nor does its method.
+    if stage in (1, 2):
+        copied = copy.deepcopy(model).base_model
+        assert copied.update_and_allocate.__func__ is type(copied).update_and_allocate
+    return [seen, model.peft_config["default"].rank_pattern]
+
+
+@pytest.mark.parametrize("before_step", [False, True])
+def test_adapters_that_reallocate_their_ranks_train_as_under_ddp(before_step):
+    expected = shared_ranks.run(reallocates, stage=None, before_step=before_step)
+    assert expected[0][1]
+    for stage in (1, 2, 3):
+        assert shared_ranks.run(reallocates, stage=stage, before_step=before_step) == expected, stage
