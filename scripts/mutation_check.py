@@ -313,14 +313,6 @@ BREAKS = (
         tests=("test_bad_steps.py",),
     ),
     Break(
-        name="rewound-without-optimizer-state",
-        place="Snapshot.restore",
-        old="        self._state.fill(self._read, self._kinds_of, self._scalars_of)\n",
-        new="",
-        tests=("test_bad_steps.py",),
-        only="rewound",
-    ),
-    Break(
         name="last-batch-counted-again-on-a-rank-without-batches",
         place="JoinedRanks._backward",
         old="torch.zeros_like",

@@ -86,6 +86,8 @@ def refuse(name: str, value: Any, allowed: str) -> ConfigError:
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
     if not any(type(value) is type(a) and value == a for a in allowed):
+        if type(value) is str:
+            refuse_cut(f"{name}: {value}")
         raise refuse(name, value, ", ".join(str(a) for a in allowed))
 
 
@@ -154,12 +156,14 @@ CUT: Final = {
     "comm.peer_memory": "Leave it out: parameters travel through the process group, with the same losses",
     "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
     "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written behind training",
+    "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
+    "snapshot_every": "Leave it out: `nonfinite: skip` keeps no snapshots",
 }
-"""Settings that were taken out, and what to do in place of each."""
+"""Settings, and values of settings (`name: value`), that were taken out, and what to do in place of each."""
 
 
 def refuse_cut(name: str) -> None:
-    """Raises `ConfigError` for the full name of a setting that was taken out."""
+    """Raises `ConfigError` for a setting that was taken out, or for `name: value` of a value that was."""
     if name in CUT:
         raise ConfigError(f"hf_zero config: the setting `{name}` was taken out of hf_zero. {CUT[name]}.")
 

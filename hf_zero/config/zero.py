@@ -69,9 +69,8 @@ class ZeroConfig:
         check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
             where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
-            on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
-        nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
-        snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
+            on all ranks, drops its gradients and goes on.
+        nonfinite_limit: how many bad steps in a row are skipped before the run ends all the same.
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
             step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
             `hf_zero.Rescue`.
@@ -105,7 +104,6 @@ class ZeroConfig:
     check_replicas_every: int = 0
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
-    snapshot_every: int = 100
     out_of_memory: str = "stop"
     report: bool | str = False
     kernels: str = AUTO
@@ -212,16 +210,13 @@ class ZeroConfig:
                 )
 
     def _check_nonfinite(self) -> None:
-        one_of("nonfinite", self.nonfinite, ("stop", "skip", "rewind"))
+        one_of("nonfinite", self.nonfinite, ("stop", "skip"))
         whole_number("nonfinite_limit", self.nonfinite_limit, 1, what=" of steps,")
-        whole_number("snapshot_every", self.snapshot_every, 1, what=" of steps,")
-        for name, uses in (("nonfinite_limit", ("skip", "rewind")), ("snapshot_every", ("rewind",))):
-            if self.nonfinite not in uses and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(
-                    f"hf_zero config: `{name}` is of `nonfinite: {'` and `'.join(uses)}` (nonfinite is {self.nonfinite}). Set "
-                    "that, or leave it out."
-                )
         if self.nonfinite == "stop":
+            if self.nonfinite_limit != type(self).nonfinite_limit:
+                raise ConfigError(
+                    "hf_zero config: `nonfinite_limit` is of `nonfinite: skip` (nonfinite is stop). Set that, or leave it out."
+                )
             return
         if not self.check_nonfinite:
             raise ConfigError(
@@ -235,7 +230,7 @@ class ZeroConfig:
             )
 
     def _hindrances_to_skipping(self) -> list[tuple[str, Any, str]]:
-        """Settings with which a step cannot be left out, or not be gone back on: each with its value and why."""
+        """Settings with which a step cannot be left out: each with its value and why."""
         found: list[tuple[str, Any, str]] = []
         if self.offload.delay:
             found.append(
@@ -245,12 +240,6 @@ class ZeroConfig:
             found.append(
                 ("comm.sync_every", self.comm.sync_every, "groups of ranks that step apart would not skip together")
             )
-        for name in ("optimizer", "params"):
-            value = getattr(self.offload, name)
-            if self.nonfinite == "rewind" and value == "nvme":
-                found.append(
-                    (f"offload.{name}", value, "the snapshot would need the host memory that files are to spare")
-                )
         return found
 
     def _check_as_any_stage(self) -> None:

@@ -78,7 +78,7 @@ class ZeroEngine:
         self._step = TrainingStep(self, self.model, parts, optimizers)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
-        self._handles = self._step.install(self.entry, self.state)
+        self._handles = self._step.install(self.entry)
         attach(self, (self.model, self.entry, *self.model.parameters()), keeps=not self.sharded.is_empty)
 
     # ---- a training step ----
@@ -135,7 +135,7 @@ class ZeroEngine:
 
     @property
     def bad_steps(self) -> BadSteps:
-        """How many steps with NaN or infinite gradients were skipped or rewound, and whether the last one was."""
+        """How many steps with NaN or infinite gradients were skipped, and whether the last one was."""
         return self._step.bad_steps
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:

@@ -17,14 +17,12 @@ from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
 from ..optimizer.state.row_writes import RowWrites
 from .build.assemble import Parts
 from .catch_up import choose_catch_up
-from .engine_state import EngineState
 from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
 from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
-from .snapshot import Snapshot
 from .travel.in_flight import caches_parameters, is_compiled
 from .uncounted_edits import UncountedEdits
 from .units.unit import is_in_backward
@@ -94,14 +92,10 @@ class TrainingStep:
         parts.holder.step_with(optimizer, mine)
         return sharded
 
-    def install(self, entry: nn.Module, state: EngineState) -> list:
-        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls.
-
-        Args:
-            state: of the engine, that `nonfinite: rewind` goes back to.
-        """
+    def install(self, entry: nn.Module) -> list:
+        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
         is_first_rank = self._parts.meeting.groups.is_first_of_run
-        self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
+        self.bad_steps = choose_bad_steps(self._config, speaks=is_first_rank)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
@@ -224,7 +218,6 @@ class TrainingStep:
             parts.parameter_gather.finish_all()
         parts.model_buffers.before_forward()
         if torch.is_grad_enabled():
-            self.bad_steps.before_forward()
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 
