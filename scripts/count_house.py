@@ -43,7 +43,7 @@ EXTRAS = (
     *(f"report/{name}" for name in ("costs", "course", "document", "draw", "findings", "make_report", "page")),
     *("report/read_run", "report/units", "integrations/hub/card", "cli/report", "cli/card"),
     *("diagnose/", "cli/doctor", "cli/parity", "integrations/unmodified/parity", "integrations/unmodified/recorded"),
-    *("integrations/trainer/rescued_steps", "engine/catch_up", "engine/travel/repeatable", "integrations/elastic/"),
+    *("integrations/trainer/rescued_steps", "integrations/elastic/"),
 )
 """What few runs switch on, or is beside a run: beginnings of paths in hf_zero/. The rest is the core."""
 

@@ -72,8 +72,8 @@ class ZeroConfig:
             on all ranks, drops its gradients and goes on.
         nonfinite_limit: how many bad steps in a row are skipped before the run ends all the same.
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
-            step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
-            `hf_zero.Rescue`.
+            step's gradients and takes its micro-batches again in twice as many parts, on all ranks, at stages 0 to 2. With
+            Trainer and `hf_zero.Rescue`.
         report: keep a log of the run on rank 0, and make a page of it at the end: true in Trainer's `output_dir`, or accelerate's
             `logging_dir` or `project_dir`; or the path of another folder. `hf-zero report` makes the page of any run.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
@@ -194,14 +194,11 @@ class ZeroConfig:
                 "the step before ends while gradients come that are to be dropped",
             ),
         }
-        if self.stage == 3:
-            again = (
-                "a rank that has failed takes part in the rest of a pass by repeating it, which is not built for that"
+        if self.out_of_memory == "halve" and self.stage == 3:
+            raise ConfigError(
+                "hf_zero config: `out_of_memory: halve` does not go with `stage: 3`: the other ranks wait in gathers for the "
+                "rank that has failed. Set `stage: 2`, or use activation checkpointing."
             )
-            hindrances |= {
-                "comm.shard_group_size": (self.comm.shard_group_size, AUTO, again),
-                "comm.secondary_shard": (self.comm.secondary_shard, "none", again),
-            }
         for name, (value, without, reason) in hindrances.items():
             if self.out_of_memory == "halve" and value != without:
                 raise ConfigError(
@@ -243,8 +240,8 @@ class ZeroConfig:
         return found
 
     def _check_as_any_stage(self) -> None:
-        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes what any other does."""
-        checked = dataclasses.replace(self, stage=3)
+        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes all others' but halving."""
+        checked = dataclasses.replace(self, stage=2 if self.out_of_memory == "halve" else 3)
         for field_ in dataclasses.fields(self):
             if field_.name != "stage":
                 object.__setattr__(self, field_.name, getattr(checked, field_.name))

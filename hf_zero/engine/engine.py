@@ -15,7 +15,6 @@ from ..optimizer.clip import clamp_values
 from ..optimizer.state.full_tensors import slot_of
 from ..optimizer.state.resize import on_host, resize_whole
 from .build.assemble import Parts, assemble
-from .catch_up import CatchUp
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_state import EngineState
 from .gradients.bad_steps import BadSteps
@@ -106,11 +105,6 @@ class ZeroEngine:
             parameters: some of the model's parameters; None is all of them. Collective.
         """
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
-
-    @property
-    def catch_up(self) -> CatchUp | None:
-        """How a rank takes part in the rest of a pass that has failed there, at stage 3 with `out_of_memory: halve`."""
-        return self._step.catch_up
 
     @property
     def last_grad_norm(self) -> torch.Tensor | None:

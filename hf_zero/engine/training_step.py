@@ -16,7 +16,6 @@ from ..hooks import WeakHook
 from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
 from ..optimizer.state.row_writes import RowWrites
 from .build.assemble import Parts
-from .catch_up import choose_catch_up
 from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
@@ -43,7 +42,6 @@ class TrainingStep:
         bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
-        catch_up: how a rank takes part in the rest of a pass that has failed there, where the others would wait in its middle.
     """
 
     def __init__(self, engine: object, model: nn.Module, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]):
@@ -64,7 +62,6 @@ class TrainingStep:
             parts.meeting.peers.world_size,
             self._end_backward,
         )
-        self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
@@ -195,9 +192,6 @@ class TrainingStep:
             return False
         self._gradients.recover()
         self._gradients.drop()
-        if self.catch_up is not None:
-            # What the failed rank has gathered last is of no use, and all ranks have to gather alike.
-            self._parts.sharded.schedule.reshard_all()
         self._batches.forget()
         return True
 

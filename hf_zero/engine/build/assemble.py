@@ -32,7 +32,6 @@ from ..travel.buffers import ModelBuffers, start_buffers
 from ..travel.expert_wire import wire_with_experts
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
-from ..travel.repeatable import RepeatableTransport
 from ..travel.wire import Wire, choose_wire
 from ..units.copy_checks import CopyChecks
 from ..units.exact_weights import ExactWeights
@@ -389,8 +388,6 @@ def _meet(
         refuse_disagreement({"config": facts["config"]}, everyone)
     refuse_disagreement(facts, transport)
     config, trials = resolve_auto(config, model, groups, transport, placed)
-    if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
-        transport = step_transport = RepeatableTransport(transport)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     usual = Sharers(groups=groups, transport=transport, step_transport=step_transport)
     return Meeting(
