@@ -36,7 +36,7 @@ EXTRAS = (
     *("kernels/", "optimizer/kernel_steps/"),
     *("comm/quantised", "comm/trial", "engine/travel/quantised", "engine/travel/residuals", "engine/travel/outer"),
     *("engine/travel/secondary", "engine/build/wire_trials"),
-    *(f"optimizer/holders/{name}" for name in ("double", "early", "late", "seen_step", "step_thread", "steps_beside")),
+    *(f"optimizer/holders/{name}" for name in ("double", "early", "seen_step", "step_thread", "steps_beside")),
     *("checkpoint/foreign/", "config/migration/", "integrations/checkpoints/foreign", "cli/migrate", "cli/convert"),
     *("integrations/planning/", "plan/choose", "plan/machine", "plan/request", "plan/setups", "plan/simulate"),
     *("engine/build/auto_settings", "comm/cost", "cli/plan"),

@@ -274,12 +274,12 @@ BREAKS = (
         only="residuals_of_several_ranks",
     ),
     Break(
-        name="delayed-step-never-taken-over",
+        name="early-step-never-taken-over",
         place="StepsBeside.take_over",
         old="self.doubles[bucket].take_over(states)",
         new="pass",
-        tests=("test_delayed_steps.py",),
-        only="several_ranks_do_too",
+        tests=("test_early_steps.py",),
+        only="ranks_forget_and_keep_together",
     ),
     Break(
         name="early-step-taken-twice",

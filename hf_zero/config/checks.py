@@ -157,6 +157,8 @@ CUT: Final = {
     "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
     "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written behind training",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
+    "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
+    "offload.delay_warmup": "Leave it out: no step is delayed",
     "snapshot_every": "Leave it out: `nonfinite: skip` keeps no snapshots",
 }
 """Settings, and values of settings (`name: value`), that were taken out, and what to do in place of each."""

@@ -47,11 +47,6 @@ class OffloadConfig:
     numa: int | Literal["auto", "none"] = AUTO
     """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
     the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
-    delay: int = 0
-    """With `optimizer: cpu` or `nvme`, 1 ends each step behind the next forward and backward, which read parameters that are one
-    step old. Not exact."""
-    delay_warmup: int = 40
-    """Steps at the start that are taken in their time all the same."""
     window: int = 2
     """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
 
@@ -87,7 +82,6 @@ class OffloadConfig:
                 "none. Set that to cpu or nvme, or leave the threads out."
             )
         self._check_numa()
-        self._check_delay()
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
@@ -103,28 +97,6 @@ class OffloadConfig:
             raise ConfigError(
                 f"hf_zero config: `offload.numa` is {self.numa}, and nothing is held or stepped in host memory with "
                 "`offload.optimizer: none` and `offload.params: none`. Set one of those, or leave the node out."
-            )
-
-    def _check_delay(self) -> None:
-        one_of("offload.delay", self.delay, (0, 1))
-        whole_number("offload.delay_warmup", self.delay_warmup, 0)
-        if not self.delay:
-            if self.delay_warmup != type(self).delay_warmup:
-                raise ConfigError(
-                    f"hf_zero config: `offload.delay_warmup` is {self.delay_warmup}, and nothing is delayed with `offload.delay: "
-                    "0`. Set that to 1, or leave the warm-up out."
-                )
-            return
-        if not self.moves_state or self.ratio != 1:
-            raise ConfigError(
-                "hf_zero config: `offload.delay: 1` needs all of the state in host memory or in files (optimizer is "
-                f"{self.optimizer}, ratio is {self.ratio}). Set `offload.optimizer: cpu` or `nvme` and `offload.ratio: 1.0`, or "
-                "leave the delay out."
-            )
-        if self.speculate_bytes not in (AUTO, 0):
-            raise ConfigError(
-                f"hf_zero config: `offload.delay: 1` ends steps late and `offload.speculate_bytes: {self.speculate_bytes}` "
-                "begins them early. Leave one of the two out."
             )
 
     @property

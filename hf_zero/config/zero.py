@@ -188,11 +188,6 @@ class ZeroConfig:
                 "what quantising has kept of earlier gradients would be lost",
             ),
             "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
-            "offload.delay": (
-                self.offload.delay,
-                0,
-                "the step before ends while gradients come that are to be dropped",
-            ),
         }
         if self.out_of_memory == "halve" and self.stage == 3:
             raise ConfigError(
@@ -220,24 +215,11 @@ class ZeroConfig:
                 f"hf_zero config: `nonfinite: {self.nonfinite}` needs gradients that are looked at, and `check_nonfinite: false` "
                 "steps with whatever they are. Leave one of the two out."
             )
-        for name, value, reason in self._hindrances_to_skipping():
-            raise ConfigError(
-                f"hf_zero config: `nonfinite: {self.nonfinite}` does not go with `{name}: {value}`: {reason}. Leave one of the "
-                "two out."
-            )
-
-    def _hindrances_to_skipping(self) -> list[tuple[str, Any, str]]:
-        """Settings with which a step cannot be left out: each with its value and why."""
-        found: list[tuple[str, Any, str]] = []
-        if self.offload.delay:
-            found.append(
-                ("offload.delay", self.offload.delay, "each step is ended behind the next forward and backward")
-            )
         if self.comm.sync_every > 1:
-            found.append(
-                ("comm.sync_every", self.comm.sync_every, "groups of ranks that step apart would not skip together")
+            raise ConfigError(
+                f"hf_zero config: `nonfinite: skip` does not go with `comm.sync_every: {self.comm.sync_every}`: groups of ranks "
+                "that step apart would not skip together. Leave one of the two out."
             )
-        return found
 
     def _check_as_any_stage(self) -> None:
         """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes all others' but halving."""
@@ -291,8 +273,6 @@ class ZeroConfig:
         if self.comm.sync_every == 1:
             return
         others: dict[str, int | str] = {}
-        if self.offload.delay:
-            others["offload.delay"] = self.offload.delay
         if self.rounding != "nearest":
             others["rounding"] = self.rounding
         if self.param_dtype == "float16":

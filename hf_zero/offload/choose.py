@@ -31,7 +31,7 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
     """Where the state lives."""
     if config.optimizer == "nvme":
         # A step that is not taken in its time leaves the parameters alone, and has to write somewhere.
-        apart = bool(config.delay) or config.speculate_bytes not in (AUTO, 0)
+        apart = config.speculate_bytes not in (AUTO, 0)
         return NvmeTier(device, config.files_folder, config.window, cores, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
         return HostBesideFiles(device, config.files_folder, config.window, cores)

@@ -128,15 +128,6 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
             {"offload": {"optimizer": "cpu", "speculate_bytes": -1}},
             "`offload.speculate_bytes` is -1; allowed: a number of bytes",
         ),
-        ({"offload": {"optimizer": "cpu", "delay": 2}}, "`offload.delay` is 2; allowed: 0, 1"),
-        ({"offload": {"optimizer": "cpu", "delay": 1, "delay_warmup": -1}}, "`offload.delay_warmup` is -1; allowed: a"),
-        ({"offload": {"optimizer": "cpu", "delay_warmup": 3}}, "nothing is delayed with `offload.delay: 0`"),
-        (
-            {"offload": {"delay": 1}},
-            "`offload.delay: 1` needs all of the state in host memory or in files (optimizer is none",
-        ),
-        ({"offload": {"optimizer": "cpu", "delay": 1, "ratio": 0.5}}, "needs all of the state in host memory"),
-        ({"offload": {"optimizer": "cpu", "delay": 1, "speculate_bytes": "1GiB"}}, "Leave one of the two out"),
         ({"offload": {"optimizer": "cpu", "threads": 0}}, "`offload.threads` is 0; allowed: auto, a whole number"),
         ({"offload": {"threads": 2}}, "`offload.threads` is of steps on the host"),
         (

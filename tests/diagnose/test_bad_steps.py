@@ -198,7 +198,6 @@ def test_the_micro_batch_and_the_rank_of_a_loss_that_is_not_finite_are_named():
     [
         ({"nonfinite": "never"}, "allowed: stop, skip."),
         ({"nonfinite": "skip", "check_nonfinite": False}, "`check_nonfinite: false`"),
-        ({"nonfinite": "skip", "offload": {"optimizer": "cpu", "delay": 1}}, "`offload.delay: 1`"),
         ({"nonfinite": "skip", "comm": {"sync_every": 4}}, "`comm.sync_every: 4`"),
         ({"nonfinite_limit": 5}, "`nonfinite_limit` is of `nonfinite: skip` (nonfinite is stop)"),
         ({"nonfinite": "skip", "nonfinite_limit": 0}, "a whole number of steps, from 1"),

@@ -246,10 +246,6 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     report, offload = engine.memory_report(), engine.config.offload
     early, in_memory = report.early, f"in host memory: {in_units(report.most_beside_bytes)} a rank"
-    if offload.delay:
-        copies = f"in files, and {in_memory}" if offload.optimizer == "nvme" else in_memory
-        late = f"each ends one step late, after {offload.delay_warmup} in their time: not exact; on copies {copies}"
-        return [("late steps", late)]
     if early is None:
         return []
     where = "in files" if offload.optimizer == "nvme" else in_memory

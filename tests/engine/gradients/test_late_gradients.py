@@ -25,7 +25,6 @@ SETTINGS = {
     "stage 2, one buffer": {"stage": 2, "grad_buffers": 1},
     "stage 2, local": {"stage": 2, "grad_accumulation": "local"},
     "stage 2, early steps": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1MiB"}},
-    "stage 2, delayed steps": {"stage": 2, "offload": {"optimizer": "cpu", "delay": 1, "delay_warmup": 1}},
     "stage 2, int8": {"stage": 2, "comm": {"gradients": "int8"}},
     "stage 3": {"stage": 3},
 }
