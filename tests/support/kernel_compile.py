@@ -23,7 +23,6 @@ from typing import Any
 
 from hf_zero.kernels import adamw, adamw_in_blocks, fill, lion, quantise, sgd, statistics, stepping, stochastic
 from hf_zero.kernels.block_format import BlockFormat, Code
-from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int4 import INT4
 from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lazy import Kernel
@@ -186,28 +185,27 @@ def block_case(
         constants={"ROWS": rows, "SIZE": 256, **constants},
         num_warps=warps,
         promise=promise,
-        architectures=(90,) if code is FP8 else ARCHITECTURES,
+        architectures=ARCHITECTURES,
     )
 
 
 QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False}
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
 SUM_CONSTANTS = {"RANKS": 2, "INTERPRETED": False}
-for code in (INT8, FP8):
-    CASES[f"quantise {code}"] = block_case(
-        code.quantise_kernel,
-        code,
-        BF16_WITH_RESIDUAL,
-        QUANTISE_CONSTANTS,
-        Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
-    )
-    CASES[f"sum of {code}"] = block_case(
-        code.sum_kernel,
-        code,
-        {"out": "*fp32"},
-        SUM_CONSTANTS,
-        Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
-    )
+CASES[f"quantise {INT8}"] = block_case(
+    INT8.quantise_kernel,
+    INT8,
+    BF16_WITH_RESIDUAL,
+    QUANTISE_CONSTANTS,
+    Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
+)
+CASES[f"sum of {INT8}"] = block_case(
+    INT8.sum_kernel,
+    INT8,
+    {"out": "*fp32"},
+    SUM_CONSTANTS,
+    Promise(registers=40, loads={"32": 4}, stores={"128": 1}),
+)
 CASES |= {
     "quantise int4": block_case(
         INT4.quantise_kernel,
