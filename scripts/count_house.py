@@ -34,12 +34,12 @@ PACKAGE = ROOT / "hf_zero"
 
 EXTRAS = (
     *("kernels/", "optimizer/kernel_steps/"),
-    *("comm/quantised", "comm/trial", "engine/travel/quantised", "engine/travel/residuals", "engine/travel/outer"),
-    *("engine/travel/secondary", "engine/build/wire_trials"),
+    *("comm/quantised", "engine/travel/quantised", "engine/travel/residuals", "engine/travel/outer"),
+    "engine/travel/secondary",
     *(f"optimizer/holders/{name}" for name in ("double", "early", "seen_step", "step_thread", "steps_beside")),
     *("checkpoint/foreign/", "config/migration/", "integrations/checkpoints/foreign", "cli/migrate", "cli/convert"),
     *("integrations/planning/", "plan/choose", "plan/machine", "plan/request", "plan/setups", "plan/simulate"),
-    *("engine/build/auto_settings", "comm/cost", "cli/plan"),
+    *("comm/cost", "cli/plan"),
     *(f"report/{name}" for name in ("costs", "course", "document", "draw", "findings", "make_report", "page")),
     *("report/read_run", "report/units", "integrations/hub/card", "cli/report", "cli/card"),
     *("diagnose/", "cli/doctor", "cli/parity", "integrations/unmodified/parity", "integrations/unmodified/recorded"),

@@ -145,10 +145,9 @@ class CommConfig:
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
     gathers stay inside the node."""
     weights: str = "none"
-    """Parameters travel as they are (`none`), or in blocks as `int8`, at stages 1 to 3. `auto` tries
-    `none` and `int8` with a bucket at the start, and takes `int8` where training will wait less for it."""
+    """Parameters travel as they are (`none`), or in blocks as `int8`, at stages 1 to 3."""
     gradients: str = "none"
-    """Likewise gradients, in `int8` or `int4`; `auto` chooses between `none` and `int8`."""
+    """Likewise gradients, in `int8` or `int4`."""
     communicators: int = 2
     """On an accelerator, 2 gives the parameters' all-gathers an NCCL communicator of their own, so that none waits behind a
     gradient; 1 has all collectives share one, and take turns, where two at once hang or take memory that is missing."""
@@ -180,8 +179,8 @@ class CommConfig:
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
-        one_of("comm.weights", self.weights, ("none", AUTO, "int8"))
-        one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "int4"))
+        one_of("comm.weights", self.weights, ("none", "int8"))
+        one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
         one_of("comm.communicators", self.communicators, (1, 2))
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
@@ -207,8 +206,8 @@ class CommConfig:
 
     @property
     def quantises(self) -> bool:
-        """Whether weights or gradients are asked to travel in blocks of codes. `auto` may come to that."""
-        return not {self.weights, self.gradients} <= {"none", AUTO}
+        """Whether weights or gradients travel in blocks of codes."""
+        return self.weights != "none" or self.gradients != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..buckets.bucket import rows_with_gradient
 from ..comm.transport import Label
-from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
 from ..engine_reference import attach, detach
 from ..optimizer.clip import clamp_values
@@ -62,7 +61,6 @@ class ZeroEngine:
     ):
         self.model = model
         self.entry = entry or model
-        self._trials: tuple[Trial, ...] = ()
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
 
     def _start(self, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -73,7 +71,6 @@ class ZeroEngine:
         self.run, self.everyone = meeting.run, meeting.everyone
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
-        self._trials += meeting.trials
         self._step = TrainingStep(self, self.model, parts, optimizers)
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
@@ -258,7 +255,6 @@ class ZeroEngine:
         return CommReport(
             rows=rows,
             gradient_error=self._parts.wire.reduction.error,
-            trials=self._trials,
             not_counted=self._parts.meeting.not_counted,
         )
 

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.ledger import CommRow
-from ..comm.trial import Trial
 from ..optimizer.reports import EarlyReport, KernelReport
 
 IN_FILES = "NVMe"
@@ -82,13 +81,12 @@ class CommReport:
     """What this rank has sent, over which links, and waited for since the engine was built.
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
-    backward passes another. `trials` are what `comm.gradients: auto` and `comm.weights: auto` have gone by.
+    backward passes another.
     `not_counted` says what is sent beside these rows; "" where nothing is.
     """
 
     rows: tuple[CommRow, ...]
     gradient_error: float | None = None
-    trials: tuple[Trial, ...] = ()
     not_counted: str = ""
 
     @property
@@ -128,7 +126,7 @@ class CommReport:
         inside, between = in_units(self.bytes_sent - self.bytes_between), in_units(self.bytes_between)
         rows.append(("total", "", inside, between, f"{1e3 * self.wait_seconds:,.0f}", ""))
         columns = ("kind", "calls", "in node", "between nodes", "exposed ms", "GB/s")
-        more = [*map(str, self.trials), *filter(None, [self.not_counted])]
+        more = [*filter(None, [self.not_counted])]
         return render("Sent by this rank", columns, rows) + "".join(f"{line}\n" for line in more)
 
 

@@ -15,7 +15,6 @@ from ...comm.ledger import Ledger
 from ...comm.local import LocalTransport
 from ...comm.model_copies import Agreement, ModelCopies, OverCopies
 from ...comm.transport import Transport
-from ...comm.trial import Trial
 from ...config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
@@ -41,11 +40,11 @@ from ..units.sharded_model import ShardedModel
 from ..units.split_model import SplitModel
 from ..units.unit import Unit
 from .agreement import describe, refuse_disagreement
-from .auto_settings import resolve_auto
 from .beside_split import refuse_beside_split
 from .bucket_builder import BucketBuilder
 from .bucketing import Division, SplitKinds, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
+from .kernels_that_run import with_kernels_that_run
 from .renormed_embeddings import refuse_renormed_embeddings
 from .shared_storage import refuse_shared_storage
 from .sharers import Sharers, SharersOfKinds
@@ -57,7 +56,6 @@ class Meeting:
 
     Attributes:
         config: with a value for each `auto` that is tried before training.
-        trials: by which those values were found.
         transport: between the ranks that share one copy of the state.
         peers: the ranks that take a step together.
         step_transport: between those.
@@ -72,7 +70,6 @@ class Meeting:
     """
 
     config: ZeroConfig
-    trials: tuple[Trial, ...]
     groups: Groups
     transport: Transport
     peers: Groups
@@ -387,12 +384,11 @@ def _meet(
     if everyone is not None:
         refuse_disagreement({"config": facts["config"]}, everyone)
     refuse_disagreement(facts, transport)
-    config, trials = resolve_auto(config, model, groups, transport, placed)
+    config = with_kernels_that_run(config, groups, transport, placed)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     usual = Sharers(groups=groups, transport=transport, step_transport=step_transport)
     return Meeting(
         config=config,
-        trials=trials,
         groups=groups,
         transport=transport,
         peers=groups.of_a_step(),
