@@ -41,7 +41,7 @@ EXTRAS = (
     *("integrations/planning/", "plan/choose", "plan/machine", "plan/request", "plan/setups", "plan/simulate"),
     *("comm/cost", "cli/plan"),
     *(f"report/{name}" for name in ("costs", "course", "document", "draw", "findings", "make_report", "page")),
-    *("report/read_run", "report/units", "integrations/hub/card", "cli/report", "cli/card"),
+    *("report/read_run", "report/units", "integrations/hub/card", "cli/report"),
     *("diagnose/", "cli/doctor", "cli/parity", "integrations/unmodified/parity", "integrations/unmodified/recorded"),
     *("integrations/trainer/rescued_steps", "integrations/elastic/"),
 )

@@ -168,6 +168,18 @@ CUT: Final = {
 """Settings, and values of settings (`name: value`), that were taken out, and what to do in place of each."""
 
 
+CUT_NAMES: Final = {
+    "ZeroAccelerator": "Use `Accelerator(parallelism_config=ZeroPlugin(...))`, or `plugin.attach(accelerator)` before prepare",
+    "hf-zero card": "`hf-zero push` writes the model card, as Trainer's `push_to_hub` does",
+}
+"""Commands and public names that were taken out, and what to do in place of each."""
+
+
+def cut_name(name: str) -> str:
+    """The sentences that refuse a command or a public name that was taken out."""
+    return f"hf_zero: `{name}` was taken out. {CUT_NAMES[name]}."
+
+
 def refuse_cut(name: str) -> None:
     """Raises `ConfigError` for a setting that was taken out, or for `name: value` of a value that was."""
     if name in CUT:
