@@ -29,7 +29,6 @@ from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
 from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.choose import runs_triton
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, quantise_dynamic
-from hf_zero.kernels.fill import Piece, fill
 from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.quantise import dequantise_sum, quantise
@@ -84,9 +83,6 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             {"momentum_buffer": exp_avg},
         )
     )
-    few = numel // 1024 * 1024
-    pieces = [Piece(start=at, numel=1024, source=gradient[at : at + 1024]) for at in range(0, min(few, 1 << 22), 1024)]
-    filled = sum(piece.numel for piece in pieces)
     return [
         Task(name="gradient statistics", bytes_an_element=2, run=lambda: gradient_statistics([gradient])),
         Task(
@@ -114,11 +110,6 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             name="stochastic rounding",
             bytes_an_element=6,
             run=lambda: round_stochastically(weights, copy, seed=1),
-        ),
-        Task(
-            name=f"{len(pieces)} tensors into one buffer",
-            bytes_an_element=6 * filled / numel,
-            run=lambda: fill(weights, pieces),
         ),
     ]
 

@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hf_zero.kernels import adamw, adamw_in_blocks, fill, lion, quantise, sgd, statistics, stepping, stochastic
+from hf_zero.kernels import adamw, adamw_in_blocks, lion, quantise, sgd, statistics, stepping, stochastic
 from hf_zero.kernels.block_format import BlockFormat, Code
 from hf_zero.kernels.int4 import INT4
 from hf_zero.kernels.int8 import INT8
@@ -235,27 +235,6 @@ CASES["stochastic rounding"] = Case(
     # Random numbers are made one a thread and handed over to the threads that read four elements.
     promise=Promise(registers=64, shared_bytes=2048, loads={"128": 8}, stores={"64": 8}),
 )
-
-
-CASES |= {
-    f"fill {title}": Case(
-        kernel=fill._fill,
-        types={"table": "*i64", "flat": "*bf16", "like": "*fp32", "factor": "fp32"},
-        constants={
-            "ALIGN_BYTES": align_bytes,
-            "ALIGN_NUMEL": align_numel,
-            "BLOCK": fill.BLOCK_NUMEL,
-            "STEP": fill.STEP_NUMEL,
-            "TAIL": fill._TAIL_NUMEL,
-            "INTERPRETED": False,
-        },
-        promise=promise,
-    )
-    for title, align_bytes, align_numel, promise in (
-        ("aligned", 16, 16, Promise(registers=64, loads={"64": 3, "128": 4, "32": 1}, stores={"64": 4, "16": 1})),
-        ("anywhere", 1, 1, Promise(registers=64, loads={"64": 3, "32": 17}, stores={"16": 17})),
-    )
-}
 
 
 def compile_case(case: Case, architecture: int) -> Compiled:

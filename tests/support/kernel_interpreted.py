@@ -18,12 +18,11 @@ import torch
 from optimizer_steps import MOMENTS, STEPPERS, Stepper, make_tensors, place_of, worst_error
 from triton_interpreter import interpret
 
-from hf_zero.kernels import fill, quantise, statistics, stochastic
+from hf_zero.kernels import quantise, statistics, stochastic
 from hf_zero.kernels.adamw import AdamW
 from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks_reference, adamw_in_blocks_triton
 from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, DynamicCode, dequantise_dynamic, quantise_dynamic
-from hf_zero.kernels.fill import Piece
 from hf_zero.layout.blocks import blocks
 
 # Of the last one, statistics take several parts. Other kernels have ten programs at 5,003 elements, and the interpreter
@@ -352,52 +351,6 @@ def stochastic_rounding_is_the_references_bit_for_bit_at_every_block_size():
             stochastic.stochastic_reference(source, expected, seed, offset)
             guard.check()
             assert same_bits(out, expected) and same_bits(wide, expected), (numel, seed, offset)
-
-
-def pieces_of(sizes: list[int], dtype: torch.dtype, gap: int, shift: int) -> list[Piece]:
-    """Sources one after the other with gaps between their places, every third one zeros; `shift` elements off alignment."""
-    pieces, start = [], 0
-    for index, numel in enumerate(sizes):
-        source = normal(numel + shift, index, dtype)[shift:]
-        pieces.append(Piece(start=start, numel=numel, source=None if index % 3 == 2 else source))
-        start += -(-numel // 16) * 16 + gap
-    return pieces
-
-
-@check
-def filling_is_the_references_bit_for_bit_and_leaves_the_gaps():
-    sizes = [1, 127, 0, 128, 16, 2048, 5, 300, 4096]
-    ways = ((0, 0, 1.0), (7, 3, 0.3))
-    for number, source_dtype in enumerate(DTYPES):
-        for place, flat_dtype in enumerate(DTYPES):
-            # Of what is read and written as it is, and of what a bf16 model keeps its gradients in, both.
-            both = source_dtype == flat_dtype or (source_dtype, flat_dtype) == (torch.float32, torch.bfloat16)
-            for gap, shift, factor in ways if both else ways[(number + place) % 2 :][:1]:
-                last = [SHORTER[-1]] if (source_dtype, flat_dtype) == (torch.float32, torch.bfloat16) else []
-                pieces = pieces_of([*sizes, *last], source_dtype, gap, shift)
-                guard = Guarded()
-                flat = guard.of(torch.full((pieces[-1].start + SHORTER[-1],), -5.0, dtype=flat_dtype))
-                expected = flat.clone()
-                fill.fill_triton(flat, pieces, factor)
-                fill.fill_reference(expected, pieces, factor)
-                guard.check()
-                assert same_bits(flat, expected), (source_dtype, flat_dtype, gap, (flat != expected).nonzero()[:5])
-
-
-@check
-def filling_takes_sources_of_many_dtypes_and_what_is_not_finite():
-    sources = [with_strangers(normal(6000, 1)), normal(30, 2, torch.bfloat16), None, normal(31, 3, torch.float16)]
-    pieces, start = [], 0
-    for source in sources:
-        numel = 64 if source is None else source.numel()
-        pieces.append(Piece(start=start, numel=numel, source=source))
-        start += numel
-    for given in (pieces, pieces[2:3], []):
-        flat = torch.full((start,), -5.0, dtype=torch.bfloat16)
-        expected = flat.clone()
-        fill.fill_triton(flat, given, 1.0)
-        fill.fill_reference(expected, given, 1.0)
-        assert same_bits(flat, expected)
 
 
 def main() -> None:
