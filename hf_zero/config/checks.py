@@ -163,6 +163,9 @@ CUT: Final = {
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
     "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
     "offload.delay_warmup": "Leave it out: no step is delayed",
+    "offload.numa": "Leave it out: host steps run on the node of the rank's accelerator; `numactl` confines a process to another",
+    "offload.threads": "Leave it out: ranks share the host's cores; on the CPU, set OMP_NUM_THREADS",
+    "offload.window": "Leave it out: two buckets are read or written while another is stepped",
     "snapshot_every": "Leave it out: `nonfinite: skip` keeps no snapshots",
 }
 """Settings, and values of settings (`name: value`), that were taken out, and what to do in place of each."""

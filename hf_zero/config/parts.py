@@ -41,14 +41,6 @@ class OffloadConfig:
     """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
     `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
     the CPU, and with `optimizer: cpu` and `params: nvme` together, whose copies are in both."""
-    threads: int | Literal["auto"] = AUTO
-    """CPU threads of steps on the host. `auto`: a rank's part of the host's cores beside an accelerator, and torch's own number
-    where training is on the CPU."""
-    numa: int | Literal["auto", "none"] = AUTO
-    """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
-    the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
-    window: int = 2
-    """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -66,7 +58,6 @@ class OffloadConfig:
                 "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
                 f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
-        whole_number("offload.window", self.window, 1)
         is_said = type(self.speculate_bytes) is not int or self.speculate_bytes != 0
         if is_said and not is_auto(self.speculate_bytes):
             object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
@@ -75,13 +66,6 @@ class OffloadConfig:
                     "hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
                     f"{self.optimizer}): copies of state in host memory or in files. Set one of those, or leave it out."
                 )
-        whole_number("offload.threads", self.threads, 1, also=(AUTO,))
-        if self.threads != AUTO and not self.moves_state:
-            raise ConfigError(
-                "hf_zero config: `offload.threads` is of steps on the host, and with `offload.optimizer: none` there are "
-                "none. Set that to cpu or nvme, or leave the threads out."
-            )
-        self._check_numa()
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
@@ -89,14 +73,6 @@ class OffloadConfig:
             raise ConfigError(
                 f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
                 "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
-            )
-
-    def _check_numa(self) -> None:
-        whole_number("offload.numa", self.numa, 0, also=(AUTO, "none"), what=", that of a NUMA node,")
-        if self.numa not in (AUTO, "none") and not (self.moves_state or self.moves_params):
-            raise ConfigError(
-                f"hf_zero config: `offload.numa` is {self.numa}, and nothing is held or stepped in host memory with "
-                "`offload.optimizer: none` and `offload.params: none`. Set one of those, or leave the node out."
             )
 
     @property

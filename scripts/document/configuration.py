@@ -68,8 +68,6 @@ _PAGES = {
     "unit_bytes": "stage-3.md",
     "offload": "offload.md",
     "offload.activations": "offload.md#activations",
-    "offload.numa": "offload.md#cpu-cores",
-    "offload.threads": "offload.md#cpu-cores",
     "comm": "slow-links.md",
     "comm.communicators": "slow-links.md#communicators",
     "comm.sync_every": "slow-links.md#outer-steps",

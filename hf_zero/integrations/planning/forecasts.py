@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...config import ZeroConfig
+from ...offload.window import WINDOW
 from ...plan.forecast import Activations, Forecast, Passing, forecast, forecast_ddp
 from .layouts import Layout, ddp_state, lay_out, ranks_without_a_group
 
@@ -150,4 +151,4 @@ def _window_bytes(layout: Layout) -> int:
         if cost.trained and cost.in_files:
             state = sum(cost.state_itemsizes or ()) + cost.master_bytes * cost.keeps_master
             sizes.append(cost.layout.shard_numel * state)
-    return sum(sorted(sizes, reverse=True)[: 1 + offload.window])
+    return sum(sorted(sizes, reverse=True)[: 1 + WINDOW])

@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.offload import choose
+from hf_zero.offload.host_cores import ShareOfCores
 from hf_zero.optimizer.holders import double
 from hf_zero.optimizer.holders.early_steps import Trust
 
@@ -86,7 +88,8 @@ def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     seen = set()
     stock = double.Double.step
     monkeypatch.setattr(double.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
-    model, optimizer, _ = built({**EARLY, "threads": own + 2}, OPTIMIZERS["adamw"])
+    monkeypatch.setattr(choose, "choose_host_cores", lambda _: ShareOfCores(own + 2))
+    model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)
     assert seen == {own + 2}
