@@ -160,6 +160,8 @@ CUT: Final = {
     "comm.gradients: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
     "comm.weights: fp8": "Use int8: the same bytes, and less is lost",
     "comm.gradients: fp8": "Use int8: the same bytes, and less is lost",
+    "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
+    "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
     "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
     "offload.delay_warmup": "Leave it out: no step is delayed",

@@ -124,9 +124,6 @@ class CommConfig:
     """Parameters travel as they are (`none`), or in blocks as `int8`, at stages 1 to 3."""
     gradients: str = "none"
     """Likewise gradients, in `int8` or `int4`."""
-    communicators: int = 2
-    """On an accelerator, 2 gives the parameters' all-gathers an NCCL communicator of their own, so that none waits behind a
-    gradient; 1 has all collectives share one, and take turns, where two at once hang or take memory that is missing."""
     block_numel: int = 256
     """Elements that share a scale in a quantised tensor."""
     error_feedback: bool = True
@@ -157,7 +154,6 @@ class CommConfig:
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
         one_of("comm.weights", self.weights, ("none", "int8"))
         one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
-        one_of("comm.communicators", self.communicators, (1, 2))
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         for name in ("timeout_s", "gather_timeout_s"):

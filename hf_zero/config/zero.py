@@ -43,8 +43,6 @@ class ZeroConfig:
             Trainer's doors choose it then, with `offload`, `bucket_bytes` and `prefetch_units` where these are not set.
         bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
             the device.
-        grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest, those
-            of parameters larger than a bucket among them.
         grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
             addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2
             and 3.
@@ -91,7 +89,6 @@ class ZeroConfig:
 
     stage: int = 2
     bucket_bytes: int | str = AUTO
-    grad_buffers: int = 3
     grad_accumulation: str = AUTO
     param_dtype: str = AUTO
     rounding: str = "nearest"
@@ -130,7 +127,6 @@ class ZeroConfig:
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
         if not is_auto(self.unit_bytes):
             object.__setattr__(self, "unit_bytes", parse_bytes("unit_bytes", self.unit_bytes, least=0))
-        whole_number("grad_buffers", self.grad_buffers, 1)
         one_of("grad_accumulation", self.grad_accumulation, (AUTO, "local", "sharded"))
         if self.grad_accumulation == "sharded" and self.stage < 2:
             raise ConfigError(

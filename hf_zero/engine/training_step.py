@@ -13,6 +13,7 @@ from ..comm.transport import Label
 from ..config import ConfigError
 from ..device import Arrival
 from ..hooks import WeakHook
+from ..layout import pool
 from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
 from ..optimizer.state.row_writes import RowWrites
 from .build.assemble import Parts
@@ -70,7 +71,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts, meeting = self._parts, self._parts.meeting
-        most = self._config.grad_buffers if parts.holder.steps_early else None
+        most = pool.GRAD_BUFFERS if parts.holder.steps_early else None
         landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
         return choose_store(parts.buckets, self._config, parts.wire.reduction, landing, meeting.peers)
 

@@ -44,7 +44,6 @@ _TITLES = {
 _PAGES = {
     "stage": "memory-and-traffic.md",
     "bucket_bytes": "how-it-works.md#buckets",
-    "grad_buffers": "memory-and-traffic.md#gradient-buffers",
     "grad_accumulation": "memory-and-traffic.md",
     "param_dtype": "precision.md",
     "rounding": "precision.md#stochastic-rounding",
@@ -69,7 +68,6 @@ _PAGES = {
     "offload": "offload.md",
     "offload.activations": "offload.md#activations",
     "comm": "slow-links.md",
-    "comm.communicators": "slow-links.md#communicators",
     "comm.sync_every": "slow-links.md#outer-steps",
     "comm.outer": "slow-links.md#outer-steps",
     "comm.shard_group_size": "slow-links.md#several-shard-groups",

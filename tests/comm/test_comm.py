@@ -313,7 +313,6 @@ ASKED_FOR = [
     (GPUS, 0, {}, [WORLD, "default"]),
     (GPUS, 2, {}, [WORLD, "default", URGENT]),
     (GPUS, 3, {}, [WORLD, "default", URGENT]),
-    (GPUS, 3, {"communicators": 1}, [WORLD, "default"]),
     (GPUS, 3, {"secondary_shard": "node", "node_size": 2}, [WORLD, "default", *3 * [URGENT]]),
     (GPUS, 2, {"shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT]]),
     (GPUS, 3, {"sync_every": 4, "shard_group_size": 2}, [WORLD, *5 * ["default"], *2 * [URGENT], *2 * ["gloo"]]),

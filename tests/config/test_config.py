@@ -140,7 +140,6 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
         ),
         ({"bucket_bytes": -1}, "`bucket_bytes` is -1; allowed: a number of bytes above 0"),
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
-        ({"grad_buffers": 0}, "`grad_buffers` is 0; allowed: a whole number from 1"),
         ({"stage": 1, "grad_accumulation": "sharded"}, "`grad_accumulation: sharded` needs stage 2"),
         ({"split_parameters": "never"}, "`split_parameters` is 'never'; allowed: True, False, auto"),
         ({"check_nonfinite": "yes"}, "`check_nonfinite` is 'yes'; allowed: true, false"),

@@ -26,7 +26,6 @@ KEYS = {
     "stage",
     "grad_accumulation",
     "bucket_bytes",
-    "grad_buffers",
     "param_dtype",
     "reduce_dtype",
     "overlap_param_gather",

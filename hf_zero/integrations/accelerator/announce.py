@@ -97,7 +97,7 @@ def _hindrances(engine: ZeroEngine) -> str:
     if engine.groups.backend != "nccl":
         return ""
     found = ""
-    if engine.config.stage > 0 and engine.config.comm.communicators > 1 and not keeps_launch_order():
+    if engine.config.stage > 0 and not keeps_launch_order():
         found += "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found += "; CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels: unset the variable"

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.layout import pool
 from hf_zero.offload import choose
 from hf_zero.offload.host_cores import ShareOfCores
 from hf_zero.optimizer.holders import double
@@ -52,7 +53,8 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
-    model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage, grad_buffers=1)
+    monkeypatch.setattr(pool, "GRAD_BUFFERS", 1)
+    model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
     stock = double.Double.step
