@@ -162,6 +162,7 @@ CUT: Final = {
     "comm.gradients: fp8": "Use int8: the same bytes, and less is lost",
     "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
     "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
+    "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
     "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
     "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
     "offload.delay_warmup": "Leave it out: no step is delayed",

@@ -62,12 +62,10 @@ class ZeroConfig:
         overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
             a parameter waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
-            them.
         check_replicas_every: steps after which ranks that hold copies of the same parameters compare checksums of them, and end
             where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
-            on all ranks, drops its gradients and goes on.
+            on all ranks, drops its gradients and goes on; `ignore` does not look for them, and steps with them.
         nonfinite_limit: how many bad steps in a row are skipped before the run ends all the same.
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
             step's gradients and takes its micro-batches again in twice as many parts, on all ranks, at stages 0 to 2. With
@@ -97,7 +95,6 @@ class ZeroConfig:
     split_parameters: bool | Literal["auto"] = AUTO
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
-    check_nonfinite: bool = True
     check_replicas_every: int = 0
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
@@ -158,7 +155,7 @@ class ZeroConfig:
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if not is_auto(self.unit_modules):
             object.__setattr__(self, "unit_modules", class_names("unit_modules", self.unit_modules))
-        for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
+        for name in ("overlap_param_gather", "broadcast_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
@@ -198,19 +195,15 @@ class ZeroConfig:
                 )
 
     def _check_nonfinite(self) -> None:
-        one_of("nonfinite", self.nonfinite, ("stop", "skip"))
+        one_of("nonfinite", self.nonfinite, ("stop", "skip", "ignore"))
         whole_number("nonfinite_limit", self.nonfinite_limit, 1, what=" of steps,")
-        if self.nonfinite == "stop":
+        if self.nonfinite != "skip":
             if self.nonfinite_limit != type(self).nonfinite_limit:
                 raise ConfigError(
-                    "hf_zero config: `nonfinite_limit` is of `nonfinite: skip` (nonfinite is stop). Set that, or leave it out."
+                    f"hf_zero config: `nonfinite_limit` is of `nonfinite: skip` (nonfinite is {self.nonfinite}). Set that, or "
+                    "leave it out."
                 )
             return
-        if not self.check_nonfinite:
-            raise ConfigError(
-                f"hf_zero config: `nonfinite: {self.nonfinite}` needs gradients that are looked at, and `check_nonfinite: false` "
-                "steps with whatever they are. Leave one of the two out."
-            )
         if self.comm.sync_every > 1:
             raise ConfigError(
                 f"hf_zero config: `nonfinite: skip` does not go with `comm.sync_every: {self.comm.sync_every}`: groups of ranks "

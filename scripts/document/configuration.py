@@ -52,7 +52,6 @@ _PAGES = {
     "split_parameters": "optimizers.md#which-optimizers-work",
     "overlap_param_gather": "how-it-works.md#overlap",
     "broadcast_buffers": "how-it-works.md#buffers-of-modules",
-    "check_nonfinite": "how-it-works.md#nan-and-infinite-gradients",
     "check_replicas_every": "troubleshooting.md#copies-of-the-parameters-have-diverged",
     "nonfinite": "gradients-and-reports.md#bad-steps",
     "nonfinite_limit": "gradients-and-reports.md#bad-steps",

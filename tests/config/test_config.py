@@ -142,7 +142,7 @@ def test_a_setting_that_was_taken_out_is_refused_by_name_with_what_to_do(taken_o
         ({"bucket_bytes": "many"}, "`bucket_bytes` is 'many'"),
         ({"stage": 1, "grad_accumulation": "sharded"}, "`grad_accumulation: sharded` needs stage 2"),
         ({"split_parameters": "never"}, "`split_parameters` is 'never'; allowed: True, False, auto"),
-        ({"check_nonfinite": "yes"}, "`check_nonfinite` is 'yes'; allowed: true, false"),
+        ({"broadcast_buffers": "yes"}, "`broadcast_buffers` is 'yes'; allowed: true, false"),
     ],
 )
 def test_wrong_settings_name_field_value_and_what_is_allowed(settings, says):
@@ -213,9 +213,9 @@ def test_a_flag_may_end_like_a_file_name(tmp_path):
 
 
 def test_numbers_of_numpy_are_numbers():
-    config = ZeroConfig(stage=np.int64(1), check_nonfinite=np.bool_(False), comm=CommConfig(timeout_s=np.float32(60)))
-    assert config == ZeroConfig(stage=1, check_nonfinite=False, comm=CommConfig(timeout_s=60.0))
-    assert type(config.stage) is int and type(config.check_nonfinite) is bool
+    config = ZeroConfig(stage=np.int64(1), broadcast_buffers=np.bool_(False), comm=CommConfig(timeout_s=np.float32(60)))
+    assert config == ZeroConfig(stage=1, broadcast_buffers=False, comm=CommConfig(timeout_s=60.0))
+    assert type(config.stage) is int and type(config.broadcast_buffers) is bool
 
 
 def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path):

@@ -30,7 +30,7 @@ KEYS = {
     "reduce_dtype",
     "overlap_param_gather",
     "broadcast_buffers",
-    "check_nonfinite",
+    "nonfinite",
 }
 KEYS_OF_STAGE_3 = {
     "gather_dtype",

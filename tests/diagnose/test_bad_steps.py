@@ -196,10 +196,10 @@ def test_the_micro_batch_and_the_rank_of_a_loss_that_is_not_finite_are_named():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"nonfinite": "never"}, "allowed: stop, skip."),
-        ({"nonfinite": "skip", "check_nonfinite": False}, "`check_nonfinite: false`"),
+        ({"nonfinite": "never"}, "allowed: stop, skip, ignore."),
         ({"nonfinite": "skip", "comm": {"sync_every": 4}}, "`comm.sync_every: 4`"),
         ({"nonfinite_limit": 5}, "`nonfinite_limit` is of `nonfinite: skip` (nonfinite is stop)"),
+        ({"nonfinite": "ignore", "nonfinite_limit": 5}, "`nonfinite: skip` (nonfinite is ignore)"),
         ({"nonfinite": "skip", "nonfinite_limit": 0}, "a whole number of steps, from 1"),
     ],
 )

@@ -74,7 +74,7 @@ class Stop(BadSteps):
             f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused and the "
             f"parameters stay as they were. {said()}Usual reasons: a learning rate too high, a NaN in the data, log or "
             "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on; to "
-            "step all the same, set `check_nonfinite: false`."
+            "step all the same, set `nonfinite: ignore`."
         )
 
 
