@@ -45,7 +45,7 @@ class MemoryReport:
     """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
 
     `most_beside_bytes` is what copies of the state, and the gradients that steps on them read, come to when all are there: they
-    are made in the first steps that are taken early or late. `traffic` is None where all state is in memory, `early` where every
+    are made in the first steps that are taken early. `traffic` is None where all state is in memory, `early` where every
     step is taken in its time, and `kernels` where the optimizers' own steps take all of them.
     """
 

@@ -57,7 +57,7 @@ class StatePlan:
 
     `frozen` are the parameters that take no gradients, and buffers.
 
-    `beside` are copies of state, with gradients, on which steps are taken early or late. `in_files` is the part of all kinds that
+    `beside` are copies of state, with gradients, on which steps are taken early. `in_files` is the part of all kinds that
     is in files, and so in no memory.
     """
 

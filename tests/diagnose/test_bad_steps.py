@@ -146,6 +146,19 @@ def test_what_an_optimizer_counts_in_its_groups_is_not_counted_in_a_skipped_step
     assert run.optimizer.param_groups[0]["count"] == 3 and run.optimizer.param_groups[0]["params"]
 
 
+def skips_and_zeroes_nothing(rank: int, world_size: int) -> None:
+    for stage in range(4):
+        run = Poisoned(rank, world_size, {"stage": stage, "nonfinite": "skip"})
+        run.optimizer.zero_grad = lambda: None
+        run.step(0, is_bad=True, clips=False)
+        assert run.engine.bad_steps.skipped == 1
+        assert all(row.grad is None for group in run.optimizer.param_groups for row in group["params"])
+
+
+def test_the_gradients_of_a_skipped_step_are_dropped_where_the_script_zeroes_none():
+    run_ranks(skips_and_zeroes_nothing, world_size=2, time_limit_s=60)
+
+
 def named_by_all(rank: int, world_size: int, policy: str) -> str:
     run = Poisoned(
         rank, world_size, {"stage": 2, "nonfinite": policy, **({} if policy == "stop" else {"nonfinite_limit": 2})}

@@ -134,7 +134,7 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
     ours = {
         "masters": plan.masters,
         "gradient residuals": plan.residuals,
-        "copies for early and late steps": plan.beside,
+        "copies for early steps": plan.beside,
     }
     only_ours = [(kind, in_units(held), "") for kind, held in ours.items() if held]
     frozen = [("frozen parameters and buffers", in_units(plan.frozen), in_units(ddp.frozen))] if ddp.frozen else []
