@@ -17,7 +17,6 @@ _HOME_OF = {
     "ZeroEngine": "engine.engine",
     "doctor": "diagnose.doctor",
     "engine_of": "integrations.engine_of",
-    "ZeroAccelerator": "integrations.accelerate",
     "ZeroPlugin": "integrations.accelerate",
     "ZeroCallback": "integrations.callback",
     "ZeroTrainingArguments": "integrations.arguments",
@@ -40,7 +39,6 @@ __all__ = [
     "GradScaler",
     "Rescue",
     "RunRecorder",
-    "ZeroAccelerator",
     "ZeroCallback",
     "ZeroConfig",
     "ZeroEngine",
@@ -68,7 +66,7 @@ if TYPE_CHECKING:
     from .diagnose.parity import parity
     from .diagnose.rescue import Rescue
     from .engine.engine import ZeroEngine
-    from .integrations.accelerate import ZeroAccelerator, ZeroPlugin
+    from .integrations.accelerate import ZeroPlugin
     from .integrations.arguments import ZeroTrainingArguments, with_zero
     from .integrations.callback import ZeroCallback
     from .integrations.checkpoints.init import init
@@ -83,6 +81,11 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str):
+    if name == "ZeroAccelerator":
+        from .config.checks import cut_name
+
+        # `from hf_zero import name` says nothing of an AttributeError's words.
+        raise ImportError(cut_name(name))
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hf_zero' has no attribute {name!r}")
     return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)

@@ -514,12 +514,12 @@ BREAKS = (
         only="residuals_of_several_ranks",
     ),
     Break(
-        name="delayed-step-never-taken-over",
+        name="early-step-never-taken-over",
         place="StepsBeside.take_over",
         old="self.doubles[bucket].take_over(states)",
         new="pass",
-        tests=("test_delayed_steps.py",),
-        only="several_ranks_do_too",
+        tests=("test_early_steps.py",),
+        only="ranks_forget_and_keep_together",
     ),
     Break(
         name="early-step-taken-twice",
@@ -583,14 +583,6 @@ BREAKS = (
         old="            self._gradients.drop()\n",
         new="",
         tests=("test_bad_steps.py",),
-    ),
-    Break(
-        name="rewound-without-optimizer-state",
-        place="Snapshot.restore",
-        old="        self._state.fill(self._read, self._kinds_of, self._scalars_of)\n",
-        new="",
-        tests=("test_bad_steps.py",),
-        only="rewound",
     ),
     Break(
         name="last-batch-counted-again-on-a-rank-without-batches",

@@ -21,7 +21,7 @@ _LARGEST_UNIT_BYTES = 32 * _MIB
 """On the host a unit of stage 3 is a bucket of each kind where it fits: a layer of BERT-base has 28 MiB."""
 
 _LARGEST_QUEUED_BYTES = 256 * _MIB
-"""On an accelerator, for the memory of the `grad_buffers` that pass at a time: a 7B model in bfloat16 has 67 buckets then."""
+"""On an accelerator, for the memory of the `GRAD_BUFFERS` that pass at a time: a 7B model in bfloat16 has 67 buckets then."""
 
 SMALLEST_UNIT_BYTES = {"cpu": 1 * _MIB, "accelerator": 16 * _MIB}
 """[Note: the least bytes of a unit]
@@ -91,7 +91,7 @@ def bytes_on_host(total_bytes: int) -> int:
 def bytes_on_accelerators(total_bytes: int, groups: Groups) -> int:
     """What costs least over the group in which whole buckets are reduced, up to 256 MiB and an eighth of all.
 
-    Beyond that `grad_buffers` of them would be most of the gradients that stage 2 does not keep.
+    Beyond that `GRAD_BUFFERS` of them would be most of the gradients that stage 2 does not keep.
     """
     group = groups.shard if groups.shard.size > 1 else groups.replicate
     nodes = len({groups.nodes[rank] for rank in group.ranks})

@@ -101,6 +101,8 @@ def refuse(name: str, value: Any, allowed: str) -> ConfigError:
 
 def one_of(name: str, value: Any, allowed: tuple) -> None:
     if not any(type(value) is type(a) and value == a for a in allowed):
+        if type(value) is str:
+            refuse_cut(f"{name}: {value}")
         raise refuse(name, value, ", ".join(str(a) for a in allowed))
 
 
@@ -173,12 +175,38 @@ CUT: Final = {
     "comm.peer_memory": "Leave it out: parameters travel through the process group, with the same losses",
     "checkpoint.replicate": "Leave it out: `checkpoint.resume: auto` goes on from the newest good checkpoint of output_dir",
     "checkpoint.replicate_every": "Leave it out, and save more often: checkpoints are written behind training",
+    "comm.weights: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
+    "comm.gradients: auto": "Set int8 where links are slow (`hf-zero doctor` measures them), or leave it out",
+    "comm.weights: fp8": "Use int8: the same bytes, and less is lost",
+    "comm.gradients: fp8": "Use int8: the same bytes, and less is lost",
+    "comm.communicators": "Leave it out: on an accelerator gathers have a communicator of their own",
+    "grad_buffers": "Leave it out: three buckets of gradients are on their way; `bucket_bytes` says how large they are",
+    "check_nonfinite": "Leave it out; `nonfinite: ignore` steps with NaN and infinite gradients, as `check_nonfinite: false` did",
+    "nonfinite: rewind": "Set `nonfinite: skip`, or stop and resume from a checkpoint",
+    "offload.delay": "Leave it out: `offload.speculate_bytes` steps buckets during backward, to the same bits",
+    "offload.delay_warmup": "Leave it out: no step is delayed",
+    "offload.numa": "Leave it out: host steps run on the node of the rank's accelerator; `numactl` confines a process to another",
+    "offload.threads": "Leave it out: ranks share the host's cores; on the CPU, set OMP_NUM_THREADS",
+    "offload.window": "Leave it out: two buckets are read or written while another is stepped",
+    "snapshot_every": "Leave it out: `nonfinite: skip` keeps no snapshots",
 }
-"""Settings that were taken out, and what to do in place of each."""
+"""Settings, and values of settings (`name: value`), that were taken out, and what to do in place of each."""
+
+
+CUT_NAMES: Final = {
+    "ZeroAccelerator": "Use `Accelerator(parallelism_config=ZeroPlugin(...))`, or `plugin.attach(accelerator)` before prepare",
+    "hf-zero card": "`hf-zero push` writes the model card, as Trainer's `push_to_hub` does",
+}
+"""Commands and public names that were taken out, and what to do in place of each."""
+
+
+def cut_name(name: str) -> str:
+    """The sentences that refuse a command or a public name that was taken out."""
+    return f"hf_zero: `{name}` was taken out. {CUT_NAMES[name]}."
 
 
 def refuse_cut(name: str) -> None:
-    """Raises `ConfigError` for the full name of a setting that was taken out."""
+    """Raises `ConfigError` for a setting that was taken out, or for `name: value` of a value that was."""
     if name in CUT:
         raise ConfigError(f"hf_zero config: the setting `{name}` was taken out of hf_zero. {CUT[name]}.")
 

@@ -41,19 +41,6 @@ class OffloadConfig:
     """What a rank may take for copies of state on which buckets are stepped during backward: host memory with `cpu`, disk with
     `nvme`. 0 steps all of them in `optimizer.step()`. `auto` is half of what state leaves free beside an accelerator, and 0 on
     the CPU, and with `optimizer: cpu` and `params: nvme` together, whose copies are in both."""
-    threads: int | Literal["auto"] = AUTO
-    """CPU threads of steps on the host. `auto`: a rank's part of the host's cores beside an accelerator, and torch's own number
-    where training is on the CPU."""
-    numa: int | Literal["auto", "none"] = AUTO
-    """The NUMA node on whose cores the host steps run, and in whose memory what they step on lies: a number, or `auto`, that of
-    the rank's accelerator; ranks without one are dealt over the nodes. `none` leaves both to the system."""
-    delay: int = 0
-    """With `optimizer: cpu` or `nvme`, 1 ends each step behind the next forward and backward, which read parameters that are one
-    step old. Not exact."""
-    delay_warmup: int = 40
-    """Steps at the start that are taken in their time all the same."""
-    window: int = 2
-    """`nvme`: buckets that are on their way from or to the disk while another is stepped."""
 
     def __post_init__(self):
         to_python_numbers(self)
@@ -71,7 +58,6 @@ class OffloadConfig:
                 "hf_zero config: `offload.nvme_path` is of `offload.optimizer: nvme` and `offload.params: nvme` (optimizer is "
                 f"{self.optimizer}, params is {self.params}). Set one of those, or leave the path out."
             )
-        whole_number("offload.window", self.window, 1)
         is_said = type(self.speculate_bytes) is not int or self.speculate_bytes != 0
         if is_said and not is_auto(self.speculate_bytes):
             object.__setattr__(self, "speculate_bytes", parse_bytes("offload.speculate_bytes", self.speculate_bytes))
@@ -80,14 +66,6 @@ class OffloadConfig:
                     "hf_zero config: `offload.speculate_bytes` is of `offload.optimizer: cpu` and `nvme` (optimizer is "
                     f"{self.optimizer}): copies of state in host memory or in files. Set one of those, or leave it out."
                 )
-        whole_number("offload.threads", self.threads, 1, also=(AUTO,))
-        if self.threads != AUTO and not self.moves_state:
-            raise ConfigError(
-                "hf_zero config: `offload.threads` is of steps on the host, and with `offload.optimizer: none` there are "
-                "none. Set that to cpu or nvme, or leave the threads out."
-            )
-        self._check_numa()
-        self._check_delay()
         if self.activations == "nvme":
             raise not_built("offload.activations", "nvme", "use cpu: host memory, or recompute them (checkpointing)")
         number("offload.ratio", self.ratio, lambda ratio: 0 < ratio <= 1, "a number above 0, up to 1")
@@ -95,36 +73,6 @@ class OffloadConfig:
             raise ConfigError(
                 f"hf_zero config: `offload.ratio` is {self.ratio}, the part of the state that moves, and nothing moves with "
                 "`offload.optimizer: none`. Set that to cpu or nvme, or leave the ratio out."
-            )
-
-    def _check_numa(self) -> None:
-        whole_number("offload.numa", self.numa, 0, also=(AUTO, "none"), what=", that of a NUMA node,")
-        if self.numa not in (AUTO, "none") and not (self.moves_state or self.moves_params):
-            raise ConfigError(
-                f"hf_zero config: `offload.numa` is {self.numa}, and nothing is held or stepped in host memory with "
-                "`offload.optimizer: none` and `offload.params: none`. Set one of those, or leave the node out."
-            )
-
-    def _check_delay(self) -> None:
-        one_of("offload.delay", self.delay, (0, 1))
-        whole_number("offload.delay_warmup", self.delay_warmup, 0)
-        if not self.delay:
-            if self.delay_warmup != type(self).delay_warmup:
-                raise ConfigError(
-                    f"hf_zero config: `offload.delay_warmup` is {self.delay_warmup}, and nothing is delayed with `offload.delay: "
-                    "0`. Set that to 1, or leave the warm-up out."
-                )
-            return
-        if not self.moves_state or self.ratio != 1:
-            raise ConfigError(
-                "hf_zero config: `offload.delay: 1` needs all of the state in host memory or in files (optimizer is "
-                f"{self.optimizer}, ratio is {self.ratio}). Set `offload.optimizer: cpu` or `nvme` and `offload.ratio: 1.0`, or "
-                "leave the delay out."
-            )
-        if self.speculate_bytes not in (AUTO, 0):
-            raise ConfigError(
-                f"hf_zero config: `offload.delay: 1` ends steps late and `offload.speculate_bytes: {self.speculate_bytes}` "
-                "begins them early. Leave one of the two out."
             )
 
     @property
@@ -173,13 +121,9 @@ class CommConfig:
     """Stage 3: `node` keeps a part of what a forward has gathered on each rank of a node until the step, so that the backward's
     gathers stay inside the node."""
     weights: str = "none"
-    """Parameters travel as they are (`none`), or in blocks as `int8` or `fp8` (float8_e4m3fn), at stages 1 to 3. `auto` tries
-    `none` and `int8` with a bucket at the start, and takes `int8` where training will wait less for it."""
+    """Parameters travel as they are (`none`), or in blocks as `int8`, at stages 1 to 3."""
     gradients: str = "none"
-    """Likewise gradients, in `int8`, `fp8` or `int4`; `auto` chooses between `none` and `int8`."""
-    communicators: int = 2
-    """On an accelerator, 2 gives the parameters' all-gathers an NCCL communicator of their own, so that none waits behind a
-    gradient; 1 has all collectives share one, and take turns, where two at once hang or take memory that is missing."""
+    """Likewise gradients, in `int8` or `int4`."""
     block_numel: int = 256
     """Elements that share a scale in a quantised tensor."""
     error_feedback: bool = True
@@ -216,9 +160,8 @@ class CommConfig:
         for name, least in (("shard_group_size", 2 if self.sync_every == 1 else 1), ("node_size", 1)):
             whole_number(f"comm.{name}", getattr(self, name), least, also=(AUTO,))
         one_of("comm.secondary_shard", self.secondary_shard, ("none", "node"))
-        one_of("comm.weights", self.weights, ("none", AUTO, "int8", "fp8"))
-        one_of("comm.gradients", self.gradients, ("none", AUTO, "int8", "fp8", "int4"))
-        one_of("comm.communicators", self.communicators, (1, 2))
+        one_of("comm.weights", self.weights, ("none", "int8"))
+        one_of("comm.gradients", self.gradients, ("none", "int8", "int4"))
         one_of("comm.block_numel", self.block_numel, tuple(2**power for power in range(5, 13)))
         one_of("comm.error_feedback", self.error_feedback, (True, False))
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
@@ -243,8 +186,8 @@ class CommConfig:
 
     @property
     def quantises(self) -> bool:
-        """Whether weights or gradients are asked to travel in blocks of codes. `auto` may come to that."""
-        return not {self.weights, self.gradients} <= {"none", AUTO}
+        """Whether weights or gradients travel in blocks of codes."""
+        return self.weights != "none" or self.gradients != "none"
 
 
 @dataclass(frozen=True, kw_only=True)

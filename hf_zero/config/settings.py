@@ -24,11 +24,6 @@ class OffloadSettings(TypedDict, total=False):
     ratio: float
     nvme_path: str | None
     speculate_bytes: int | str
-    threads: int | Literal["auto"]
-    numa: int | Literal["auto", "none"]
-    delay: int
-    delay_warmup: int
-    window: int
 
 
 class CommSettings(TypedDict, total=False):
@@ -39,7 +34,6 @@ class CommSettings(TypedDict, total=False):
     secondary_shard: str
     weights: str
     gradients: str
-    communicators: int
     block_numel: int
     error_feedback: bool
     sync_every: int
@@ -65,7 +59,6 @@ class ZeroSettings(TypedDict, total=False):
 
     stage: int | str
     bucket_bytes: int | str
-    grad_buffers: int
     grad_accumulation: str
     param_dtype: str
     rounding: str
@@ -74,11 +67,9 @@ class ZeroSettings(TypedDict, total=False):
     split_parameters: bool | Literal["auto"]
     overlap_param_gather: bool
     broadcast_buffers: bool
-    check_nonfinite: bool
     check_replicas_every: int
     nonfinite: str
     nonfinite_limit: int
-    snapshot_every: int
     out_of_memory: str
     report: bool | str
     kernels: str

@@ -43,8 +43,6 @@ class ZeroConfig:
             Trainer's doors choose it then, with `offload`, `bucket_bytes` and `prefetch_units` where these are not set.
         bucket_bytes: gradients reduced together, in bytes of the reduce dtype; `auto` sizes them for the model, the ranks and
             the device.
-        grad_buffers: how many whole-bucket gradient buffers stages 2 and 3 hold at a time before they wait for the oldest, those
-            of parameters larger than a bucket among them.
         grad_accumulation: `local` keeps whole gradients between micro-batches and reduces once a step, in DDP's order of
             addition; `sharded` reduces every micro-batch into the shard. `auto`: local at stages 0 and 1, sharded at 2
             and 3.
@@ -64,17 +62,14 @@ class ZeroConfig:
         overlap_param_gather: let the parameter all-gathers of stages 1 and 2 run on behind the step; the first read of
             a parameter waits for it.
         broadcast_buffers: rank 0's buffers (batch-norm statistics) before each training forward, as DDP.
-        check_nonfinite: look for NaN and infinite gradients before each step, and do what `nonfinite` says; false steps with
-            them.
         check_replicas_every: steps after which ranks that hold copies of the same parameters or optimizer state compare checksums
             of all steps since, and end where they differ; 0 for never.
         nonfinite: what is done about a step with NaN or infinite gradients: `stop` ends the run before it; `skip` leaves it out
-            on all ranks, drops its gradients and goes on; `rewind` also takes parameters and optimizer state back to a snapshot.
-        nonfinite_limit: how many bad steps in a row are skipped, or go back to one snapshot, before the run ends all the same.
-        snapshot_every: `nonfinite: rewind`: steps between snapshots of this rank's state, which are in host memory.
+            on all ranks, drops its gradients and goes on; `ignore` does not look for them, and steps with them.
+        nonfinite_limit: how many bad steps in a row are skipped before the run ends all the same.
         out_of_memory: what is done about a forward or backward that runs out of memory: `stop` ends the run; `halve` drops the
-            step's gradients and takes its micro-batches again in twice as many parts, on all ranks. With Trainer and
-            `hf_zero.Rescue`.
+            step's gradients and takes its micro-batches again in twice as many parts, on all ranks, at stages 0 to 2. With
+            Trainer and `hf_zero.Rescue`.
         report: keep a log of the run on rank 0, and make a page of it at the end: true in Trainer's `output_dir`, or accelerate's
             `logging_dir` or `project_dir`; or the path of another folder. `hf-zero report` makes the page of any run.
         kernels: whether fused kernels measure gradients and step AdamW, Adam, SGD and Lion in place of torch: `auto` where triton
@@ -92,7 +87,6 @@ class ZeroConfig:
 
     stage: int = 2
     bucket_bytes: int | str = AUTO
-    grad_buffers: int = 3
     grad_accumulation: str = AUTO
     param_dtype: str = AUTO
     rounding: str = "nearest"
@@ -101,11 +95,9 @@ class ZeroConfig:
     split_parameters: bool | Literal["auto"] = AUTO
     overlap_param_gather: bool = True
     broadcast_buffers: bool = True
-    check_nonfinite: bool = True
     check_replicas_every: int = 0
     nonfinite: str = "stop"
     nonfinite_limit: int = 10
-    snapshot_every: int = 100
     out_of_memory: str = "stop"
     report: bool | str = False
     kernels: str = AUTO
@@ -132,7 +124,6 @@ class ZeroConfig:
             object.__setattr__(self, "bucket_bytes", parse_bytes("bucket_bytes", self.bucket_bytes))
         if not is_auto(self.unit_bytes):
             object.__setattr__(self, "unit_bytes", parse_bytes("unit_bytes", self.unit_bytes, least=0))
-        whole_number("grad_buffers", self.grad_buffers, 1)
         one_of("grad_accumulation", self.grad_accumulation, (AUTO, "local", "sharded"))
         if self.grad_accumulation == "sharded" and self.stage < 2:
             raise ConfigError(
@@ -164,7 +155,7 @@ class ZeroConfig:
         one_of("reshard_after_forward", self.reshard_after_forward, (True, False, AUTO))
         if not is_auto(self.unit_modules):
             object.__setattr__(self, "unit_modules", class_names("unit_modules", self.unit_modules))
-        for name in ("overlap_param_gather", "broadcast_buffers", "check_nonfinite"):
+        for name in ("overlap_param_gather", "broadcast_buffers"):
             if not isinstance(getattr(self, name), bool):
                 raise refuse(name, getattr(self, name), "true, false")
         one_of("moments", self.moments, ("32bit", "8bit"))
@@ -190,20 +181,12 @@ class ZeroConfig:
                 "what quantising has kept of earlier gradients would be lost",
             ),
             "comm.sync_every": (self.comm.sync_every, 1, "groups of ranks that step apart would not halve together"),
-            "offload.delay": (
-                self.offload.delay,
-                0,
-                "the step before ends while gradients come that are to be dropped",
-            ),
         }
-        if self.stage == 3:
-            again = (
-                "a rank that has failed takes part in the rest of a pass by repeating it, which is not built for that"
+        if self.out_of_memory == "halve" and self.stage == 3:
+            raise ConfigError(
+                "hf_zero config: `out_of_memory: halve` does not go with `stage: 3`: the other ranks wait in gathers for the "
+                "rank that has failed. Set `stage: 2`, or use activation checkpointing."
             )
-            hindrances |= {
-                "comm.shard_group_size": (self.comm.shard_group_size, AUTO, again),
-                "comm.secondary_shard": (self.comm.secondary_shard, "none", again),
-            }
         for name, (value, without, reason) in hindrances.items():
             if self.out_of_memory == "halve" and value != without:
                 raise ConfigError(
@@ -212,50 +195,24 @@ class ZeroConfig:
                 )
 
     def _check_nonfinite(self) -> None:
-        one_of("nonfinite", self.nonfinite, ("stop", "skip", "rewind"))
+        one_of("nonfinite", self.nonfinite, ("stop", "skip", "ignore"))
         whole_number("nonfinite_limit", self.nonfinite_limit, 1, what=" of steps,")
-        whole_number("snapshot_every", self.snapshot_every, 1, what=" of steps,")
-        for name, uses in (("nonfinite_limit", ("skip", "rewind")), ("snapshot_every", ("rewind",))):
-            if self.nonfinite not in uses and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+        if self.nonfinite != "skip":
+            if self.nonfinite_limit != type(self).nonfinite_limit:
                 raise ConfigError(
-                    f"hf_zero config: `{name}` is of `nonfinite: {'` and `'.join(uses)}` (nonfinite is {self.nonfinite}). Set "
-                    "that, or leave it out."
+                    f"hf_zero config: `nonfinite_limit` is of `nonfinite: skip` (nonfinite is {self.nonfinite}). Set that, or "
+                    "leave it out."
                 )
-        if self.nonfinite == "stop":
             return
-        if not self.check_nonfinite:
-            raise ConfigError(
-                f"hf_zero config: `nonfinite: {self.nonfinite}` needs gradients that are looked at, and `check_nonfinite: false` "
-                "steps with whatever they are. Leave one of the two out."
-            )
-        for name, value, reason in self._hindrances_to_skipping():
-            raise ConfigError(
-                f"hf_zero config: `nonfinite: {self.nonfinite}` does not go with `{name}: {value}`: {reason}. Leave one of the "
-                "two out."
-            )
-
-    def _hindrances_to_skipping(self) -> list[tuple[str, Any, str]]:
-        """Settings with which a step cannot be left out, or not be gone back on: each with its value and why."""
-        found: list[tuple[str, Any, str]] = []
-        if self.offload.delay:
-            found.append(
-                ("offload.delay", self.offload.delay, "each step is ended behind the next forward and backward")
-            )
         if self.comm.sync_every > 1:
-            found.append(
-                ("comm.sync_every", self.comm.sync_every, "groups of ranks that step apart would not skip together")
+            raise ConfigError(
+                f"hf_zero config: `nonfinite: skip` does not go with `comm.sync_every: {self.comm.sync_every}`: groups of ranks "
+                "that step apart would not skip together. Leave one of the two out."
             )
-        for name in ("optimizer", "params"):
-            value = getattr(self.offload, name)
-            if self.nonfinite == "rewind" and value == "nvme":
-                found.append(
-                    (f"offload.{name}", value, "the snapshot would need the host memory that files are to spare")
-                )
-        return found
 
     def _check_as_any_stage(self) -> None:
-        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes what any other does."""
-        checked = dataclasses.replace(self, stage=3)
+        """With `stage: auto`: settings that no stage takes are refused at once; stage 3 takes all others' but halving."""
+        checked = dataclasses.replace(self, stage=2 if self.out_of_memory == "halve" else 3)
         for field_ in dataclasses.fields(self):
             if field_.name != "stage":
                 object.__setattr__(self, field_.name, getattr(checked, field_.name))
@@ -305,8 +262,6 @@ class ZeroConfig:
         if self.comm.sync_every == 1:
             return
         others: dict[str, int | str] = {}
-        if self.offload.delay:
-            others["offload.delay"] = self.offload.delay
         if self.rounding != "nearest":
             others["rounding"] = self.rounding
         if self.param_dtype == "float16":

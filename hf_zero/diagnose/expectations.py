@@ -92,7 +92,6 @@ def _of_settings(facts: Facts, config: ZeroConfig) -> Iterator[Reason]:
         "comm.weights": (comm.weights, "none"),
         "comm.gradients": (comm.gradients, "none"),
         "comm.sync_every": (comm.sync_every, 1),
-        "offload.delay": (offload.delay, 0),
     }
     for name, (chosen, exact) in inexact.items():
         if chosen != exact:

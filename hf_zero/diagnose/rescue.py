@@ -31,9 +31,7 @@ class Rescue:
 
     All ranks cut alike, since a backward is collective. From then on each micro-batch is taken in as many parts.
 
-    At stage 3 the others would wait in gathers for a rank that has failed: it takes the same pass once more with a single row,
-    for their sake, and all throw it away. So a pass may go through this engine's model only, and not through that of another
-    engine.
+    At stages 0 to 2: at stage 3 the other ranks wait in gathers for the rank that has failed.
 
     Attributes:
         parts: into which a micro-batch is cut.
@@ -55,8 +53,7 @@ class Rescue:
             ends_step: the optimizer's step follows.
 
         Raises:
-            torch.OutOfMemoryError: on all ranks: single rows, or a batch that cannot be cut. At stage 3 of several ranks on the
-                one alone that has not memory for a single row; the others hear that it has ended.
+            torch.OutOfMemoryError: on all ranks: single rows, or a batch that cannot be cut.
         """
         self._taken.append(_MicroBatch(batch=batch, run=run))
         todo = self._taken[-1:]
@@ -82,37 +79,13 @@ class Rescue:
                 is_last = each is todo[-1] and place == len(pieces) - 1
                 ended = self._engine.ended_backwards
                 with nullcontext() if is_last else self._engine.no_sync():
-                    part, failure = self._pass(each.run, inputs, weight)
+                    part, failure = _tried(each.run, inputs, weight)
                     if self._engine.drop_failed(ended, failed=part is None):
                         _free_memory()
                         return None, failure or "on another rank"
                 assert part is not None
                 loss = part if loss is None else loss + part
         return loss, None
-
-    def _pass(self, run: Pass, inputs: Any, weight: float) -> tuple[torch.Tensor | None, str | None]:
-        """The loss, or why there is none; the collectives of a forward and a backward are taken part in all the same."""
-        catch_up, ended = self._engine.catch_up, self._engine.ended_backwards
-        if catch_up is None:
-            return _tried(run, inputs, weight)
-        catch_up.begin_pass()
-        part, failure = _tried(run, inputs, weight)
-        if failure is not None and self._engine.ended_backwards == ended:
-            _free_memory()
-            rows = rows_of(inputs)
-            if rows is None or not catch_up.is_possible:
-                self._taken = []
-                why = (
-                    "its tensors do not have the same number of rows" if rows is None else "a collective was half begun"
-                )
-                raise torch.OutOfMemoryError(
-                    f"hf_zero: a micro-batch ran out of memory. It cannot be halved: {why}. Use activation checkpointing, "
-                    f"`offload`, or shorter rows. What ran out: {failure}"
-                )
-            row = cut(inputs, rows)[0]
-            with catch_up.again():
-                run(row.inputs, row.weight)
-        return part, failure
 
     def _cut_more(self, reason: str) -> None:
         """Doubles the parts, if any micro-batch of the step has as many rows on some rank."""

@@ -9,14 +9,12 @@ from torch import nn
 from ..buckets.bucket import rows_with_gradient
 from ..comm.control.last_words import LastWords
 from ..comm.transport import Label
-from ..comm.trial import Trial
 from ..config import ConfigLike, ZeroConfig
 from ..engine_reference import attach, detach
 from ..optimizer.clip import clamp_values
 from ..optimizer.state.full_tensors import slot_of
 from ..optimizer.state.resize import on_host, resize_whole
 from .build.assemble import Parts, assemble
-from .catch_up import CatchUp
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_state import EngineState
 from .gradients.bad_steps import BadSteps
@@ -70,7 +68,6 @@ class ZeroEngine:
         self.model = model
         self._find_unused_parameters = find_unused_parameters
         self.entry = entry or model
-        self._trials: tuple[Trial, ...] = ()
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
 
     def _start(self, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -81,13 +78,12 @@ class ZeroEngine:
         self.run, self.everyone = meeting.run, meeting.everyone
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
-        self._trials += meeting.trials
         self._step = TrainingStep(
             self, self.model, parts, optimizers, find_unused_parameters=self._find_unused_parameters
         )
         self.optimizers = self._step.optimizers
         self.state = EngineState(parts, self.optimizers, self._step.row_writes, self._step.share)
-        self._handles = self._step.install(self.entry, self.state)
+        self._handles = self._step.install(self.entry)
         if self.config.stage > 0 and self.groups.world_size > 1:
             self._step.allocations = rank_allocations(self.model, list(parts.slot_of))
             self._handles += self._step.allocations
@@ -120,11 +116,6 @@ class ZeroEngine:
         return self._step.clip_grad_norm_(max_norm, norm_type, parameters)
 
     @property
-    def catch_up(self) -> CatchUp | None:
-        """How a rank takes part in the rest of a pass that has failed there, at stage 3 with `out_of_memory: halve`."""
-        return self._step.catch_up
-
-    @property
     def last_grad_norm(self) -> torch.Tensor | None:
         """The norm that was measured last, as `clip_grad_norm_` returns it; None before the first."""
         return self._step.last_norm
@@ -147,7 +138,7 @@ class ZeroEngine:
 
     @property
     def bad_steps(self) -> BadSteps:
-        """How many steps with NaN or infinite gradients were skipped or rewound, and whether the last one was."""
+        """How many steps with NaN or infinite gradients were skipped, and whether the last one was."""
         return self._step.bad_steps
 
     def clip_grad_value_(self, clip_value: float, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -285,7 +276,6 @@ class ZeroEngine:
             rows=ledger.rows(),
             timed_from=ledger.timed_from,
             gradient_error=self._parts.wire.reduction.error,
-            trials=self._trials,
             not_counted=self._parts.meeting.not_counted,
         )
 

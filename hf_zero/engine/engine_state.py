@@ -177,10 +177,6 @@ class EngineState:
             if self._parts.copies.is_first_with(name_of[own.parameter]):
                 yield own
 
-    def held_weights(self) -> Iterator[OwnWeights]:
-        """The part of the parameters in buckets that this rank keeps up to date, of which another rank may have a copy."""
-        return held_weights(self._parts.all_buckets, self._parts.holder)
-
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:
         """Replaces this rank's part of the model; `read` gives runs of whole parameters. `share_weights` has to follow."""
         self.load_own_weights(

@@ -159,7 +159,7 @@ def _state_rows(
     beside = (
         ("copies of the state", holder.copy_bytes(), "host memory"),
         ("copies of the state", holder.file_copy_bytes(), IN_FILES),
-        ("gradients of early and late steps", holder.gradient_bytes(), "host memory"),
+        ("gradients of early steps", holder.gradient_bytes(), "host memory"),
     )
     rows += [MemoryRow(kind=kind, bytes=n, ddp_bytes=0, where=where) for kind, n, where in beside if n]
     return rows

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..comm.ledger import CommRow
-from ..comm.trial import Trial
 from ..device import in_units
 from ..optimizer.reports import EarlyReport, KernelReport
 
@@ -47,7 +46,7 @@ class MemoryReport:
     """State that this rank holds, by kind. `peak_bytes` is the process's high-water mark, activations and all.
 
     `most_beside_bytes` is what copies of the state, and the gradients that steps on them read, come to when all are there: they
-    are made in the first steps that are taken early or late. `traffic` is None where all state is in memory, `early` where every
+    are made in the first steps that are taken early. `traffic` is None where all state is in memory, `early` where every
     step is taken in its time, and `kernels` where the optimizers' own steps take all of them.
     """
 
@@ -83,15 +82,14 @@ class CommReport:
     """What this rank has sent, over which links, and waited for since the engine was built.
 
     `gradient_error` is the relative error of a reduced gradient, where gradients are quantised: of one bucket, every hundred
-    backward passes another. `trials` are what `comm.gradients: auto` and `comm.weights: auto` have gone by.
-    `not_counted` says what is sent beside these rows; "" where nothing is. `timed_from` is the optimizer step from which on
-    seconds are counted, on an accelerator the one in which they were first asked for; None where they are of all collectives.
+    backward passes another. `not_counted` says what is sent beside these rows; "" where nothing is. `timed_from` is the optimizer
+    step from which on seconds are counted, on an accelerator the one in which they were first asked for; None where they are of
+    all collectives.
     """
 
     rows: tuple[CommRow, ...]
     timed_from: int | None = None
     gradient_error: float | None = None
-    trials: tuple[Trial, ...] = ()
     not_counted: str = ""
 
     @property
@@ -131,7 +129,7 @@ class CommReport:
         inside, between = in_units(self.bytes_sent - self.bytes_between), in_units(self.bytes_between)
         rows.append(("total", "", inside, between, f"{1e3 * self.wait_seconds:,.0f}", ""))
         columns = ("kind", "calls", "in node", "between nodes", "exposed ms", "GB/s")
-        more = [*map(str, self.trials), *filter(None, [self.not_counted])]
+        more = [*filter(None, [self.not_counted])]
         if self.timed_from is not None:
             more = [
                 f"Exposed ms and GB/s are of the steps after step {self.timed_from}, where they were first asked for.",

@@ -13,11 +13,10 @@ from ..comm.transport import Label
 from ..config import ConfigError
 from ..device import Arrival
 from ..hooks import WeakHook
+from ..layout import pool
 from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
 from ..optimizer.state.row_writes import RowWrites
 from .build.assemble import Parts
-from .catch_up import choose_catch_up
-from .engine_state import EngineState
 from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
@@ -25,7 +24,6 @@ from .gradients.choose_store import choose_store
 from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
 from .rank_allocation import RankAllocation
-from .snapshot import Snapshot
 from .travel.in_flight import caches_parameters, is_compiled
 from .uncounted_edits import UncountedEdits
 from .units.unit import is_in_backward
@@ -47,7 +45,6 @@ class TrainingStep:
         bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
-        catch_up: how a rank takes part in the rest of a pass that has failed there, where the others would wait in its middle.
     """
 
     def __init__(
@@ -78,7 +75,6 @@ class TrainingStep:
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
         )
-        self.catch_up = choose_catch_up(model, parts, self._gradients)
         self.bad_steps: BadSteps = Stop()
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
@@ -88,7 +84,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts, meeting = self._parts, self._parts.meeting
-        most = self._config.grad_buffers if parts.holder.steps_early else None
+        most = pool.GRAD_BUFFERS if parts.holder.steps_early else None
         landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
         return choose_store(parts.buckets, self._config, parts.wire.reduction, landing, meeting.peers)
 
@@ -107,15 +103,11 @@ class TrainingStep:
         parts.holder.step_with(optimizer, mine)
         return sharded
 
-    def install(self, entry: nn.Module, state: EngineState) -> list:
-        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls.
-
-        Args:
-            state: of the engine, that `nonfinite: rewind` goes back to.
-        """
+    def install(self, entry: nn.Module) -> list:
+        """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
         self._entry = entry
         is_first_rank = self._parts.meeting.groups.is_first_of_run
-        self.bad_steps = choose_bad_steps(self._config, Snapshot(self._model, state), speaks=is_first_rank)
+        self.bad_steps = choose_bad_steps(self._config, speaks=is_first_rank)
         for sharded, buckets in self._by_optimizer():
             self._parts.replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
@@ -235,9 +227,6 @@ class TrainingStep:
             return False
         self._gradients.recover()
         self._gradients.drop()
-        if self.catch_up is not None:
-            # What the failed rank has gathered last is of no use, and all ranks have to gather alike.
-            self._parts.sharded.schedule.reshard_all()
         self._batches.forget()
         return True
 
@@ -258,7 +247,6 @@ class TrainingStep:
             parts.parameter_gather.finish_all()
         parts.model_buffers.before_forward()
         if torch.is_grad_enabled():
-            self.bad_steps.before_forward()
             flats = (bucket.flat for bucket in parts.all_buckets)
             parts.activations.begin(chain(self._model.buffers(), parts.slot_of, parts.parameter_places.frozen, flats))
 

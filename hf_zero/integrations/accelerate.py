@@ -1,4 +1,4 @@
-"""The accelerate doors: a plugin object for `Accelerator(parallelism_config=…)`, and an Accelerator of our own.
+"""The accelerate door: a plugin object for `Accelerator(parallelism_config=…)`.
 
 accelerate hands any truthy `parallelism_config` its Accelerator, in `_validate_accelerator`, before models exist. There the
 plugin turns that very instance into one whose methods know the engine; nothing in accelerate is patched.
@@ -134,20 +134,3 @@ class ZeroPlugin(ParallelismConfig):
         accelerator.zero_cast_owner = check_cast_owner(self.config, accelerator.mixed_precision)
         accelerator.zero_engines = []
         accelerator._zero_early_optimizers = {}
-
-
-class ZeroAccelerator(ZeroAcceleratorMixin, Accelerator):
-    """An Accelerator with the engine built in: `ZeroAccelerator(zero_plugin=ZeroPlugin(stage=2), …)`.
-
-    Args:
-        zero_plugin: a ZeroPlugin, or anything that one can be made from.
-    """
-
-    def __init__(self, *args, zero_plugin: ZeroPlugin | ConfigLike = None, **kwargs):
-        if "parallelism_config" in kwargs:
-            raise ConfigError("hf_zero: ZeroAccelerator takes zero_plugin, not parallelism_config.")
-        plugin = zero_plugin if isinstance(zero_plugin, ZeroPlugin) else ZeroPlugin(zero_plugin)
-        super().__init__(*args, parallelism_config=plugin, **kwargs)
-        if getattr(self, "zero_config", None) is not plugin.config:
-            # The shared state came from an earlier Accelerator, which had no plugin or another one.
-            plugin.attach(self)

@@ -238,7 +238,7 @@ class ZeroAcceleratorMixin(RecordedAccelerator):
         if self.zero_run is not None and optimizers:
             self.zero_run.engines += 1
         add_no_sync(engine, model, prepared)
-        if engine.config.nonfinite != "stop":
+        if engine.config.nonfinite == "skip":
             tell_of_skipped_steps(engine, self._optimizers)
         casts = f"{self.zero_cast_owner}{'; the loss is scaled' if self.scaler is not None else ''}"
         accumulates = micro_batches_of(self) > 1

@@ -91,7 +91,7 @@ SEAMS = (
     Seam(
         owner="torch.autograd:",
         names=("_unsafe_preserve_version_counter",),
-        where=("engine/travel/buffers", "engine/travel/repeatable", "engine/catch_up"),
+        where=("engine/travel/buffers",),
         why="Buffers are synchronised between forwards without failing a backward that has saved them, as DDP does.",
         test="test_placement.py::test_buffers_of_all_dtypes_become_rank_0s",
     ),

@@ -1,7 +1,7 @@
 """Tensors in blocks of 8-bit or 4-bit codes with one float32 scale a block, what that loses carried to the next step.
 
 Format of a flat tensor of n elements in blocks of B: ceil(n / B) scales, and for each block B codes, the last block's
-padded with zeros. `int8`, `int4` and `fp8` are the codes; the file of each tells how it is written.
+padded with zeros. `int8` and `int4` are the codes; the file of each tells how it is written.
 
 A block's scale is its largest magnitude / the largest that the code can write, at least the smallest normal float32; a code
 is the element / scale, rounded to the nearest that can be written, ties to even. So a block of zeros gives zeros, and no
@@ -15,12 +15,11 @@ import torch
 
 from .block_format import BlockFormat
 from .checks import FLOAT_DTYPES, check_flat
-from .fp8 import FP8
 from .int4 import INT4
 from .int8 import INT8
 from .lazy import ceil_div, is_interpreted
 
-CODES = {code.name: code for code in (INT8, INT4, FP8)}
+CODES = {code.name: code for code in (INT8, INT4)}
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 

@@ -5,6 +5,9 @@ from enum import Enum
 
 from .slots import BucketLayout
 
+GRAD_BUFFERS = 3
+"""Large buffers at a time: backward waits for the oldest bucket where another is full."""
+
 _SMALL_PART = 4
 
 

@@ -9,6 +9,7 @@ from .host_cores import HostCores, choose_host_cores
 from .nvme import HostBesideFiles, NvmeTier
 from .parameter_shards import DeviceParameters, FileParameters, HostParameters, ParameterTier
 from .tier import DeviceTier, Tier
+from .window import WINDOW
 
 
 def choose_activations(config: OffloadConfig, device: torch.device) -> Activations:
@@ -20,9 +21,9 @@ def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, Par
     """Where the state of the shards of parameters on `device` lives, and where the shards do.
 
     Raises:
-        ConfigError: `nvme_path` is no folder here, or not writable; `numa` is no node of this host.
+        ConfigError: `nvme_path` is no folder here, or not writable.
     """
-    cores = choose_host_cores(config, device)
+    cores = choose_host_cores(device)
     tier = choose_tier(config, device, cores)
     return tier, choose_parameter_tier(config, device, tier, cores)
 
@@ -31,16 +32,16 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
     """Where the state lives."""
     if config.optimizer == "nvme":
         # A step that is not taken in its time leaves the parameters alone, and has to write somewhere.
-        apart = bool(config.delay) or config.speculate_bytes not in (AUTO, 0)
-        return NvmeTier(device, config.files_folder, config.window, cores, apart=apart)
+        apart = config.speculate_bytes not in (AUTO, 0)
+        return NvmeTier(device, config.files_folder, WINDOW, cores, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
-        return HostBesideFiles(device, config.files_folder, config.window, cores)
+        return HostBesideFiles(device, config.files_folder, WINDOW, cores)
     return HostTier(device, cores) if config.optimizer == "cpu" else DeviceTier(device)
 
 
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
     if config.params == "nvme":
-        files = tier.files or NvmeTier(device, config.files_folder, config.window, cores)
-        return FileParameters(device, files, config.window)
+        files = tier.files or NvmeTier(device, config.files_folder, WINDOW, cores)
+        return FileParameters(device, files, WINDOW)
     return HostParameters(device, cores) if config.params == "cpu" else DeviceParameters()

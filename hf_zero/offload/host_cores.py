@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from ..config import AUTO, OffloadConfig
 from ..device import PAGE_BYTES, pci_address
 from .budget import ranks_on_this_host
 from .numa import SYSTEM, near_cores
@@ -111,33 +110,22 @@ class NodeCores(ShareOfCores):
             flat.view(torch.uint8).numpy()[::PAGE_BYTES] = 0
 
 
-def choose_host_cores(config: OffloadConfig, device: torch.device, system: Path = SYSTEM) -> HostCores:
+def choose_host_cores(device: torch.device, system: Path = SYSTEM) -> HostCores:
     """The cores of the host steps of a rank that trains on `device`.
 
-    `threads: auto` is torch's own number where training is on the CPU, whose cores launchers share out among ranks. Beside an
+    Threads are torch's own number where training is on the CPU, whose cores launchers share out among ranks. Beside an
     accelerator they give each rank one thread unless told otherwise, and host steps need the rank's part of the cores.
 
     Args:
         system: where /sys is.
-
-    Raises:
-        ConfigError: `offload.numa` is a node that this process cannot run on.
     """
     ranks, knows_cores = ranks_on_this_host(), hasattr(os, "sched_getaffinity")
     allowed = frozenset(os.sched_getaffinity(0) if knows_cores else range(os.cpu_count() or 1))
-    numbers = near_cores(
-        config.numa if knows_cores else "none",
-        allowed,
-        pci_address=pci_address(device),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        ranks=ranks,
-        system=system,
-    )
-    if config.threads != AUTO:
-        threads = config.threads
-    else:
-        fair = torch.get_num_threads() if device.type == "cpu" else max(1, len(allowed) // ranks)
-        threads = fair if numbers is None else min(fair, len(numbers))
+    local_rank, place = int(os.environ.get("LOCAL_RANK", "0")), pci_address(device)
+    numbers = None
+    if knows_cores:
+        numbers = near_cores(allowed, pci_address=place, local_rank=local_rank, ranks=ranks, system=system)
+    fair = torch.get_num_threads() if device.type == "cpu" else max(1, len(allowed) // ranks)
     if numbers is not None:
-        return NodeCores(threads, numbers)
-    return HostCores(threads) if config.threads == AUTO and device.type == "cpu" else ShareOfCores(threads)
+        return NodeCores(min(fair, len(numbers)), numbers)
+    return HostCores(fair) if device.type == "cpu" else ShareOfCores(fair)

@@ -11,6 +11,9 @@ import torch
 from ..device import allocate, enter_thread
 from .host_cores import HostCores
 
+WINDOW = 2
+"""Shards on their way from or to files while another is stepped: one that is read ahead, one that is written."""
+
 _HOST = torch.device("cpu")
 
 

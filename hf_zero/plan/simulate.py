@@ -2,7 +2,7 @@
 
 [Note: the simulated step]
 Backward brings buckets in the order of their numbers; a bucket's reduce-scatter may begin when all its gradients are there, and
-goes behind the one before it on the link. Above stage 0 there are `grad_buffers` of them at a time, and backward waits for the
+goes behind the one before it on the link. Above stage 0 there are `GRAD_BUFFERS` of them at a time, and backward waits for the
 oldest one; not at stage 1 where micro-batches have accumulated, each bucket in a buffer of its own. When all have ended and the
 optimizer has stepped, stages 1 and 2 gather the parameters behind the step, in the order in which the next forward reads them,
 and the forward waits for each. Stage 3 gathers a unit for its forward and again for its backward, `prefetch_units` ahead, over
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import ZeroConfig
+from ..layout.pool import GRAD_BUFFERS
 from .machine import Machine
 
 
@@ -149,7 +150,7 @@ class _Simulation:
         # Stage 0 all-reduces: a reduce-scatter and an all-gather.
         times = 2 if self._config.stage == 0 else 1
         has_whole = self._config.stage == 0 or (self._config.stage == 1 and self._work.micro_batches > 1)
-        room = len(self._pieces) if has_whole else self._config.grad_buffers
+        room = len(self._pieces) if has_whole else GRAD_BUFFERS
         under_way: deque[float] = deque()
         for piece in self._pieces:
             if reduces and len(under_way) >= room:
@@ -172,7 +173,7 @@ class _Simulation:
                 if gathers and wanted not in arrived:
                     share = order[wanted].numel / self._numel
                     arrived[wanted] = self._link.send(now, self._seconds(order[wanted].gather_bytes) + fetch * share)
-            if reduces and len(under_way) >= self._config.grad_buffers:
+            if reduces and len(under_way) >= GRAD_BUFFERS:
                 now = max(now, under_way.popleft())
             now = max(now, arrived.get(index, 0.0)) + self._share(piece, flops)
             if reduces:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..config import CommConfig, ZeroConfig
 from ..layout.blocks import moment_bytes
-from ..layout.pool import pool_numel
+from ..layout.pool import GRAD_BUFFERS, pool_numel
 from ..layout.slots import BucketLayout
 
 _RESIDUAL_BYTES = 2
@@ -57,7 +57,7 @@ class StatePlan:
 
     `frozen` are the parameters that take no gradients, and buffers.
 
-    `beside` are copies of state, with gradients, on which steps are taken early or late. `in_files` is the part of all kinds that
+    `beside` are copies of state, with gradients, on which steps are taken early. `in_files` is the part of all kinds that
     is in files, and so in no memory.
     """
 
@@ -166,7 +166,7 @@ def plan_states(
         masters=sum(cost.layout.shard_numel * cost.master_bytes for cost in costs if cost.keeps_master),
         gradients=gradients,
         residuals=sum(_residual_bytes(cost.layout, replicas) for cost in costs) if keeps_residuals(config.comm) else 0,
-        gradient_buffers=_buffer_bytes(costs, config.grad_buffers) if pooled else 0,
+        gradient_buffers=_buffer_bytes(costs, GRAD_BUFFERS) if pooled else 0,
         optimizer=_sum_if_known([_state_bytes(cost, config) for cost in costs]),
         beside=beside,
         in_files=in_files,

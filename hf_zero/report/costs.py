@@ -17,7 +17,7 @@ _PLANNED = {
     "residuals": ("gradient residuals",),
     "gradient buffers": ("gradient buffers",),
     "optimizer state": ("optimizer state",),
-    "copies for early and late steps": ("copies of the state", "gradients of early and late steps"),
+    "copies for early steps": ("copies of the state", "gradients of early steps"),
 }
 
 

@@ -59,13 +59,10 @@ def _is_lost(value: object) -> bool:
 
 def _skipped(run: RunLines) -> list[str]:
     last = run.steps[-1] if run.steps else {}
-    found = []
-    for name, what in (("skipped", "was left out"), ("rewound", "went back to a snapshot")):
-        count = last.get(name)
-        if isinstance(count, int) and count:
-            verb = what if count == 1 else what.replace("was", "were")
-            found.append(f"{several(count, 'step')} with NaN or infinite gradients {verb}.")
-    return found
+    count = last.get("skipped")
+    if not isinstance(count, int) or not count:
+        return []
+    return [f"{several(count, 'step')} with NaN or infinite gradients {'was' if count == 1 else 'were'} left out."]
 
 
 def _spikes(run: RunLines) -> list[str]:

@@ -80,7 +80,7 @@ def _is_list(value: object) -> bool:
 
 
 _AMOUNTS = ("forward_s", "backward_s", "optimizer_s", "between_s", "wait_s", "sent_bytes", "peak_bytes", "seconds")
-_COUNTS = ("steps", "rows", "tokens", "skipped", "rewound")
+_COUNTS = ("steps", "rows", "tokens", "skipped")
 _WHAT_IS_WHAT: dict[str, dict[str, Callable[[object], bool]]] = {
     "start": {
         "ranks": lambda value: _is_count(value) and value != 0,

@@ -238,7 +238,6 @@ class RunRecorder:
             **self._counts.taken(),
             "lr": _number(group.get("lr")) if not isinstance(group.get("lr"), torch.Tensor) else None,
             "skipped": engine.bad_steps.skipped,
-            "rewound": engine.bad_steps.rewound,
             "sent_bytes": max(0, comm.bytes_sent - sent_before.bytes_sent),
             "wait_s": round(max(0.0, comm.wait_seconds - sent_before.wait_seconds), 6),
             "peak_bytes": peak_bytes(engine.device),

@@ -122,7 +122,7 @@ def measure(
     with world_without_memory(ranks, RANKS_A_NODE):
         model = make_model(shape, getattr(torch, dtype), layers)
         optimizer = adamw(model)
-        settings = {"stage": stage, "bucket_bytes": bucket_bytes, "kernels": "always", "check_nonfinite": False}
+        settings = {"stage": stage, "bucket_bytes": bucket_bytes, "kernels": "always", "nonfinite": "ignore"}
         engine = ZeroEngine(model, [optimizer], settings)
         live, sizes = LiveBytes(), defaultdict(list)
         for name in _STORE_METHODS:

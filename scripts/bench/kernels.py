@@ -29,8 +29,6 @@ from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
 from hf_zero.kernels.block_format import BlockFormat
 from hf_zero.kernels.choose import runs_triton
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded, quantise_dynamic
-from hf_zero.kernels.fill import Piece, fill
-from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.quantise import dequantise_sum, quantise
@@ -85,9 +83,6 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             {"momentum_buffer": exp_avg},
         )
     )
-    few = numel // 1024 * 1024
-    pieces = [Piece(start=at, numel=1024, source=gradient[at : at + 1024]) for at in range(0, min(few, 1 << 22), 1024)]
-    filled = sum(piece.numel for piece in pieces)
     return [
         Task(name="gradient statistics", bytes_an_element=2, run=lambda: gradient_statistics([gradient])),
         Task(
@@ -116,32 +111,26 @@ def kernel_tasks(numel: int, device: torch.device) -> list[Task]:
             bytes_an_element=6,
             run=lambda: round_stochastically(weights, copy, seed=1),
         ),
-        Task(
-            name=f"{len(pieces)} tensors into one buffer",
-            bytes_an_element=6 * filled / numel,
-            run=lambda: fill(weights, pieces),
-        ),
     ]
 
 
 def block_tasks(gradient: torch.Tensor, residual: torch.Tensor, out: torch.Tensor) -> Iterator[Task]:
-    """Both ways through blocks of each code of 8 bits, the sum of two ranks' into `out`."""
-    for code in (INT8, FP8):
-        format = BlockFormat(code=code)
-        codes = torch.empty(2, format.code_bytes(len(gradient)), dtype=torch.uint8, device=gradient.device)
-        scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
-        for rank in range(2):
-            quantise(gradient, codes[rank], scales[rank], format)
-        yield Task(
-            name=f"quantise {code}, error feedback",
-            bytes_an_element=11 + 4 / format.block_numel,
-            run=partial(quantise, gradient, codes[0], scales[0], format, residual),
-        )
-        yield Task(
-            name=f"sum of two ranks' {code}",
-            bytes_an_element=6 + 8 / format.block_numel,
-            run=partial(dequantise_sum, codes, scales, out, format),
-        )
+    """Both ways through blocks of 8-bit codes, the sum of two ranks' into `out`."""
+    format = BlockFormat(code=INT8)
+    codes = torch.empty(2, format.code_bytes(len(gradient)), dtype=torch.uint8, device=gradient.device)
+    scales = torch.empty(2, format.blocks(len(gradient)), device=gradient.device)
+    for rank in range(2):
+        quantise(gradient, codes[rank], scales[rank], format)
+    yield Task(
+        name=f"quantise {INT8}, error feedback",
+        bytes_an_element=11 + 4 / format.block_numel,
+        run=partial(quantise, gradient, codes[0], scales[0], format, residual),
+    )
+    yield Task(
+        name=f"sum of two ranks' {INT8}",
+        bytes_an_element=6 + 8 / format.block_numel,
+        run=partial(dequantise_sum, codes, scales, out, format),
+    )
 
 
 def torch_tasks(numel: int, device: torch.device) -> list[Task]:

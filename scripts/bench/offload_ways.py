@@ -190,7 +190,6 @@ def _be_alone() -> None:
 WAYS = {
     "none": Way(start=partial(_ours, optimizer="none"), is_exact=True),
     "cpu": Way(start=partial(_ours, optimizer="cpu"), is_exact=True),
-    "cpu-delay": Way(start=partial(_ours, optimizer="cpu", delay=1, delay_warmup=0)),
     "nvme": Way(start=partial(_ours, optimizer="nvme"), is_exact=True),
     "torch": Way(start=_torch, masters="none"),
     "torchao": Way(start=partial(_torchao, offload_gradients=False), masters="none", package="torchao", needs_gpu=True),
@@ -199,6 +198,6 @@ WAYS = {
     ),
     "deepspeed": Way(start=_deepspeed, package="deepspeed", needs_gpu=True),
 }
-"""All that can be named, in the order in which they are measured. The first four are hf_zero's, by `offload.optimizer`."""
+"""All that can be named, in the order in which they are measured. The first three are hf_zero's, by `offload.optimizer`."""
 
-OURS = ("none", "cpu", "cpu-delay", "nvme")
+OURS = ("none", "cpu", "nvme")

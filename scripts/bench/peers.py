@@ -203,7 +203,6 @@ def _torchao(title: str, name: str, shards: bool) -> Peer:
 BASELINE = "ddp"
 DEFAULTS = "the defaults"
 INT8 = {"comm": {"gradients": "int8", "weights": "int8"}}
-AUTO = {"comm": {"gradients": "auto", "weights": "auto"}}
 OFFLOAD = {"offload": {"optimizer": "cpu"}}
 INT8_SETTINGS = "comm.gradients: int8, comm.weights: int8"
 
@@ -253,8 +252,6 @@ ENGINES: dict[str, Peer] = USUAL_ENGINES | {
     "hf_zero3_offload": _ours("stage 3, CPU-offload", "offload.optimizer: cpu", stage=3, **OFFLOAD),
     "hf_zero2_int8": _ours_rounded("stage 2, int8 wire", INT8_SETTINGS, stage=2, **INT8),
     "hf_zero3_int8": _ours_rounded("stage 3, int8 wire", INT8_SETTINGS, stage=3, **INT8),
-    "hf_zero2_auto": _ours_rounded("stage 2, auto wire", "comm.gradients: auto, comm.weights: auto", stage=2, **AUTO),
-    "hf_zero3_auto": _ours_rounded("stage 3, auto wire", "comm.gradients: auto, comm.weights: auto", stage=3, **AUTO),
     "hf_zero3_kept": _ours(
         "stage 3, kept gathered", "reshard_after_forward: false", stage=3, reshard_after_forward=False
     ),

@@ -12,12 +12,13 @@ import pytest
 import torch
 from cells import slow
 from fuzz_folders import fuzz
-from hostile_folders import MANIFEST, by_command, cast, commands, resign, with_header
+from hostile_folders import MANIFEST, by_command, cast, commands, make_card, resign, with_header
 from ranks import run_ranks
 from trainer_job import as_launched, make_trainer
 from training import gpt2
 
 from hf_zero.checkpoint.folder.disks import Disk
+from hf_zero.checkpoint.format.errors import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults, find_good
 from hf_zero.integrations.checkpoints import config_model
 
@@ -186,7 +187,7 @@ def test_files_that_no_resume_reads_may_be_added_to_a_checkpoint(checkpoint):
     (checkpoint / "notes.txt").write_text("by hand")
     for name in ("embeddings.pt", "model_ema.safetensors"):
         (checkpoint / name).write_bytes(b"of a callback")
-    assert by_command("card", checkpoint)[0] == 0
+    assert by_command("inspect", checkpoint)[0] == 0
     assert checkpoint_faults(checkpoint, "zero") == []
 
 
@@ -213,8 +214,9 @@ def test_a_link_out_of_a_model_folder_is_not_pushed(plain, tmp_path):
 def test_a_card_is_not_written_through_a_link(plain, tmp_path):
     (tmp_path / "secret").write_text("secret")
     (plain / "README.md").symlink_to(tmp_path / "secret")
-    code, output = by_command("card", plain)
-    assert code == 1 and "leads out of" in output and (tmp_path / "secret").read_text() == "secret"
+    with pytest.raises(CheckpointError, match="leads out of"):
+        make_card(plain)
+    assert (tmp_path / "secret").read_text() == "secret"
 
 
 def test_links_inside_a_folder_and_those_of_a_snapshot_in_the_hubs_cache_are_files(plain, tmp_path):
@@ -331,10 +333,10 @@ _FREE = ("versions", "world_size", "stage", "written_at", "base", "scalars", "op
 @pytest.mark.parametrize("text", [NESTED, "9" * 10_000, "[]"], ids=["nested", "digits", "a list"])
 def test_what_is_no_json_of_a_checkpoint_is_one_line(text, checkpoint, plain):
     (checkpoint / MANIFEST).write_text(text)
-    assert_refused(checkpoint, "manifest.json is damaged", (*SENDING, "inspect", "card"))
+    assert_refused(checkpoint, "manifest.json is damaged", (*SENDING, "inspect"))
     for name in ("trainer_state.json", "training_run.json"):
         (plain / name).write_text(text)
-        assert_refused(plain, name, ("card",))
+        assert_refused(plain, name, ("push",))
         (plain / name).unlink()
     (plain / "config.json").write_text(text)
     assert_refused(plain, "config.json", SENDING)
@@ -431,8 +433,8 @@ def test_a_model_folder_whose_run_cannot_be_told_is_refused_before_anything_is_w
 def test_a_card_is_not_written_over_a_folder_or_into_a_pipe(name, checkpoint):
     for make in (os.mkfifo, os.mkdir):
         make(checkpoint / name)
-        code, output = by_command("card", checkpoint)
-        assert code == 1 and f"{name} is no plain file" in output.replace("\n", "")
+        with pytest.raises(CheckpointError, match=f"{name} is no plain file"):
+            make_card(checkpoint)
         (checkpoint / name).unlink() if make is os.mkfifo else (checkpoint / name).rmdir()
 
 

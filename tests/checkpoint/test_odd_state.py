@@ -220,3 +220,29 @@ def test_state_of_no_parameter_is_refused_and_not_lost(tmp_path):
         CheckpointError, match="AdamW keeps state of no parameter, under 'count', and only that of para"
     ):
         save_engine(engine, tmp_path)
+
+
+def test_a_checkpoint_of_steps_that_were_one_step_late_is_resumed_without_them(tmp_path):
+    """`offload.delay` kept gradients that were due, their settings and a count beside each parameter's state."""
+    saved, resumed = ([], [])
+    for held in (saved, resumed):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        held += [model, optimizer, ZeroEngine(model, [optimizer], {"stage": 2})]
+    model, optimizer, engine = saved
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        state |= {"delayed gradient": torch.ones_like(parameter), "delayed setting lr": 0.5}
+        state["delayed after steps in time"] = 3
+    save_engine(engine, tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"offload.delay: 1`, which was taken out of hf_zero: the gradients of its last"
+    ):
+        load_engine(resumed[2], tmp_path / ZERO_FOLDER)
+    rows = [each.param_groups[0]["params"] for each in (resumed[1], optimizer)]
+    for row, expected_of in zip(*rows, strict=True):
+        state, expected = resumed[1].state[row], optimizer.state[expected_of]
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(state[name], expected[name]) for name in state)

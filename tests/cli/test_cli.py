@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate_job import make_accelerator
 from command_runs import hf_zero, refusals
-from hostile_folders import by_command
+from hostile_folders import by_command, make_card
 from launching import run_forked
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -36,6 +36,7 @@ from transformers import (
 )
 
 from hf_zero.cli.app import app
+from hf_zero.config.checks import CUT_NAMES
 from hf_zero.integrations.hub.card_facts import card_facts
 
 pytestmark = pytest.mark.timeout(120)
@@ -194,7 +195,7 @@ def test_a_model_that_from_pretrained_takes_as_it_is_on_the_hub_is_good(name, tm
     folder = tmp_path / "hub"
     live.save_pretrained(folder)
     changed(folder, change)
-    for words in (("verify", folder), ("inspect", folder), ("consolidate", folder, tmp_path / "out"), ("card", folder)):
+    for words in (("verify", folder), ("inspect", folder), ("consolidate", folder, tmp_path / "out")):
         done = hf_zero(*words)
         assert done.exit_code == 0, done.stderr
     code, said = by_command("push", folder, "me/model")
@@ -408,8 +409,14 @@ def test_inspect_tells_how_far_the_run_had_come_and_when_it_was_saved(trained):
 def test_the_card_of_a_consolidated_checkpoint_tells_what_the_checkpoints_own_does(trained, tmp_path):
     assert hf_zero("consolidate", trained, tmp_path / "out").exit_code == 0
     assert card_facts(tmp_path / "out") == card_facts(trained)
-    assert hf_zero("card", tmp_path / "out").exit_code == 0
+    assert make_card(tmp_path / "out")
     assert "learning_rate" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_command_that_was_taken_out_says_what_to_do():
+    for words in (("card", "outputs/model"), ("card", "outputs/model", "--name", "mine", "--json")):
+        [line] = refusals(*words)
+        assert line == f"hf_zero: `hf-zero card` was taken out. {CUT_NAMES['hf-zero card']}."
 
 
 def test_the_command_says_its_version():
@@ -568,7 +575,7 @@ def test_every_command_has_json():
     lacking = [
         command.callback
         for command in app.registered_commands
-        if "--json" not in hf_zero(command_name(command), "--help").stdout
+        if not command.hidden and "--json" not in hf_zero(command_name(command), "--help").stdout
     ]
     assert not lacking
 
@@ -599,7 +606,7 @@ def test_faults_are_listed_in_json(checkpoint):
     assert not report["good"] and any("rank-00001" in fault for fault in report["faults"])
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "card", "report", "convert", "consolidate", "push"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "report", "convert", "consolidate", "push"])
 def test_a_file_in_place_of_a_folder_is_told_from_a_folder_that_is_not_there(command, tmp_path, monkeypatch):
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)

@@ -385,10 +385,6 @@ def test_settings_that_do_not_fit_are_refused():
         ("comm.sync_every=4,comm.outer.speed=1", r"unknown key `comm.outer.speed`.*Known: lr, momentum"),
         ("comm.sync_every=4,comm.outer=3", r"`comm.outer` is 3; allowed: a mapping of lr, momentum"),
         ("comm.sync_every=4,comm.gradients=int8", r"gradients stay inside a shard group then"),
-        (
-            "comm.sync_every=4,offload.optimizer=cpu,offload.delay=1",
-            r"`offload.delay: 1` does not go with `comm.sync_every: 4`",
-        ),
         ("comm.sync_every=4,param_dtype=float16", r"`param_dtype: float16` does not go with `comm.sync_every: 4`"),
     ):
         with pytest.raises(ConfigError, match=says):

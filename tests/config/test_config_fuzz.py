@@ -57,7 +57,7 @@ LIKELY = [
     "local",
     "sharded",
 ]
-LIKELY += ["skip", "rewind", "halve", "stop"]
+LIKELY += ["skip", "halve", "stop"]
 LIKELY += ["16MiB", "bfloat16", "/tmp/x", "8bit", "sharded", "GPT2Block", ["A", "B"], "stochastic", "always"]
 ODD_TEXTS = [
     "²",

@@ -26,12 +26,11 @@ KEYS = {
     "stage",
     "grad_accumulation",
     "bucket_bytes",
-    "grad_buffers",
     "param_dtype",
     "reduce_dtype",
     "overlap_param_gather",
     "broadcast_buffers",
-    "check_nonfinite",
+    "nonfinite",
 }
 KEYS_OF_STAGE_3 = {
     "gather_dtype",

@@ -1,4 +1,4 @@
-"""`nonfinite: skip | rewind`: what is left out leaves no trace, on all ranks, and what is gone back to is the snapshot."""
+"""`nonfinite: skip`: what is left out leaves no trace, on all ranks."""
 
 import copy
 
@@ -103,24 +103,6 @@ def test_steps_in_files_early_steps_and_accumulated_ones_are_skipped_too(tmp_pat
     run_ranks(skip_in_files, world_size=2, time_limit_s=120, keyword_arguments={"folder": str(tmp_path)})
 
 
-def rewinds(rank: int, world_size: int, variants: list[dict]) -> None:
-    for settings in variants:
-        rewound = Poisoned(rank, world_size, {"nonfinite": "rewind", "snapshot_every": 2, **settings})
-        plain = Poisoned(rank, world_size, settings)
-        # Snapshots before steps 0, 2 and 4: what 4 does is lost with 5.
-        for number in (0, 1, 2, 3, 4, 5, 6):
-            rewound.step(number, is_bad=number == 5)
-            if number not in (4, 5):
-                plain.step(number)
-        assert rewound.engine.bad_steps.rewound == 1, settings
-        assert_same(rewound.weights(), plain.weights())
-
-
-@pytest.mark.parametrize("world_size, variants", [(2, VARIANTS[1::2]), slow(1, VARIANTS[4:]), slow(2, VARIANTS[::2])])
-def test_a_rewound_run_goes_on_as_one_that_never_took_the_steps_behind_the_snapshot(world_size, variants):
-    run_ranks(rewinds, world_size=world_size, time_limit_s=150, keyword_arguments={"variants": variants})
-
-
 def two_optimizers(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     model = bert()
@@ -164,6 +146,19 @@ def test_what_an_optimizer_counts_in_its_groups_is_not_counted_in_a_skipped_step
     assert run.optimizer.param_groups[0]["count"] == 3 and run.optimizer.param_groups[0]["params"]
 
 
+def skips_and_zeroes_nothing(rank: int, world_size: int) -> None:
+    for stage in range(4):
+        run = Poisoned(rank, world_size, {"stage": stage, "nonfinite": "skip"})
+        run.optimizer.zero_grad = lambda: None
+        run.step(0, is_bad=True, clips=False)
+        assert run.engine.bad_steps.skipped == 1
+        assert all(row.grad is None for group in run.optimizer.param_groups for row in group["params"])
+
+
+def test_the_gradients_of_a_skipped_step_are_dropped_where_the_script_zeroes_none():
+    run_ranks(skips_and_zeroes_nothing, world_size=2, time_limit_s=60)
+
+
 def named_by_all(rank: int, world_size: int, policy: str) -> str:
     run = Poisoned(
         rank, world_size, {"stage": 2, "nonfinite": policy, **({} if policy == "stop" else {"nonfinite_limit": 2})}
@@ -182,7 +177,7 @@ def named_by_all(rank: int, world_size: int, policy: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
+@pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_the_end_of_a_run_names_the_first_parameter_and_the_step(policy):
     first, second = run_ranks(named_by_all, world_size=2, time_limit_s=60, keyword_arguments={"policy": policy})
     assert first == second
@@ -190,7 +185,7 @@ def test_the_end_of_a_run_names_the_first_parameter_and_the_step(policy):
     assert (
         "step 2 since" if policy == "stop" else "step 4 since"
     ) in first and "losses that the model returned in it are finite" in first
-    assert policy == "stop" or "2 bad steps in a row" in first or "2 steps behind one snapshot" in first
+    assert policy == "stop" or "2 bad steps in a row" in first
 
 
 def tells_batch(rank: int, world_size: int) -> str:
@@ -214,14 +209,11 @@ def test_the_micro_batch_and_the_rank_of_a_loss_that_is_not_finite_are_named():
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"nonfinite": "never"}, "stop, skip, rewind"),
-        ({"nonfinite": "skip", "check_nonfinite": False}, "`check_nonfinite: false`"),
-        ({"nonfinite": "skip", "offload": {"optimizer": "cpu", "delay": 1}}, "`offload.delay: 1`"),
+        ({"nonfinite": "never"}, "allowed: stop, skip, ignore."),
         ({"nonfinite": "skip", "comm": {"sync_every": 4}}, "`comm.sync_every: 4`"),
-        ({"nonfinite": "rewind", "offload": {"optimizer": "nvme", "nvme_path": "/x"}}, "`offload.optimizer: nvme`"),
-        ({"snapshot_every": 5}, "`snapshot_every` is of `nonfinite: rewind`"),
-        ({"nonfinite_limit": 5}, "`nonfinite_limit` is of `nonfinite: skip` and `rewind`"),
-        ({"nonfinite": "rewind", "snapshot_every": 0}, "a whole number of steps, from 1"),
+        ({"nonfinite_limit": 5}, "`nonfinite_limit` is of `nonfinite: skip` (nonfinite is stop)"),
+        ({"nonfinite": "ignore", "nonfinite_limit": 5}, "`nonfinite: skip` (nonfinite is ignore)"),
+        ({"nonfinite": "skip", "nonfinite_limit": 0}, "a whole number of steps, from 1"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, words):
@@ -231,6 +223,6 @@ def test_settings_that_contradict_each_other(settings, words):
 
 
 def test_an_engine_that_skips_is_copied_with_its_model():
-    run = Poisoned(0, 1, {"stage": 2, "nonfinite": "rewind"})
+    run = Poisoned(0, 1, {"stage": 2, "nonfinite": "skip"})
     run.step(0)
     assert copy.deepcopy(run.model) is not None

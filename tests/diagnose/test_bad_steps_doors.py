@@ -23,29 +23,28 @@ class PoisonedTrainer(Trainer):
         return found * float("nan") if is_bad and not return_outputs else found
 
 
-def through_trainer(rank: int, world_size: int, policy: str, output_dir: str) -> dict:
+def through_trainer(rank: int, world_size: int, output_dir: str) -> dict:
     as_launched(rank, world_size)
-    door = f"flag stage=2,nonfinite={policy}" + (",snapshot_every=2" if policy == "rewind" else "")
-    trainer = make_trainer(door, "gpt2", output_dir, trainer_class=PoisonedTrainer, max_steps=5, warmup_steps=0)
+    trainer = make_trainer(
+        "flag stage=2,nonfinite=skip", "gpt2", output_dir, trainer_class=PoisonedTrainer, max_steps=5, warmup_steps=0
+    )
     trainer.train()
     engine = engine_of(trainer)
     return {
         "steps": trainer.state.global_step,
         "scheduled": trainer.lr_scheduler.last_epoch,
         "skipped": engine.bad_steps.skipped,
-        "rewound": engine.bad_steps.rewound,
         "finite": all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters()),
     }
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
-def test_trainer_goes_on_and_its_schedule_waits(policy, tmp_path):
-    expected = {"steps": 5, "skipped": 1, "rewound": int(policy == "rewind"), "finite": True}
+def test_trainer_goes_on_and_its_schedule_waits(tmp_path):
+    expected = {"steps": 5, "skipped": 1, "finite": True}
     for outcome in run_ranks(
         through_trainer,
         world_size=2,
         time_limit_s=90,
-        keyword_arguments={"policy": policy, "output_dir": str(tmp_path)},
+        keyword_arguments={"output_dir": str(tmp_path)},
     ):
         # Trainer counts a step more than the schedule, as behind an overflow in float16.
         assert outcome == {**expected, "scheduled": 4}

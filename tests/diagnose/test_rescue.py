@@ -116,8 +116,8 @@ def test_all_ranks_take_the_step_again_in_parts_when_one_runs_out(when, variants
 
 
 @pytest.mark.parametrize("when", short_of(["forward", "backward"], ["backward"]))
-def test_one_rank_is_rescued_at_every_stage(when):
-    variants = [{"stage": 2}, {"stage": 3}, {"stage": 3, "offload": {"optimizer": "cpu", "params": "cpu"}}]
+def test_one_rank_is_rescued(when):
+    variants = [{"stage": 2}, {"stage": 2, "offload": {"optimizer": "cpu"}}]
     run_ranks(rescued, world_size=1, time_limit_s=90, keyword_arguments={"variants": variants, "when": when})
 
 
@@ -221,8 +221,16 @@ def test_what_can_be_cut():
     assert rows_of({"ids": torch.zeros(4, 2), "positions": torch.zeros(1, 2)}) == 4
     assert rows_of({"ids": torch.zeros(4, 2), "patches": torch.zeros(9, 2)}) is None
     assert rows_of(["text"]) is None
-    with pytest.raises(ConfigError, match=r"out_of_memory: halve` does not go with `comm\.gradients: int8"):
-        ZeroConfig.of("out_of_memory=halve,comm.gradients=int8")
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [("comm.gradients=int8", r"comm\.gradients: int8"), ("stage=3", "stage: 3"), ("stage=3,unit_bytes=0", "stage: 3")],
+)
+def test_halving_is_refused_where_ranks_could_not_drop_a_pass_together(settings, other):
+    with pytest.raises(ConfigError, match=rf"out_of_memory: halve` does not go with `{other}`"):
+        ZeroConfig.of(f"out_of_memory=halve,{settings}")
+    assert ZeroConfig.of("out_of_memory=halve,stage=auto").is_open
 
 
 def with_and_without(rank: int, world_size: int, **arguments) -> tuple[dict, dict]:

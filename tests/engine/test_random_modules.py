@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_zero.engine.engine import ZeroEngine
+from hf_zero.layout import pool
 
 STAGES = (0, 1, 2, 3)
 
@@ -111,7 +112,12 @@ def train(case: Case, rank: int, world_size: int, stage: int | None) -> Outcome:
     """Trains with the engine at a stage, or for reference."""
     model = case.make_model()
     optimizer = case.make_optimizer(model)
-    engine = None if stage is None else ZeroEngine(model, [optimizer], settings_at(case, stage))
+    engine = None
+    if stage is not None:
+        settings = settings_at(case, stage)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pool, "GRAD_BUFFERS", settings.pop("buffers"))
+            engine = ZeroEngine(model, [optimizer], settings)
     entry = wrapped(case, model, world_size) if engine is None else model
     no_sync = entry.no_sync if engine is None else engine.no_sync
     clip = engine.clip_grad_norm_ if engine else lambda limit: nn.utils.clip_grad_norm_(model.parameters(), limit)

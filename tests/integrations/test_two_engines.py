@@ -17,9 +17,9 @@ from trainer_job import as_launched, make_trainer
 from training import gpt2, gpt2_batch
 from transformers import Trainer, TrainingArguments
 
+import hf_zero
 from hf_zero import (
     ConfigError,
-    ZeroAccelerator,
     ZeroCallback,
     ZeroEngine,
     ZeroPlugin,
@@ -74,7 +74,7 @@ def test_the_flag_beside_another_engine_is_refused(other, says, tmp_path):
 
 
 @pytest.mark.parametrize("variable", SWITCHES)
-@pytest.mark.parametrize("make", [ZeroPlugin, ZeroCallback, lambda stage: ZeroAccelerator(zero_plugin=stage, cpu=True)])
+@pytest.mark.parametrize("make", [ZeroPlugin, ZeroCallback])
 def test_a_launch_for_another_engine_is_refused(variable, make):
     os.environ[variable] = "true"
     with pytest.raises(ConfigError, match=rf"{variable} is 'true'.*Two engines cannot own one model. Leave that out"):
@@ -105,8 +105,6 @@ def test_an_fsdp_plugin_beside_ours_is_refused():
     plugin = ZeroPlugin(2)
     with pytest.raises(ConfigError, match="FSDP is asked for as well"):
         Accelerator(cpu=True, parallelism_config=plugin, **fsdp())
-    with pytest.raises(ConfigError, match="FSDP is asked for as well"):
-        ZeroAccelerator(cpu=True, zero_plugin=plugin, **fsdp())
     accelerator = Accelerator(cpu=True, **fsdp())
     with pytest.raises(ConfigError, match="FSDP is asked for as well"):
         plugin.attach(accelerator)
@@ -178,9 +176,8 @@ def test_accelerators_with_equal_plugins_each_train_with_the_engine():
         assert engine_of(stepped(Accelerator(cpu=True, parallelism_config=ZeroPlugin(1)))).config.stage == 1
 
 
-def test_an_attached_plugin_and_a_zero_accelerator_of_a_second_accelerator_have_their_own_config():
+def test_a_plugin_attached_to_a_second_accelerator_has_its_own_config():
     stepped(Accelerator(cpu=True, parallelism_config=ZeroPlugin(1)))
-    assert engine_of(stepped(ZeroAccelerator(cpu=True, zero_plugin=ZeroPlugin(2)))).config.stage == 2
     assert engine_of(stepped(ZeroPlugin(3).attach(Accelerator(cpu=True)))).config.stage == 3
 
 
@@ -298,3 +295,9 @@ def test_the_variable_is_quiet_where_the_engine_steps(door, capsys):
 def test_arguments_without_the_flag_are_plain(tmp_path):
     arguments = ZeroTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert arguments.parallelism_config is None and isinstance(arguments, TrainingArguments)
+
+
+def test_the_accelerator_class_that_was_taken_out_is_refused_with_what_to_do():
+    with pytest.raises(ImportError, match=r"`ZeroAccelerator` was taken out.*parallelism_config=ZeroPlugin"):
+        from hf_zero import ZeroAccelerator  # noqa: F401
+    assert "ZeroAccelerator" not in hf_zero.__all__

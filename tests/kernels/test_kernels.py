@@ -22,7 +22,6 @@ from hf_zero.kernels import choose, statistics
 from hf_zero.kernels.adamw import AdamW, adamw
 from hf_zero.kernels.adamw_in_blocks import adamw_in_blocks
 from hf_zero.kernels.dynamic import SIGNED, UNSIGNED, Coded
-from hf_zero.kernels.fill import Piece, fill
 from hf_zero.kernels.lion import Lion, lion
 from hf_zero.kernels.sgd import SGD, sgd
 
@@ -285,33 +284,6 @@ def test_optimizers_refuse_what_cannot_be_meant():
         sgd(place_of((), w, g), SGD(lr=0.1, momentum=0.9))
     with pytest.raises(ValueError, match="found_inf is 2 elements"):
         sgd(place_of((), w, g, found_inf=torch.zeros(2)), SGD(lr=0.1))
-
-
-@given(sizes=st.lists(st.integers(0, 40), max_size=8), gaps=st.integers(0, 5), factor=st.sampled_from([1.0, 0.5]))
-@settings(deadline=None, max_examples=50)
-def test_filling_writes_each_piece_and_nothing_between(sizes, gaps, factor):
-    pieces, expected = [], []
-    for index, numel in enumerate(sizes):
-        source = None if index % 3 == 0 else kernel_interpreted.normal(numel, index).bfloat16()
-        pieces.append(Piece(start=len(expected), numel=numel, source=source))
-        expected += [0.0] * numel if source is None else (source.float() * factor).tolist()
-        expected += [-1.0] * gaps
-    flat = torch.full((len(expected),), -1.0)
-    fill(flat, pieces, factor)
-    assert flat.tolist() == expected
-
-
-def test_filling_refuses_pieces_that_do_not_fit():
-    flat, one = torch.zeros(10), torch.ones(4)
-    with pytest.raises(ValueError, match=r"piece 1 is elements 3 to 7 of 10, and the one before ends at 4"):
-        fill(flat, [Piece(start=0, numel=4, source=one), Piece(start=3, numel=4, source=one)])
-    with pytest.raises(ValueError, match="piece 0 is elements 8 to 12 of 10"):
-        fill(flat, [Piece(start=8, numel=4, source=None)])
-    with pytest.raises(ValueError, match="the source of piece 0 has 4 elements, and 5 are needed"):
-        fill(flat, [Piece(start=0, numel=5, source=one)])
-    with pytest.raises(ValueError, match="must be contiguous"):
-        fill(flat, [Piece(start=0, numel=6, source=torch.ones(2, 3).t())])
-    assert not flat.any()
 
 
 def test_the_benchmark_measures_all_kernels_beside_a_copy(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """Quantised blocks and stochastic rounding: what their torch references promise; test_kernels.py holds the Triton forms."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_interpreted import DTYPES, normal
 
-from hf_zero.kernels import fp8, stochastic
+from hf_zero.kernels import stochastic
 from hf_zero.kernels.block_format import BlockFormat, Code
-from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int4 import INT4
 from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.quantise import CODES, dequantise, dequantise_sum, quantise
@@ -36,16 +34,12 @@ def send(values: torch.Tensor, format: BlockFormat, residual: torch.Tensor | Non
 def half_steps(out: torch.Tensor, scales: torch.Tensor, format: BlockFormat) -> torch.Tensor:
     """Half of the distance from what came out to what else its code could have written, and float32's rounding, (n,) float64."""
     scale = scales.double().repeat_interleave(format.block_numel)[: out.numel()]
-    half = torch.maximum(out.double().abs() / 16, scale / 1024) if format.code is FP8 else scale / 2
-    return half + 2 * format.code.largest * EPSILON * scale
+    return scale / 2 + 2 * format.code.largest * EPSILON * scale
 
 
 def all_values(code: Code) -> torch.Tensor:
     """What a code can write, in order, float32."""
-    if code is not FP8:
-        return torch.arange(-code.largest, code.largest + 1.0)
-    of_bytes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    return of_bytes[of_bytes.isfinite()].unique()
+    return torch.arange(-code.largest, code.largest + 1.0)
 
 
 @given(
@@ -94,38 +88,6 @@ def test_what_lies_between_two_codes_goes_to_the_nearest(code):
         _, scales, out = send(sign * block, BlockFormat(code=code, block_numel=4096))
         assert bool((scales == 1).all())
         assert torch.equal(sign * out[1 : 1 + len(values)], torch.cat([low, even, high]))
-
-
-def test_fp8_is_torchs_float8():
-    values = torch.cat(
-        [normal(3000, 1) * 2.0 ** torch.arange(-12, 0).repeat_interleave(250), torch.tensor([448.0, -0.0])]
-    )
-    codes, _, out = send(values.clamp(-448, 448), BlockFormat(code=FP8, block_numel=4096))
-    expected = values.clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(codes[: len(values)], expected.view(torch.uint8))
-    assert torch.equal(out, expected.float())
-
-
-def test_fp8_keeps_what_is_small_beside_its_block():
-    values = torch.full((4096,), 1e-3)
-    values[0] = 1.0
-    sent = {code: send(values, BlockFormat(code=code, block_numel=4096))[2] for code in (INT8, FP8)}
-    assert not sent[INT8][1:].any()
-    assert torch.allclose(sent[FP8], values, rtol=1 / 16, atol=0)
-
-
-def test_devices_that_cannot_convert_run_the_reference_and_it_is_said_once(monkeypatch):
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(fp8, "runs_triton", lambda _: True)
-    for capability, converts in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
-        fp8._converts.cache_clear()
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert [FP8.runs_triton(device) for _ in range(3)] == 3 * [converts]
-        assert len(said) == (0 if converts else 1)
-        assert converts or "cuda:0 has compute capability 8.0, and" in str(said[0].message)
-    fp8._converts.cache_clear()
 
 
 @given(format=FORMATS, numel=st.integers(1, 5000), steps=st.integers(1, 40), seed=st.integers(0, 99))

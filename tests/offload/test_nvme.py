@@ -54,7 +54,7 @@ def test_files_are_bitwise_at_every_stage_and_optimizer(world_size, cells, tmp_p
 )
 @pytest.mark.parametrize("more", [{"param_dtype": "bfloat16"}, {"grad_accumulation": "local"}], ids=["bf16", "local"])
 def test_files_are_bitwise_with_masters_and_local_accumulation(more, world_size, stages, tmp_path):
-    arguments = {"cells": clipped_at(*stages), "offload": nvme(tmp_path, window=1), **more}
+    arguments = {"cells": clipped_at(*stages), "offload": nvme(tmp_path), **more}
     for found in run_ranks(in_pairs, world_size=world_size, time_limit_s=80, keyword_arguments=arguments):
         assert_equal(found)
 

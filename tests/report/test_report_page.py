@@ -29,7 +29,7 @@ def log_of(steps: int = 40, *, first: int = 1, ends: bool = True, **changed: Any
     lines: list[dict[str, Any]] = [start | {"plan": plan, "parameters": 100, "optimizers": ["AdamW"], "said": {}}]
     for step in range(first, steps + 1):
         line = {"steps": 1, "rows": 4, "tokens": 100, "forward_s": 0.02, "backward_s": 0.06, "optimizer_s": 0.02}
-        more = {"between_s": 0.0, "wait_s": 0.01, "sent_bytes": 200, "peak_bytes": 2**20, "skipped": 0, "rewound": 0}
+        more = {"between_s": 0.0, "wait_s": 0.01, "sent_bytes": 200, "peak_bytes": 2**20, "skipped": 0}
         lines.append({"kind": "steps", "step": step, "loss": 9.0, "grad_norm": 1.0, "lr": 0.1} | line | more | changed)
         lines.append({"kind": "log", "step": step, "values": {"loss": 4 / step, "grad_norm": 1.0}})
     rows = [["parameters", 400, 400, "device"], ["gradients", 200, 400, "device"]]

@@ -46,7 +46,6 @@ ROWS = {
     "on the meta device": "on the meta device",
     "is trained in {}, and buckets hold": "Trained parameters of complex numbers",
     "save their state to different folders": "a save at different steps",
-    ".step was given arguments": "arguments of an optimizer's own `step`",
     "torch.amp.GradScaler, which": "`torch.amp.GradScaler` around",
     "without loss scaling": "float16 parameters without a scaler",
     "can be unscaled only once": "unscaling before all micro-batches",
@@ -113,7 +112,6 @@ ROWS = {
     "DTensor": "DTensors other than Shard and Replicate",
     "other parameters over ranks": "DTensors other than Shard and Replicate",
     "tp_size": "`tp_size` of the plugin other than",
-    "`offload.delay: 1` steps": "`offload.delay` with an `offload.ratio`",
     "that it calls": "that calls its state `master`",
     "cannot be seen by a trial step": "whose state no trial step shows",
     "join_uneven_inputs takes models that were": "of models without optimizers",
@@ -125,7 +123,6 @@ ROWS = {
 
 NO_REFUSALS = {
     "give one of the two": "arguments of a call",
-    "takes zero_plugin": "arguments of a call",
     "with_zero takes": "arguments of a call",
     "attach first, then prepare": "order of two calls",
     "was given no model": "arguments of a call",

@@ -33,7 +33,6 @@ STEPS, LIMIT_S = 3, 30.0
 ROWS = 3
 """Of a micro-batch: the hidden states of one are large enough to be moved (`SMALL_BYTES`)."""
 BOTH = {"params": "cpu", "optimizer": "cpu"}
-LATE = HOST | {"delay": 1, "delay_warmup": 1}
 INT8 = {"weights": "int8", "gradients": "int8"}
 INT4 = {"weights": "int8", "gradients": "int4"}
 BF16 = {"param_dtype": "bfloat16"}
@@ -42,8 +41,6 @@ NODES = {"secondary_shard": "node", "node_size": 2}
 SETTINGS = {
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
     "reduced in bf16": {"stage": 0, "reduce_dtype": "bfloat16"},
-    "one communicator": {"stage": 3, "comm": {"communicators": 1}},
-    "one buffer": {"stage": 2, "grad_buffers": 1},
     "no overlap": {"stage": 2, "overlap_param_gather": False},
     "no prefetch": {"stage": 3, "prefetch_units": 0},
     "far prefetch": {"stage": 3, "prefetch_units": 3},
@@ -56,18 +53,14 @@ SETTINGS = {
     "bf16": {"stage": 3, **BF16},
     "gathered in bf16": {"stage": 3, "gather_dtype": "bfloat16"},
     "8-bit moments": {"stage": 2, "moments": "8bit"},
-    "snapshots": {"stage": 3, "nonfinite": "rewind", "snapshot_every": 2},
     "state in host memory": {"stage": 2, "offload": HOST | {"speculate_bytes": 0}},
     "half of it": {"stage": 2, "offload": HOST | {"ratio": 0.5}},
     "early steps": {"stage": 3, "offload": HOST | {"speculate_bytes": "1MiB"}},
-    "late steps": {"stage": 2, "offload": LATE},
-    "late steps of bf16": {"stage": 3, **BF16, "offload": LATE},
     "bf16, state in host memory": {"stage": 2, **BF16, "offload": HOST | {"speculate_bytes": 0}},
     "bf16 in host memory": {"stage": 3, **BF16, "offload": BOTH},
     "gathered in bf16 from host memory": {"stage": 3, "gather_dtype": "bfloat16", "offload": BOTH},
     "int8 from host memory": {"stage": 3, "comm": INT8, "offload": BOTH},
     "8-bit moments in host memory": {"stage": 2, "moments": "8bit", "offload": HOST},
-    "snapshots beside host memory": {"stage": 3, "nonfinite": "rewind", "snapshot_every": 2, "offload": BOTH},
     "state in files": {"stage": 2, "offload": FILES | {"speculate_bytes": 0}},
     "early steps in files": {"stage": 3, "offload": FILES | {"speculate_bytes": "1MiB"}},
     **{
@@ -275,7 +268,7 @@ def placed(settings: dict, folder: str) -> dict:
     offload = settings.get("offload", {})
     files = {"nvme_path": folder} if "nvme" in offload.values() else {}
     # The look at gradients waits for the device in each step; who leaves it out has one order fewer.
-    looks = {"check_nonfinite": False} if "nonfinite" not in settings else {}
+    looks = {} if "nonfinite" in settings else {"nonfinite": "ignore"}
     return {"bucket_bytes": "20KiB", **looks, **settings, "offload": offload | files}
 
 
@@ -301,18 +294,17 @@ SHORT = [
     ("stage 1", "idle", 2),
     ("stage 2", "accumulated", 2),
     ("stage 3", "saved", 2),
+    ("bf16", "clipped", 2),
     ("int8 at stage 2", "edited", 2),
     ("int8", "gpt2", 2),
     ("state in host memory", "accumulated", 2),
     ("bf16, state in host memory", "dropped", 2),
     ("early steps", "gpt2", 2),
     ("early steps in files", "gpt2", 2),
-    ("late steps", "clipped", 2),
     ("parameters in cpu, state in cpu", "evaluated", 2),
     ("parameters in nvme, state in none", "gpt2", 1),
     ("activations in host memory", "in halves", 2),
     ("outer steps", "gpt2", 2),
-    ("snapshots", "gpt2", 2),
     ("int8 between groups", "gpt2", 4),
     ("secondary shards", "gpt2", 4),
 ]

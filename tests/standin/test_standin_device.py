@@ -99,7 +99,7 @@ CELLS = [
             exact=ON_TWO_RANKS,
             inexact=["blocks on the wire"],
             scaled=["half of it"],
-            saved=["a step late"],
+            saved=["early steps"],
         ),
         id="2",
     ),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from training import VOCABULARY, Answer, adamw_in_two_groups, bert, bert_batch, gpt2, gpt2_batch
 
-from hf_zero import ZeroAccelerator, ZeroPlugin, engine_of
+from hf_zero import ZeroPlugin, engine_of
 
 
 class Texts(Dataset):
@@ -49,7 +49,7 @@ MODELS = {"gpt2": gpt2, "texts": TextsModel, "bert": lambda layers: bert()}
 
 
 def make_accelerator(door: str, **arguments) -> Accelerator:
-    """ "ddp", or a way in and a stage: "plugin 2" (or settings), "attach 1", "class 2", "variable 2", "yaml 3"."""
+    """ "ddp", or a way in and a stage: "plugin 2" (or settings), "attach 1", "variable 2", "yaml 3"."""
     kind, _, stage = door.partition(" ")
     if kind == "ddp":
         return Accelerator(**arguments)
@@ -58,8 +58,6 @@ def make_accelerator(door: str, **arguments) -> Accelerator:
     if kind == "attach":
         plugin = ZeroPlugin(int(stage))
         return plugin.attach(Accelerator(**arguments))
-    if kind == "class":
-        return ZeroAccelerator(zero_plugin=int(stage), **arguments)
     path = Path(__file__).resolve().parents[2] / "configs" / f"zero{stage}.yaml"
     if kind == "yaml":
         return Accelerator(parallelism_config=ZeroPlugin(str(path)), **arguments)

@@ -289,7 +289,7 @@ def broken_promises(entered: dict[str, object], folder: Path) -> Iterator[str]:
     if entered.get("verify", (1,))[0] == 0:
         yield from (
             f"{door} refuses it: {entered[door][1]}"
-            for door in ("inspect", "consolidate", "push", "card")
+            for door in ("inspect", "consolidate", "push")
             if not is_taken(door)
         )
     found, _ = entered.get("last-good", (None, None))

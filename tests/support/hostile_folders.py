@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from hf_zero.checkpoint.format.files import FileRecord
 from hf_zero.cli.app import app
 from hf_zero.integrations.hub import push as pushing
+from hf_zero.integrations.hub.card import write_card
+from hf_zero.integrations.hub.card_facts import card_facts
 from hf_zero.integrations.hub.hub import HubError
 
 MANIFEST = "zero/manifest.json"
@@ -66,6 +68,11 @@ def by_command(*words: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def make_card(folder: Path) -> bool:
+    """Writes a folder's card as a push does; whether it did."""
+    return write_card(folder, card_facts(folder), name=folder.resolve().name)
+
+
 def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
     """Each command that reads a folder."""
     return {
@@ -73,5 +80,4 @@ def commands(folder: Path, out: Path) -> dict[str, tuple[object, ...]]:
         "inspect": ("inspect", folder),
         "consolidate": ("consolidate", folder, out),
         "push": ("push", folder, "me/model"),
-        "card": ("card", folder),
     }

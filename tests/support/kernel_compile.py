@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.kernels import adamw, adamw_in_blocks, fill, lion, quantise, sgd, statistics, stepping, stochastic
+from hf_zero.kernels import adamw, adamw_in_blocks, lion, quantise, sgd, statistics, stepping, stochastic
 from hf_zero.kernels.block_format import BlockFormat, Code
-from hf_zero.kernels.fp8 import FP8
 from hf_zero.kernels.int4 import INT4
 from hf_zero.kernels.int8 import INT8
 from hf_zero.kernels.lazy import Kernel
@@ -190,7 +189,7 @@ def block_case(
         constants={"ROWS": rows, "SIZE": 256, **constants},
         num_warps=warps,
         promise=promise,
-        architectures=(90,) if code is FP8 else ARCHITECTURES,
+        architectures=ARCHITECTURES,
     )
 
 
@@ -198,22 +197,21 @@ QUANTISE_CONSTANTS = {"SMALLEST": quantise.SMALLEST_NORMAL, "INTERPRETED": False
 BF16_WITH_RESIDUAL = {"values": "*bf16", "residual": "*fp32"}
 SUM_TYPES = {"ranks": "i32"}
 SUM_CONSTANTS = {"INTERPRETED": False}
-for code in (INT8, FP8):
-    CASES[f"quantise {code}"] = block_case(
-        code.quantise_kernel,
-        code,
-        BF16_WITH_RESIDUAL,
-        QUANTISE_CONSTANTS,
-        Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
-    )
-    CASES[f"sum of {code}"] = block_case(
-        code.sum_kernel,
-        code,
-        {"out": "*fp32", **SUM_TYPES},
-        SUM_CONSTANTS,
-        # Of four ranks at a time, and of the ranks that are left over.
-        Promise(registers=40, loads={"32": 24}, stores={"128": 1}),
-    )
+CASES[f"quantise {INT8}"] = block_case(
+    INT8.quantise_kernel,
+    INT8,
+    BF16_WITH_RESIDUAL,
+    QUANTISE_CONSTANTS,
+    Promise(registers=40, shared_bytes=64, loads={"64": 1, "128": 1}, stores={"32": 2, "128": 1}),
+)
+CASES[f"sum of {INT8}"] = block_case(
+    INT8.sum_kernel,
+    INT8,
+    {"out": "*fp32", **SUM_TYPES},
+    SUM_CONSTANTS,
+    # Of four ranks at a time, and of the ranks that are left over.
+    Promise(registers=40, loads={"32": 24}, stores={"128": 1}),
+)
 CASES |= {
     "quantise int4": block_case(
         INT4.quantise_kernel,
@@ -243,27 +241,6 @@ CASES["stochastic rounding"] = Case(
     # Random numbers are made one a thread and handed over to the threads that read four elements.
     promise=Promise(registers=64, shared_bytes=2048, loads={"128": 8}, stores={"64": 8}),
 )
-
-
-CASES |= {
-    f"fill {title}": Case(
-        kernel=fill._fill,
-        types={"table": "*i64", "flat": "*bf16", "like": "*fp32", "factor": "fp32"},
-        constants={
-            "ALIGN_BYTES": align_bytes,
-            "ALIGN_NUMEL": align_numel,
-            "BLOCK": fill.BLOCK_NUMEL,
-            "STEP": fill.STEP_NUMEL,
-            "TAIL": fill._TAIL_NUMEL,
-            "INTERPRETED": False,
-        },
-        promise=promise,
-    )
-    for title, align_bytes, align_numel, promise in (
-        ("aligned", 16, 16, Promise(registers=64, loads={"64": 3, "128": 4, "32": 1}, stores={"64": 4, "16": 1})),
-        ("anywhere", 1, 1, Promise(registers=64, loads={"64": 3, "32": 17}, stores={"16": 17})),
-    )
-}
 
 
 def compile_case(case: Case, architecture: int) -> Compiled:

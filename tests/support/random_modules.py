@@ -101,7 +101,7 @@ class Case:
         groups: of the optimizer, each with settings of its own.
         zeroing: who zeroes gradients ("optimizer", "model"), when, and `set_to_none`.
         reduces_each: micro-batches are reduced one by one, not under no_sync.
-        settings: of the engine, beside the stage.
+        settings: of the engine, beside the stage; `buffers`, how many large gradient buffers there are.
     """
 
     seed: int
@@ -229,7 +229,7 @@ def draw(seed: int) -> Case:
 
 def _settings(r: random.Random) -> Iterator[tuple[str, object]]:
     yield "bucket_bytes", r.choice([64, 300, 1000, "20KiB"])
-    yield "grad_buffers", r.choice([1, 2, 3])
+    yield "buffers", r.choice([1, 2, 3])
     if r.random() < 0.3:
         yield "grad_accumulation", "local"
     if r.random() < 0.25:

@@ -13,7 +13,7 @@ Two communicators may hang where one would not: a rank runs the first's collecti
 peer the other way round. NCCL 2.26 and later keep to the order in which the host has asked, where NCCL_LAUNCH_ORDER_IMPLICIT is
 1, and that order is the same on all ranks. NCCL reads the variable once, with the first communicator of the process: `import
 hf_zero` sets the variable, unless the environment has another value or NCCL may have run before. Without the variable all
-collectives share one communicator, as with `comm.communicators: 1`.
+collectives share one communicator.
 """
 
 import os
@@ -163,7 +163,7 @@ class Groups:
         world = _make(sets, rank, timeout, kind)
         shard = gather = _make(shards, rank, timeout, kind)
         replicate = _make([ranks[start::size] for ranks in sets for start in range(size)], rank, timeout, kind)
-        if has_queue and stage > 0 and comm.communicators > 1 and (backend != "nccl" or keeps_launch_order()):
+        if has_queue and stage > 0 and (backend != "nccl" or keeps_launch_order()):
             gather = _make(shards, rank, timeout, backend, is_urgent=True)
         outer, shard_control = None, control
         if comm.sync_every > 1:

@@ -73,7 +73,7 @@ def secondary(value: Any, section: Mapping[Any, Any]) -> Verdict:
 _OFFLOADED = {
     "nvme_path": same("offload.nvme_path"),
     "pin_memory": never("host memory that a GPU copies from is always pinned"),
-    "buffer_count": never("`offload.window` is how many buckets are in memory at a time"),
+    "buffer_count": never("three buckets are in memory at a time"),
     "buffer_size": never("buffers have the size of a bucket"),
     "fast_init": never(_INSIDE),
 }
@@ -132,7 +132,7 @@ _ZERO: dict[str, Rule] = {
     "override_module_apply": never("`hf_zero.init` builds models that are too large for one device"),
     "log_trace_cache_warnings": never(_INSIDE),
     "leaf_module": instead("name the classes that are gathered together in `unit_modules`"),
-    "zenflow": instead("`offload.delay: 1` steps in host memory one step late"),
+    "zenflow": instead("`offload.speculate_bytes` steps in host memory during backward, to the same bits"),
 }
 
 OF_JSON: Table = {
@@ -169,7 +169,7 @@ OF_JSON: Table = {
     "zero_force_ds_cpu_optimizer": never("the script's own optimizer steps, wherever its state is"),
     "checkpoint": never("`checkpoint` of hf_zero has other settings, whose defaults do"),
     "load_universal_checkpoint": never("checkpoints load on any number of ranks and at any stage"),
-    "aio": never("files are read and written with the system's own calls; `offload.threads` is how many at a time"),
+    "aio": never("files are read and written with the system's own calls"),
     "dataloader_drop_last": said_by("dataloader_drop_last"),
     "steps_per_print": said_by("logging_steps"),
     "compile": said_by("torch_compile"),

@@ -15,7 +15,6 @@ from ...comm.ledger import Ledger
 from ...comm.local import LocalTransport
 from ...comm.model_copies import Agreement, ModelCopies, OverCopies
 from ...comm.transport import Transport
-from ...comm.trial import Trial
 from ...config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
@@ -32,7 +31,6 @@ from ..travel.buffers import ModelBuffers, ignored_parameters, start_buffers
 from ..travel.expert_wire import wire_with_experts
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
-from ..travel.repeatable import RepeatableTransport
 from ..travel.wire import Wire, choose_wire
 from ..units.copy_checks import CopyChecks
 from ..units.exact_weights import ExactWeights
@@ -42,11 +40,11 @@ from ..units.sharded_model import ShardedModel
 from ..units.split_model import SplitModel
 from ..units.unit import Unit
 from .agreement import describe, refuse_disagreement
-from .auto_settings import resolve_auto
 from .beside_split import refuse_beside_split
 from .bucket_builder import BucketBuilder
 from .bucketing import Division, SplitKinds, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
+from .kernels_that_run import with_kernels_that_run
 from .renormed_embeddings import refuse_renormed_embeddings
 from .shared_storage import refuse_shared_storage
 from .sharers import Sharers, SharersOfKinds
@@ -58,7 +56,6 @@ class Meeting:
 
     Attributes:
         config: with a value for each `auto` that is tried before training.
-        trials: by which those values were found.
         transport: between the ranks that share one copy of the state.
         peers: the ranks that take a step together.
         step_transport: between those.
@@ -73,7 +70,6 @@ class Meeting:
     """
 
     config: ZeroConfig
-    trials: tuple[Trial, ...]
     groups: Groups
     transport: Transport
     peers: Groups
@@ -395,14 +391,11 @@ def _meet(
         refuse_disagreement({"config": facts["config"]}, everyone)
     refuse_disagreement(facts, transport)
     # Behind the comparison: process groups of other limits train the same thing.
-    config, trials = resolve_auto(replace(config, comm=comm), model, groups, transport, placed)
-    if config.out_of_memory == "halve" and config.stage == 3 and groups.world_size > 1:
-        transport = step_transport = RepeatableTransport(transport)
+    config = with_kernels_that_run(replace(config, comm=comm), groups, transport, placed)
     start_buffers(model, transport, placed, placed=device is not None or config.stage == 3)
     usual = Sharers(groups=groups, transport=transport, step_transport=step_transport)
     return Meeting(
         config=config,
-        trials=trials,
         groups=groups,
         transport=transport,
         peers=groups.of_a_step(),

@@ -20,7 +20,6 @@ from ...offload.files import free_disk_bytes
 from ...offload.parameter_shards import ParameterTier
 from ...offload.tier import Tier
 from ...optimizer.holders.early import Early
-from ...optimizer.holders.late import Late
 from ...optimizer.holders.places import Places
 from ...optimizer.kernel_steps.kernel_choice import KernelSteps
 from ...optimizer.state.holder import StateHolder
@@ -62,7 +61,7 @@ def choose_holder(
     places = Places(config, tier, optimizers)
     return StateHolder(
         place=places.of,
-        timing=_choose_timing(config.offload, tier, optimizers, places.placeholders, needed),
+        timing=_choose_timing(config.offload, tier, places.placeholders, needed),
         choice=KernelSteps(nonfinite) if uses_kernels(config.kernels, tier.device) else OwnSteps(),
         files=tier.files,
         transport=transport,
@@ -72,12 +71,9 @@ def choose_holder(
 def _choose_timing(
     offload: OffloadConfig,
     tier: Tier,
-    optimizers: Sequence[torch.optim.Optimizer],
     placeholders: Placeholders,
     needed: Elsewhere,
 ) -> StepTiming:
-    if offload.delay:
-        return Late(tier, tier.files, placeholders, optimizers, warmup=offload.delay_warmup)
     most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
     return Early(tier, tier.files, placeholders, most_bytes=most_bytes) if most_bytes else InTime()
 
@@ -151,7 +147,7 @@ def bytes_elsewhere(
 def _copy_bytes(offload: OffloadConfig, moved: int) -> int:
     """Of second copies of `moved` bytes of state: no more than there is of it."""
     asked = offload.speculate_bytes if isinstance(offload.speculate_bytes, int) else 0
-    return moved if offload.delay else min(asked, moved)
+    return min(asked, moved)
 
 
 def _anchor_bytes(config: ZeroConfig, trained: Iterable[nn.Parameter], groups: Groups) -> int:

@@ -134,19 +134,6 @@ class Gradients:
         if self.reducing and self._world_size > 1:
             self._finish_pass()
 
-    def begin_again(self, *, passes_over: bool) -> None:
-        """Called on a rank whose forward or backward has failed and is repeated: as it was before, but without gradients.
-
-        Args:
-            passes_over: `may_pass_over` as it was then.
-        """
-        self.end.abandon()
-        self._store.finish_all()
-        self._store.discard_open()
-        self.drop()
-        self.may_pass_over = passes_over
-        self._begin_pass()
-
     def drop(self) -> None:
         """Forgets all gradients, reduced or not."""
         for slot in self._slots:

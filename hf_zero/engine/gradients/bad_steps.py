@@ -1,9 +1,8 @@
-"""What is done about a step whose gradients are NaN or infinite: the run stops, the step is skipped, or state is rewound."""
+"""What is done about a step whose gradients are NaN or infinite: the run stops, or the step is skipped."""
 
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from ...config import ZeroConfig
 from .nonfinite import NonFiniteGradientError
@@ -11,27 +10,15 @@ from .nonfinite import NonFiniteGradientError
 _log = logging.getLogger(__name__)
 
 
-class Snapshots(Protocol):
-    """This rank's state as it was some steps ago."""
-
-    def take(self) -> None:
-        """Replaces the snapshot by the state as it is now."""
-
-    def restore(self) -> None:
-        """Makes the state what it was when the snapshot was taken. Collective."""
-
-
 class BadSteps(ABC):
     """Chosen once for an engine. The ranks find the same norm, and so come to the same answers.
 
     Attributes:
         skipped: steps that were not taken.
-        rewound: how often state went back to a snapshot.
         was_skipped: whether the last step was not taken.
     """
 
     skipped = 0
-    rewound = 0
     was_skipped = False
 
     @abstractmethod
@@ -61,15 +48,11 @@ class BadSteps(ABC):
 
     @abstractmethod
     def skip(self) -> None:
-        """Called in a step that is skipped, when its gradients have been dropped. Collective."""
+        """Called in a step that is skipped, when its gradients have been dropped."""
 
     @abstractmethod
     def taken(self) -> None:
         """Called behind each step that was taken."""
-
-    @abstractmethod
-    def before_forward(self) -> None:
-        """Called before each forward that trains."""
 
 
 class Stop(BadSteps):
@@ -86,15 +69,12 @@ class Stop(BadSteps):
     def taken(self) -> None:
         """All are."""
 
-    def before_forward(self) -> None:
-        """Nothing is kept."""
-
     def found(self, norm: float, said: Callable[[], str]) -> None:
         raise NonFiniteGradientError(
             f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused and the "
             f"parameters stay as they were. {said()}Usual reasons: a learning rate too high, a NaN in the data, log or "
-            "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on, and "
-            "`nonfinite: rewind` goes back to a snapshot; to step all the same, set `check_nonfinite: false`."
+            "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on; to "
+            "step all the same, set `nonfinite: ignore`."
         )
 
 
@@ -105,10 +85,6 @@ class Skip(BadSteps):
         limit: bad steps in a row that are left out; one more ends the run.
         speaks: whether this rank tells of them.
     """
-
-    _policy = "skip"
-    _bad_in_a_row = "bad steps in a row"
-    _what_is_done = "this step is skipped and its gradients are dropped"
 
     def __init__(self, limit: int, *, speaks: bool):
         self._limit = limit
@@ -126,7 +102,7 @@ class Skip(BadSteps):
         where = said()
         if self._in_a_row > self._limit:
             raise NonFiniteGradientError(
-                f"hf_zero: the gradient norm is {norm}, and {self._limit} {self._bad_in_a_row} have been left out before "
+                f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out before "
                 f"(`nonfinite_limit`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
                 "learning rate, or without the data that brings this."
             )
@@ -134,10 +110,9 @@ class Skip(BadSteps):
         count = self.skipped + 1
         if self._speaks and count & (count - 1) == 0:
             _log.warning(
-                "hf_zero: the gradient norm is %s: %s (`nonfinite: %s`; %d so far). %s",
+                "hf_zero: the gradient norm is %s: this step is skipped and its gradients are dropped (`nonfinite: skip`; %d so "
+                "far). %s",
                 norm,
-                self._what_is_done,
-                self._policy,
                 count,
                 where,
             )
@@ -159,57 +134,11 @@ class Skip(BadSteps):
 
     def taken(self) -> None:
         self.was_skipped = False
-        self._end_row()
-
-    def before_forward(self) -> None:
-        """Nothing is kept."""
-
-    def _end_row(self) -> None:
         self._in_a_row = 0
 
 
-class Rewind(Skip):
-    """The step is left out, and parameters and optimizer state go back to a snapshot.
-
-    Args:
-        every: steps between snapshots.
-        limit: rewinds to one snapshot; one more ends the run.
-    """
-
-    _policy = "rewind"
-    _bad_in_a_row = "steps behind one snapshot"
-    _what_is_done = "this step is skipped, and parameters and optimizer state go back to the last snapshot"
-
-    def __init__(self, snapshots: Snapshots, every: int, limit: int, *, speaks: bool):
-        super().__init__(limit, speaks=speaks)
-        self._snapshots = snapshots
-        self._every = every
-        self._since = every
-
-    def skip(self) -> None:
-        super().skip()
-        self.rewound += 1
-        self._since = 0
-        self._snapshots.restore()
-
-    def taken(self) -> None:
-        super().taken()
-        self._since += 1
-
-    def before_forward(self) -> None:
-        if self._since >= self._every:
-            self._snapshots.take()
-            self._since = 0
-            super()._end_row()
-
-    def _end_row(self) -> None:
-        """A good step behind a snapshot does not make it a better one."""
-
-
-def choose_bad_steps(config: ZeroConfig, snapshots: Snapshots, *, speaks: bool) -> BadSteps:
+def choose_bad_steps(config: ZeroConfig, *, speaks: bool) -> BadSteps:
     """By `nonfinite`."""
     if config.nonfinite == "skip":
         return Skip(config.nonfinite_limit, speaks=speaks)
-    if config.nonfinite == "rewind":
-        return Rewind(snapshots, config.snapshot_every, config.nonfinite_limit, speaks=speaks)
     return Stop()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ...buckets.bucket import Bucket
 from ...comm.groups.groups import Groups
 from ...config import ZeroConfig
+from ...layout import pool
 from ..travel.reductions import Reduction
 from .accumulated_store import AccumulatedGradients
 from .buffer_pool import BufferPool
@@ -31,5 +32,5 @@ def choose_store(
     if replicated and not any(bucket.tier.is_apart for bucket in buckets):
         # The shard is all of the bucket: there is no smaller place to reduce it into.
         return UnshardedGradients(reduction, landing)
-    passing = PooledGradients(reduction, landing, BufferPool(buckets, config.grad_buffers, buckets[0].device))
+    passing = PooledGradients(reduction, landing, BufferPool(buckets, pool.GRAD_BUFFERS, buckets[0].device))
     return AccumulatedGradients(UnshardedGradients(reduction, landing), passing) if config.stage == 1 else passing

@@ -28,7 +28,7 @@ class NonFiniteCheck:
     Gradients that a loss scaler has unscaled are its own affair: it skips the step, and the run goes on.
 
     Args:
-        config: with `check_nonfinite` and `nonfinite`.
+        config: with `nonfinite`.
         replicated: every rank holds the whole gradient, so that all see the same.
 
     Attributes:
@@ -38,8 +38,8 @@ class NonFiniteCheck:
 
     def __init__(self, config: ZeroConfig, transport: Agreement, *, replicated: bool):
         self._transport = transport
-        self._wanted = config.check_nonfinite
-        self._reads_at_once = config.nonfinite != "stop"
+        self._wanted = config.nonfinite != "ignore"
+        self._reads_at_once = config.nonfinite == "skip"
         self._replicated = replicated
         self._last: HostValue | None = None
         self._has_looked = False

@@ -8,8 +8,7 @@ ours is put around a unit's inputs to learn that: it would sum the gradients of 
 decoder's encoder states) in another order than plain autograd does.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -23,13 +22,9 @@ from .unseen_edits import refuse_unseen_edits
 class VisitOrder:
     """Which unit comes after which, as last seen; corrects itself when the graph takes another way."""
 
-    def __init__(self, successor: Mapping[Unit, Unit | None] | None = None):
-        self._successor: dict[Unit, Unit | None] = dict(successor or {})
+    def __init__(self):
+        self._successor: dict[Unit, Unit | None] = {}
         self._last: Unit | None = None
-
-    def copy(self) -> "VisitOrder":
-        """Another one that has seen the same, between passes."""
-        return VisitOrder(self._successor)
 
     def begin(self) -> None:
         """A pass starts: what is visited next has no predecessor."""
@@ -60,20 +55,6 @@ class VisitOrder:
             found.append(after)
             unit = after
         return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleState:
-    """On what it depends, between passes, which units are gathered next, and when.
-
-    Attributes:
-        whole: units that are not sharded.
-    """
-
-    forward: VisitOrder
-    backward: VisitOrder
-    whole: frozenset[Unit]
-    keeps_all: bool
 
 
 class Unsharding:
@@ -224,31 +205,6 @@ class Unsharding:
             self.end_backward()
 
     # ---- what the engine calls ----
-
-    def state(self) -> ScheduleState:
-        """Between passes: what `go_back` needs."""
-        return ScheduleState(
-            forward=self._forward.copy(),
-            backward=self._backward.copy(),
-            whole=frozenset(unit for unit in self.units if not unit.is_sharded),
-            keeps_all=self._keeps_all,
-        )
-
-    def go_back(self, state: ScheduleState) -> None:
-        """Takes back a pass that an exception has ended, all but the values of what it has gathered or dropped."""
-        self._running.clear()
-        self._versions.clear()
-        self._is_backward_open = self._keeps_all = False
-        self._fetch([])
-        for unit in self.units:
-            unit.abandon()
-        self._drop_all()
-        for unit in self.units:
-            if unit in state.whole:
-                self._start(unit, self._wire.forward)
-                self._finish(unit)
-        self._forward, self._backward = state.forward.copy(), state.backward.copy()
-        self._keeps_all = state.keeps_all
 
     def unshard(self, units: Iterable[Unit]) -> None:
         """Makes units whole and exact, all gathers at once."""

@@ -99,13 +99,6 @@ class Unit:
             with memory.gather(exactly=gather.is_exact):
                 self._handles.append(gather.start(bucket))
 
-    def abandon(self) -> None:
-        """UNSHARDING → UNSHARDED: the same as `finish_unshard` where an exception may have left gathers out."""
-        if self.state is UnitState.UNSHARDING:
-            while self._handles:
-                self._handles.pop(0).finish()
-            self.state = UnitState.UNSHARDED
-
     def finish_unshard(self) -> None:
         """UNSHARDING → UNSHARDED: waits for them and makes the parameters whole."""
         self._leave(UnitState.UNSHARDING)

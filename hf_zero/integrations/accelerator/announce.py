@@ -98,7 +98,7 @@ def _hindrances(engine: ZeroEngine) -> str:
     if engine.groups.backend != "nccl":
         return ""
     found = ""
-    if engine.config.stage > 0 and engine.config.comm.communicators > 1 and not keeps_launch_order():
+    if engine.config.stage > 0 and not keeps_launch_order():
         found += "; one communicator: NCCL ran before hf_zero was imported, or NCCL_LAUNCH_ORDER_IMPLICIT is not 1"
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found += "; CUDA_DEVICE_MAX_CONNECTIONS=1 has collectives wait for kernels: unset the variable"
@@ -135,7 +135,7 @@ def _state_rows(engine: ZeroEngine, plan: StatePlan, ddp: DdpState) -> list[tupl
     ours = {
         "masters": plan.masters,
         "gradient residuals": plan.residuals,
-        "copies for early and late steps": plan.beside,
+        "copies for early steps": plan.beside,
     }
     only_ours = [(kind, in_units(held), "") for kind, held in ours.items() if held]
     frozen = [("frozen parameters and buffers", in_units(plan.frozen), in_units(ddp.frozen))] if ddp.frozen else []
@@ -247,10 +247,6 @@ def _offload_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
 def _early_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     report, offload = engine.memory_report(), engine.config.offload
     early, in_memory = report.early, f"in host memory: {in_units(report.most_beside_bytes)} a rank"
-    if offload.delay:
-        copies = f"in files, and {in_memory}" if offload.optimizer == "nvme" else in_memory
-        late = f"each ends one step late, after {offload.delay_warmup} in their time: not exact; on copies {copies}"
-        return [("late steps", late)]
     if early is None:
         return []
     where = "in files" if offload.optimizer == "nvme" else in_memory

@@ -49,7 +49,7 @@ def watch_for_the_variable() -> None:
         if engine is None and os.environ.get("RANK", "0") == "0":
             print(
                 f"hf_zero: {CONFIG_VARIABLE} is {asked!r}, and {type(optimizer).__name__} steps without the engine: nothing is "
-                "sharded. The variable is what ZeroPlugin(), ZeroAccelerator() and ZeroCallback() without arguments read. Give "
+                "sharded. The variable is what ZeroPlugin() and ZeroCallback() without arguments read. Give "
                 "one of these to the Accelerator or the Trainer, or say `--zero`; or unset the variable.",
                 file=sys.stderr,
                 flush=True,

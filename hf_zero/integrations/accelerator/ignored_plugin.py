@@ -35,8 +35,8 @@ def watch_for_steps_without(plugin: ParallelismConfig, config: ZeroConfig) -> St
             raise ConfigError(
                 f"hf_zero: {type(optimizer).__name__} steps, and a ZeroPlugin for stage {config.stage} was installed nowhere: "
                 f"accelerate takes what the first Accelerator of a process was given ({_named(first)}) for all of them, and "
-                "ignores the plugin of a later one. Call plugin.attach(accelerator) before accelerator.prepare, or use "
-                "ZeroAccelerator(zero_plugin=plugin), or pass ZeroCallback to the Trainer; or give the plugin to the first."
+                "ignores the plugin of a later one. Call plugin.attach(accelerator) before accelerator.prepare, or "
+                "pass ZeroCallback to the Trainer; or give the plugin to the first."
             )
         # An equal plugin does as well.
         return came_second and first == config

@@ -114,7 +114,7 @@ def _planned(engine: ZeroEngine, accumulates: bool) -> dict[str, dict[str, int]]
         "residuals": plan.residuals,
         "gradient buffers": plan.gradient_buffers,
         "optimizer state": plan.optimizer,
-        "copies for early and late steps": plan.beside,
+        "copies for early steps": plan.beside,
     }
     return {
         "plan": {kind: nbytes for kind, nbytes in ours.items() if nbytes is not None},

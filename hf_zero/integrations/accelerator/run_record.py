@@ -26,7 +26,7 @@ class RunRecord:
         """Raises `ConfigError` where the script asks for hf_zero by itself, with other settings than the run."""
         if config != self.config:
             raise ConfigError(
-                "hf_zero: two configs for one run: `--zero` of hf_zero.run, and the script's own (its --zero, ZeroPlugin, "
-                f"ZeroAccelerator or ZeroCallback), have {'; '.join(differences(self.config, config))}. Give one of them, or the "
+                "hf_zero: two configs for one run: `--zero` of hf_zero.run, and the script's own (its --zero, ZeroPlugin "
+                f"or ZeroCallback), have {'; '.join(differences(self.config, config))}. Give one of them, or the "
                 "same to both."
             )

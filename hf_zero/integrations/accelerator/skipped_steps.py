@@ -1,4 +1,4 @@
-"""Tells accelerate, and Trainer with it, of steps that `nonfinite: skip` and `rewind` leave out."""
+"""Tells accelerate, and Trainer with it, of steps that `nonfinite: skip` leaves out."""
 
 import weakref
 from collections.abc import Iterable

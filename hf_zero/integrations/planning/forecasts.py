@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ...config import ZeroConfig
+from ...layout.pool import GRAD_BUFFERS
+from ...offload.window import WINDOW
 from ...plan.forecast import Activations, Forecast, Passing, forecast, forecast_ddp
 from .layouts import Layout, ddp_state, lay_out, ranks_without_a_group
 
@@ -137,7 +139,7 @@ def _received_bytes(layout: Layout, *, reduces_in_place: bool) -> int:
         if cost.trained
     )
     parts = sorted(received, reverse=True)
-    return sum(parts if reduces_in_place else parts[: layout.config.grad_buffers])
+    return sum(parts if reduces_in_place else parts[:GRAD_BUFFERS])
 
 
 def _window_bytes(layout: Layout) -> int:
@@ -150,4 +152,4 @@ def _window_bytes(layout: Layout) -> int:
         if cost.trained and cost.in_files:
             state = sum(cost.state_itemsizes or ()) + cost.master_bytes * cost.keeps_master
             sizes.append(cost.layout.shard_numel * state)
-    return sum(sorted(sizes, reverse=True)[: 1 + offload.window])
+    return sum(sorted(sizes, reverse=True)[: 1 + WINDOW])

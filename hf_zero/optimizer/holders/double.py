@@ -6,7 +6,7 @@ import torch
 
 from ...buckets.bucket import Row
 from ..state.bucket_state import BucketState
-from .seen_step import Seen, seen_again, seen_now, step_on
+from .seen_step import Seen, seen_now, step_on
 
 Stepped = dict[Row, dict[str, Any]]
 """Of each row that has been stepped, what the optimizer's register is to have."""
@@ -43,10 +43,6 @@ class Double:
     def seen(self) -> Seen:
         """What a step would depend on now."""
         return seen_now(self.state.bucket, self.optimizer).with_marks(*self._marks())
-
-    def seen_again(self, seen: Seen) -> Seen:
-        """What a step with the gradients and settings of `seen` would depend on now."""
-        return seen_again(self.state.bucket, self.optimizer, seen).with_marks(*self._marks())
 
     @torch.no_grad()
     def step(self, seen: Seen, scratch: torch.Tensor, buffer: torch.Tensor | None) -> Stepped:

@@ -1,17 +1,16 @@
 """Steps that are taken while backward goes on."""
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 
-from ...buckets.bucket import Bucket, Row
+from ...buckets.bucket import Bucket
 from ...device import Arrival
 from ...offload.tier import StateFiles, Tier
 from ..reports import EarlyReport
 from ..state.bucket_state import BucketState
 from ..state.placeholders import Placeholders
-from ..state.step_timing import StepTiming, without_due
+from ..state.step_timing import StepTiming
 from .early_steps import EarlySteps
 from .seen_step import Seen
 from .steps_beside import StepsBeside, memory_bytes, try_aside
@@ -64,12 +63,6 @@ class Early(StepTiming):
         self._beside.give_back_buffers()
         self._beside.take_over(held)
         return held.keys()
-
-    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        return without_due(state)
-
-    def beside(self, row: Row) -> dict[str, Any]:
-        return {}
 
     def report(self) -> EarlyReport:
         return EarlyReport(

@@ -41,10 +41,6 @@ class Seen:
         """The same, and more that the step depends on."""
         return replace(self, marks=self.marks + marks)
 
-    def with_settings(self, settings: dict[str, Any]) -> "Seen":
-        """The same with other settings of the group."""
-        return replace(self, settings=settings)
-
 
 def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     """What a step of the bucket would depend on now. Reads no tensor's values, but those of tensors in the settings."""
@@ -55,12 +51,6 @@ def seen_now(bucket: Bucket, optimizer: torch.optim.Optimizer) -> Seen:
     # By `get`: the register makes an entry for whoever asks, and an empty one would look like a step taken.
     found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient in rows)
     return Seen(found, settings_of(group), arguments_of(optimizer), _marks(bucket, optimizer, found))
-
-
-def seen_again(bucket: Bucket, optimizer: torch.optim.Optimizer, seen: Seen) -> Seen:
-    """What a step with the gradients and settings of `seen` would depend on now."""
-    found = tuple((row, gradient, optimizer.state.get(row.tensor, {})) for row, gradient, _ in seen.rows)
-    return Seen(found, seen.settings, seen.arguments, _marks(bucket, optimizer, found))
 
 
 def _marks(

@@ -16,7 +16,7 @@ from ..reports import EarlyReport, KernelReport
 from .bucket_state import BucketState, StatePlace
 from .bucket_steps import NO_FILES, BucketStep, BucketSteps, OwnStep, WalkOverFiles
 from .step_choice import StepChoice
-from .step_timing import StepTiming
+from .step_timing import StepTiming, without_due
 
 
 class StateHolder:
@@ -25,7 +25,7 @@ class StateHolder:
     [Note: where, when and how]
     Where a bucket's state is, when it is stepped and what steps it are three choices that know nothing of each other:
     a `BucketState` (in memory, in 8-bit blocks, in a file, a master that is rounded away), a `StepTiming` (in the script's step,
-    before it, behind it) and a `StepChoice` (the optimizer's own arithmetic, or kernels). What none of them has to say about is
+    or before it) and a `StepChoice` (the optimizer's own arithmetic, or kernels). What none of them has to say about is
     left to the optimizer's own step over all its parameters.
 
     Args:
@@ -139,7 +139,7 @@ class StateHolder:
         """Takes a row's state that came from elsewhere; returns what belongs in the optimizer's register."""
         for step in self._bucket_steps:
             step.forget(row.slot.bucket)
-        return self._states[row.slot.bucket].state.put(row, self._timing.put(row, state))
+        return self._states[row.slot.bucket].state.put(row, without_due(state))
 
     def put_master(self, row: Row, values: torch.Tensor) -> None:
         """Replaces the row's master."""
@@ -148,10 +148,6 @@ class StateHolder:
     def landed(self, bucket: Bucket, arrival: Arrival) -> None:
         """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
         self._timing.landed(bucket, arrival)
-
-    def beside(self, row: Row) -> dict[str, Any]:
-        """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
-        return self._timing.beside(row)
 
     def close(self) -> None:
         """Gives state that lives elsewhere back to the optimizer's register, and ends."""

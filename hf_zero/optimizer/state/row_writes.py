@@ -59,7 +59,7 @@ class RowWrites:
         """
         asked = WeakHook(self, RowWrites._before_state_dict)
         # Between steps, the optimizers' state is in memory and up to date.
-        is_possible = not (config.steps_by_bucket or config.offload.delay)
+        is_possible = not config.steps_by_bucket
         modes = [TrainModes(each, is_possible=is_possible, writing=self.writing) for each in optimizers]
         return [model.register_state_dict_pre_hook(asked), *modes]
 

@@ -26,7 +26,7 @@ def state_rows(
     """
     prefix = f"{REPLICA}{replica}." if replica else ""
     for row in rows:
-        state = state_of(optimizers, row) | holder.beside(row)
+        state = state_of(optimizers, row)
         tensors = {kind_of(n): holder.view(row, n, there) for n, there in elementwise_state(state, row).items()}
         if row.slot.bucket.precision.rounds and not replica:
             tensors = {MASTER: holder.master_view(row), **tensors}
@@ -54,7 +54,7 @@ def state_scalars(
     """Parameter name → state that is one value for all its elements (`step`): numbers, or 0-d tensors as they are."""
     scalars: dict[str, dict[str, Any]] = {}
     for row in rows:
-        state = state_of(optimizers, row) | holder.beside(row)
+        state = state_of(optimizers, row)
         tensors = elementwise_state(state, row) | own_shaped_state(state, row)
         scalars[row.slot.name] = {kind_of(name): value for name, value in state.items() if name not in tensors}
     return scalars

@@ -1,4 +1,4 @@
-"""When buckets are stepped: in `optimizer.step()`, before it, or behind it."""
+"""When buckets are stepped: in `optimizer.step()`, or before it."""
 
 import warnings
 from abc import ABC, abstractmethod
@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 
-from ...buckets.bucket import Bucket, Row
+from ...buckets.bucket import Bucket
 from ...device import Arrival
 from ..reports import EarlyReport
 from .bucket_state import BucketState
 
 DUE = "delayed "
-"""Prefix of checkpoint keys for what delayed steps keep beside a row's state."""
-
-DUE_GRADIENT = f"{DUE}gradient"
-"""The checkpoint key for the gradient of a delayed step not yet applied."""
+"""Prefix of keys in old checkpoints: gradients, settings and counts of steps that were one step late."""
 
 
 class StepTiming(ABC):
@@ -51,14 +48,6 @@ class StepTiming(ABC):
         Raises:
             OffloadError: a file failed.
         """
-
-    @abstractmethod
-    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        """Takes what a row's state, which came from a checkpoint, has of a step that was due; returns the rest."""
-
-    @abstractmethod
-    def beside(self, row: Row) -> dict[str, Any]:
-        """What a checkpoint has of a row beside its state: a step that is due, in names that begin with `DUE`."""
 
     @abstractmethod
     def report(self) -> EarlyReport | None:
@@ -102,12 +91,6 @@ class InTime(StepTiming):
     def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
         return ()
 
-    def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
-        return without_due(state)
-
-    def beside(self, row: Row) -> dict[str, Any]:
-        return {}
-
     def report(self) -> EarlyReport | None:
         return None
 
@@ -128,12 +111,12 @@ class InTime(StepTiming):
 
 
 def without_due(state: dict[str, Any]) -> dict[str, Any]:
-    """A row's state without a step that was due when the checkpoint was made, for a run that takes steps in their time."""
+    """A row's state without what an old checkpoint has of a step that was one step late."""
     kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
-    if DUE_GRADIENT in state:
+    if f"{DUE}gradient" in state:
         warnings.warn(
-            "The checkpoint was made with `offload.delay: 1`: the gradients of its last step, which were due, are dropped. Set "
-            "`offload.delay: 1` to go on as that run would have.",
+            "The checkpoint was made with `offload.delay: 1`, which was taken out of hf_zero: the gradients of its last step, "
+            "which were due, are dropped.",
             stacklevel=2,
         )
     return kept

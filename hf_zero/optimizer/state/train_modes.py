@@ -36,7 +36,7 @@ class TrainModes:
         if self._names and not is_possible:
             raise ValueError(
                 f"hf_zero: the optimizer {name} writes to the parameters in its {self._names[0]}(), so they and its state have "
-                "to be in memory between steps. Take `offload.optimizer: nvme`, `offload.delay`, `moments: 8bit` and "
+                "to be in memory between steps. Take `offload.optimizer: nvme`, `moments: 8bit` and "
                 "`rounding: stochastic` out of the settings (`offload.optimizer: cpu` is possible), or use another optimizer."
             )
         for each in self._names:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import state_plan
+from hf_zero.layout import pool
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -22,10 +23,9 @@ SETTINGS = {
     "stage 0, bf16 in transit": {"stage": 0, "reduce_dtype": "bfloat16"},
     "stage 1": {"stage": 1},
     "stage 2": {"stage": 2},
-    "stage 2, one buffer": {"stage": 2, "grad_buffers": 1},
+    "stage 2, one buffer": {"stage": 2, "buffers": 1},
     "stage 2, local": {"stage": 2, "grad_accumulation": "local"},
     "stage 2, early steps": {"stage": 2, "offload": {"optimizer": "cpu", "speculate_bytes": "1MiB"}},
-    "stage 2, delayed steps": {"stage": 2, "offload": {"optimizer": "cpu", "delay": 1, "delay_warmup": 1}},
     "stage 2, int8": {"stage": 2, "comm": {"gradients": "int8"}},
     "stage 3": {"stage": 3},
 }
@@ -80,7 +80,10 @@ def train(rank: int, world_size: int, loop: Loop, *, saves: bool) -> list[torch.
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": trained[::2], "lr": 0.02}, {"params": trained[1::2], "lr": 0.05}]
     optimizer = torch.optim.AdamW(groups, eps=1e-2)
-    engine = ZeroEngine(model, [optimizer], {"bucket_bytes": 300, **loop.settings})
+    settings = {"bucket_bytes": 300, **loop.settings}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "GRAD_BUFFERS", settings.pop("buffers", pool.GRAD_BUFFERS))
+        engine = ZeroEngine(model, [optimizer], settings)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(3):
         for micro in range(loop.accumulation):

@@ -16,6 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.integrations.accelerator.announce import announce
+from hf_zero.layout import pool
+from hf_zero.offload import choose
+from hf_zero.offload.host_cores import ShareOfCores
 from hf_zero.optimizer.holders import double
 from hf_zero.optimizer.holders.early_steps import Trust
 
@@ -50,7 +53,8 @@ def test_ranks_forget_and_keep_together_bit_for_bit(world_size, count):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_bucket_is_stepped_while_backward_goes_on(stage, monkeypatch):
-    model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage, grad_buffers=1)
+    monkeypatch.setattr(pool, "GRAD_BUFFERS", 1)
+    model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"], stage)
     one_step(model, optimizer)
     stepped, waited = threading.Event(), []
     stock = double.Double.step
@@ -86,7 +90,8 @@ def test_early_steps_have_their_own_number_of_threads(monkeypatch):
     seen = set()
     stock = double.Double.step
     monkeypatch.setattr(double.Double, "step", lambda *args: (seen.add(torch.get_num_threads()), stock(*args))[1])
-    model, optimizer, _ = built({**EARLY, "threads": own + 2}, OPTIMIZERS["adamw"])
+    monkeypatch.setattr(choose, "choose_host_cores", lambda _: ShareOfCores(own + 2))
+    model, optimizer, _ = built(EARLY, OPTIMIZERS["adamw"])
     for _ in range(3):
         one_step(model, optimizer)
     assert seen == {own + 2}

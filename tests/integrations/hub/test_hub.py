@@ -17,6 +17,7 @@ import pytest
 import torch
 from cells import short_rows
 from command_runs import hf_zero, refusals
+from hostile_folders import make_card
 from hub_server import CLIENT_SETTINGS, TOKEN, USER, Fault, HubServer, talk_to
 from huggingface_hub import HfApi, constants
 from launching import run_forked
@@ -26,6 +27,7 @@ from trainer_job import as_launched, make_trainer, run
 from training import bert
 from transformers import AutoModelForSequenceClassification
 
+from hf_zero.checkpoint.format.errors import CheckpointError
 from hf_zero.checkpoint.verify import checkpoint_faults
 from hf_zero.integrations.checkpoints.weights import weight_faults
 from hf_zero.integrations.hub import hub as hub_module
@@ -480,7 +482,7 @@ def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
     (folder / "trainer_state.json").write_text(json.dumps(state))
     said["base_model"] = "../../nowhere: [x"
     run_file.write_text(json.dumps(said))
-    assert hf_zero("card", folder).exit_code == 0
+    assert make_card(folder)
     card = (folder / "README.md").read_text()
     assert r"| dataset | a\|b # heading &lt;script> |" in card
     assert r"| {{ 1 + 1 }} | \[x](y) |" in card
@@ -489,14 +491,15 @@ def test_what_a_run_calls_its_things_cannot_break_the_card(trained, tmp_path):
     assert card.replace("\n", "").isprintable() and r"| \x1b\[31mred\x1b\[0m \x9b2J \u202eabc \x00 |" in card
     assert max(map(len, card.splitlines())) < 1200
     run_file.write_text("{")
-    assert "training_run.json is damaged" in refusals("card", folder)[0]
+    with pytest.raises(CheckpointError, match=r"training_run.json is damaged"):
+        make_card(folder)
 
 
 def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
     (plain / "README.md").write_text("# by hand\n")
     assert hf_zero("push", plain, REPO).exit_code == 0
     assert server.files(REPO)["README.md"] == b"# by hand\n"
-    assert "is not one of ours" in refusals("card", plain)[0]
+    assert not make_card(plain)
     # Without a card here, one is made; it does not replace the one over there.
     (plain / "README.md").unlink()
     assert hf_zero("push", plain, REPO).exit_code == 0
@@ -507,7 +510,7 @@ def test_a_card_by_hand_stays_here_and_on_the_hub(plain, server):
 def test_without_matplotlib_the_card_says_that_a_picture_is_missing(trained, tmp_path, monkeypatch):
     folder = Path(shutil.copytree(trained(3)[0], tmp_path / "bare"))
     monkeypatch.setattr("hf_zero.integrations.hub.card.find_spec", lambda name: None)
-    assert hf_zero("card", folder).exit_code == 0
+    assert make_card(folder)
     card = (folder / "README.md").read_text()
     assert "matplotlib was not installed" in card and "loss.png" not in card and not (folder / "loss.png").exists()
 

@@ -1,33 +1,21 @@
-"""Resolves `auto` settings by trials before training, the same on all ranks."""
+"""Whether kernels can be launched, tried before training, the same on all ranks."""
 
 import sys
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ...comm.groups.groups import Groups
 from ...comm.transport import Transport
-from ...comm.trial import Trial
 from ...config import AUTO, ConfigError, ZeroConfig
 from ...kernels.choose import give_up_triton
 from ...kernels.trial import launch_fault
-from .wire_trials import resolve_formats
 
 
-def resolve_auto(
-    config: ZeroConfig, model: nn.Module, groups: Groups, transport: Transport, device: torch.device
-) -> tuple[ZeroConfig, tuple[Trial, ...]]:
-    """The config with kernels that can be launched, and with a form for what travels; and the trials of that. Collective."""
-    # First: quantised formats are tried with kernels.
-    config = _with_kernels_that_run(config, groups, transport, device)
-    return resolve_formats(config, model, groups, transport, device)
+def with_kernels_that_run(config: ZeroConfig, groups: Groups, transport: Transport, device: torch.device) -> ZeroConfig:
+    """`kernels: never` where a rank cannot launch any. Collective.
 
-
-def _with_kernels_that_run(
-    config: ZeroConfig, groups: Groups, transport: Transport, device: torch.device
-) -> ZeroConfig:
-    """`kernels: never` where a rank cannot launch any. Kernels round sums in another order than torch, so all ranks follow.
+    Kernels round sums in another order than torch, so all ranks follow.
 
     Raises:
         ConfigError: with `kernels: always`.

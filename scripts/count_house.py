@@ -1,0 +1,317 @@
+"""Counts what a reader of hf_zero has before them, beside what it was counted as last, the aim, and FSDP2 and Megatron.
+
+    python scripts/count_house.py
+
+The rows of a step, a layer and a checkpoint count the files (and classes) whose functions two ranks call there, in the steady
+state. `tests/repository/test_count_house.py` fails where a row is more than `SLACK` above `LAST`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import tempfile
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
+
+from ranks import run_ranks  # noqa: E402
+
+SLACK = 1.03
+PACKAGE = ROOT / "hf_zero"
+
+EXTRAS = (
+    *("kernels/", "optimizer/kernel_steps/"),
+    *("comm/quantised", "engine/travel/quantised", "engine/travel/residuals", "engine/travel/outer"),
+    "engine/travel/secondary",
+    *(f"optimizer/holders/{name}" for name in ("double", "early", "seen_step", "step_thread", "steps_beside")),
+    *("checkpoint/foreign/", "config/migration/", "integrations/checkpoints/foreign", "cli/migrate", "cli/convert"),
+    *("integrations/planning/", "plan/choose", "plan/machine", "plan/request", "plan/setups", "plan/simulate"),
+    *("comm/cost", "cli/plan"),
+    *(f"report/{name}" for name in ("costs", "course", "document", "draw", "findings", "make_report", "page")),
+    *("report/read_run", "report/units", "integrations/hub/card", "cli/report"),
+    *("diagnose/", "cli/doctor", "cli/parity", "integrations/unmodified/parity", "integrations/unmodified/recorded"),
+    *("integrations/trainer/rescued_steps", "integrations/elastic/"),
+)
+"""What few runs switch on, or is beside a run: beginnings of paths in hf_zero/. The rest is the core."""
+
+AIMS = {
+    "files of a step, stage 2": 63,
+    "classes of a step, stage 2": 70,
+    "files of a layer's forward, stage 3": 23,
+    "classes of a layer's forward, stage 3": 31,
+    "files of a save by Trainer": 30,
+    "files of a resume by Trainer": 162,
+    "core: lines": 35_062,
+    "core: files": 289,
+    "extras: lines": 13_842,
+    "extras: files": 50,
+    "levels of folders": 2,
+    "interfaces (ABC, Protocol)": 16,
+    "settings": 40,
+    "private names of others": 106,
+    "scripts: lines": 10_836,
+    "scripts: files": 40,
+    "tests: lines": 42_936,
+    "tests: files": 210,
+}
+
+LAST = {
+    "files of a step, stage 2": 63,
+    "classes of a step, stage 2": 70,
+    "files of a layer's forward, stage 3": 23,
+    "classes of a layer's forward, stage 3": 31,
+    "files of a save by Trainer": 64,
+    "files of a resume by Trainer": 162,
+    "core: lines": 35_062,
+    "core: files": 289,
+    "extras: lines": 13_842,
+    "extras: files": 122,
+    "levels of folders": 3,
+    "interfaces (ABC, Protocol)": 40,
+    "settings": 47,
+    "private names of others": 106,
+    "scripts: lines": 10_836,
+    "scripts: files": 81,
+    "tests: lines": 42_936,
+    "tests: files": 210,
+}
+"""What each row was when it was counted last. Lower a number when a row has fallen; raise one only with a reason."""
+
+
+def count_files() -> dict[str, int]:
+    """The rows that are read in the files."""
+    from hf_zero.config import ZeroConfig
+    from hf_zero.integrations.seams import SEAMS
+
+    sources = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    extras = [path for name, path in sources.items() if name.startswith(EXTRAS)]
+    core = [path for name, path in sources.items() if not name.startswith(EXTRAS)]
+    scripts, tests = (sorted((ROOT / folder).rglob("*.py")) for folder in ("scripts", "tests"))
+    counts = {"levels of folders": 1 + max(name.count("/") for name in sources)}
+    for name, paths in (("core", core), ("extras", extras), ("scripts", scripts), ("tests", tests)):
+        counts |= {f"{name}: lines": lines_of(paths), f"{name}: files": len(paths)}
+    return counts | {
+        "interfaces (ABC, Protocol)": interfaces_of(list(sources.values())),
+        "settings": _settings_of(ZeroConfig()),
+        "private names of others": sum(len(seam.names) for seam in SEAMS),
+    }
+
+
+def lines_of(paths: list[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def interfaces_of(paths: list[Path]) -> int:
+    """Classes whose own bases are ABC or Protocol."""
+    classes = [
+        node for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    bases = re.compile(r"(abc\.|typing\.)?(ABC|Protocol)\b")
+    return sum(any(bases.match(ast.unparse(base)) for base in each.bases) for each in classes)
+
+
+def _settings_of(config: Any) -> int:
+    values = [getattr(config, field.name) for field in fields(config)]
+    return sum(_settings_of(value) if is_dataclass(value) else 1 for value in values)
+
+
+class Walk:
+    """Which functions below a folder are called while `begin` has been called, and `end` not yet."""
+
+    def __init__(self, folder: Path):
+        self._folder = f"{folder}/"
+        self._found: set[tuple[str, str]] = set()
+
+    def begin(self) -> None:
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        sys.setprofile(None)
+
+    def _note(self, frame: FrameType, event: str, _argument: object) -> None:
+        code = frame.f_code
+        # Bodies of modules and classes are not optimized, and run once.
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(self._folder):
+            self._found.add((code.co_filename, getattr(code, "co_qualname", code.co_name)))
+
+    def counts(self) -> tuple[int, int]:
+        """Files and classes; before Python 3.11, where code does not name its class, no classes."""
+        methods = [(file, name) for file, name in self._found if "." in name and "<locals>" not in name]
+        return len({file for file, _ in self._found}), len({(file, name.rsplit(".", 1)[0]) for file, name in methods})
+
+
+class Layers(nn.Module):
+    """Six layers and a head, `[rows, 64]` → `[rows, 10]`; `walk`, where it is set, goes through the fourth layer's forward."""
+
+    _no_split_modules = ("Sequential",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)) for _ in range(6))
+        self.head = nn.Linear(64, 10)
+        self.walk: Walk | None = None
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.walk is not None and number == 3:
+                self.walk.begin()
+            values = layer(values)
+            if self.walk is not None:
+                self.walk.end()
+        return self.head(values)
+
+
+def walk_a_step(rank: int, world_size: int, engine: str) -> tuple[int, ...]:
+    """Files and classes of a steady step, then of a layer's forward in it.
+
+    Args:
+        engine: a stage, or `fsdp2`.
+    """
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if engine == "fsdp2":
+        from torch.distributed import fsdp
+
+        folder = Path(inspect.getfile(fsdp)).parent
+        for layer in model.layers:
+            fsdp.fully_shard(layer)
+        fsdp.fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        clip: Any = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
+    else:
+        from hf_zero import ZeroEngine
+
+        folder = PACKAGE
+        # Each layer a unit of its own, as large ones are.
+        settings = {"stage": 3, "unit_bytes": 0} if engine == "3" else int(engine)
+        clip = ZeroEngine(model, [optimizer], settings).clip_grad_norm_
+
+    def step() -> None:
+        model(torch.randn(8, 64)).pow(2).mean().backward()
+        clip(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        step()
+    whole = Walk(folder)
+    whole.begin()
+    step()
+    whole.end()
+    model.walk = Walk(folder)
+    step()
+    return (*whole.counts(), *model.walk.counts())
+
+
+def walk_trainer(rank: int, world_size: int, output_dir: str) -> tuple[int, int]:
+    """Files of a save by Trainer at stage 2, and of a resume from it, up to the first step."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from hf_zero import ZeroCallback
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true")
+    save, resume = Walk(PACKAGE), Walk(PACKAGE)
+
+    class Walks(TrainerCallback):
+        def on_train_begin(self, *_arguments: Any, **_named: Any) -> None:
+            resume.end()
+
+        def on_step_end(self, _args: Any, state: Any, _control: Any, **_named: Any) -> None:
+            if state.global_step == 2:
+                save.begin()
+
+        def on_save(self, *_arguments: Any, **_named: Any) -> None:
+            save.end()
+
+    for steps, start in ((2, None), (3, str(Path(output_dir, "checkpoint-2")))):
+        arguments = TrainingArguments(
+            output_dir, max_steps=steps, save_steps=2, report_to=[], disable_tqdm=True, use_cpu=True, logging_steps=100
+        )
+        generator = torch.Generator().manual_seed(0)
+        rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(100, (64, 8), generator=generator)]
+        callbacks = [ZeroCallback(2), Walks()]
+        trainer = Trainer(gpt2(), arguments, train_dataset=rows, callbacks=callbacks)
+        if start is not None:
+            resume.begin()
+        trainer.train(resume_from_checkpoint=start)
+    return save.counts()[0], resume.counts()[0]
+
+
+def gpt2() -> nn.Module:
+    """A GPT-2 of two layers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, n_positions=16))
+
+
+def count_walks() -> dict[str, int]:
+    """The rows of two ranks that train, save and resume."""
+    step = run_ranks(walk_a_step, world_size=2, time_limit_s=60, keyword_arguments={"engine": "2"})[0]
+    layer = run_ranks(walk_a_step, world_size=2, time_limit_s=60, keyword_arguments={"engine": "3"})[0]
+    with tempfile.TemporaryDirectory() as folder:
+        saved = run_ranks(walk_trainer, world_size=2, time_limit_s=120, keyword_arguments={"output_dir": folder})[0]
+    return {
+        "files of a step, stage 2": step[0],
+        "classes of a step, stage 2": step[1],
+        "files of a layer's forward, stage 3": layer[2],
+        "classes of a layer's forward, stage 3": layer[3],
+        "files of a save by Trainer": saved[0],
+        "files of a resume by Trainer": saved[1],
+    }
+
+
+def count_peer(package: str, *inside: str) -> dict[str, int]:
+    """Lines, files, levels and interfaces of another package's folders or files; nothing where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        return {}
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    home = Path(next(iter(spec.submodule_search_locations)))
+    paths = [
+        path
+        for name in inside
+        for path in ([home / name] if name.endswith(".py") else sorted((home / name).rglob("*.py")))
+    ]
+    return {
+        "core: lines": lines_of(paths),
+        "core: files": len(paths),
+        "levels of folders": 1 + max((path.relative_to(home).as_posix().count("/") for path in paths), default=0),
+        "interfaces (ABC, Protocol)": interfaces_of(paths),
+    }
+
+
+def main() -> None:
+    counts = count_walks() | count_files()
+    fsdp2 = count_peer("torch.distributed.fsdp", "_fully_shard")
+    walked = run_ranks(walk_a_step, world_size=2, time_limit_s=60, keyword_arguments={"engine": "fsdp2"})[0]
+    fsdp2 |= dict(zip(list(AIMS)[:4], walked, strict=True))
+    megatron = count_peer("megatron.core", "distributed", "optimizer")
+    print("| row | last | now | aim | FSDP2 | Megatron |\n|---|---|---|---|---|---|")
+    for row, aim in AIMS.items():
+        cells = (LAST.get(row, "-"), counts[row], aim, fsdp2.get(row, "-"), megatron.get(row, "-"))
+        print(f"| {row} | {' | '.join(f'{cell:,}' if isinstance(cell, int) else cell for cell in cells)} |")
+    if not megatron:
+        print("\nmegatron.core is not installed here.")
+
+
+if __name__ == "__main__":
+    main()
