@@ -136,9 +136,10 @@ class CommConfig:
     timeout_s: float | Literal["auto"] = AUTO
     """Seconds after which a collective that a peer never joined is an error that names it. `auto` is the process group's own
     limit: Trainer's `ddp_timeout`, the `timeout` of `InitProcessGroupKwargs` or of `init_process_group`."""
-    late_s: float = 120.0
+    late_s: float | Literal["auto"] = AUTO
     """Seconds that a rank may be late at a collective of training, or at a save. Then all ranks are asked where they are, and end
-    with an error that says so. Never more than `timeout_s`. 0: only `timeout_s` ends a wait."""
+    with an error that says so. `auto` is 120, or 600 on accelerators, where a rank may compile for minutes. Never more than
+    `timeout_s`. 0: only `timeout_s` ends a wait."""
     gather_timeout_s: float = 120.0
     """Seconds that ranks wait in a `state_dict()` or `gathered` of stage 3 for ranks that do not come."""
 
@@ -167,7 +168,7 @@ class CommConfig:
         seconds("comm.timeout_s", self.timeout_s, also=(AUTO,))
         seconds("comm.gather_timeout_s", self.gather_timeout_s)
         if type(self.late_s) not in (int, float) or self.late_s != 0:
-            seconds("comm.late_s", self.late_s)
+            seconds("comm.late_s", self.late_s, also=(AUTO,))
 
     def _check_outer(self) -> None:
         whole_number("comm.sync_every", self.sync_every, 1, what=" of steps,")

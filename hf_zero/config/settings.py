@@ -39,7 +39,7 @@ class CommSettings(TypedDict, total=False):
     sync_every: int
     outer: OuterSettings | OuterConfig
     timeout_s: float | Literal["auto"]
-    late_s: float
+    late_s: float | Literal["auto"]
     gather_timeout_s: float
 
 

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from hf_zero.comm.groups import arrivals, own_groups
 from hf_zero.comm.groups.arrivals import await_all_ranks
-from hf_zero.comm.groups.groups import Groups
+from hf_zero.comm.groups.groups import Groups, with_time_limits
 from hf_zero.comm.groups.processes import RankProcess, RankProcesses
 from hf_zero.comm.transport import CommunicationError
 from hf_zero.config import CommConfig
@@ -241,3 +241,5 @@ def test_ranks_are_waited_for_as_long_as_the_process_group_says_unless_a_setting
     for found in run_ranks(limits, world_size=2, time_limit_s=50):
         assert found == [(50, 50), (30, 30), (90, 80), (50, 0)]
     assert limits(0, 1) == [(1800, 120), (30, 30), (90, 80), (1800, 0)]
+    on_gpus = with_time_limits(CommConfig(), "cuda"), with_time_limits(CommConfig(late_s=80.0), "cuda")
+    assert [comm.late_s for comm in on_gpus] == [600, 80]

@@ -33,13 +33,15 @@ from .own_groups import own_group
 _USUAL_LIMIT_S = 1800.0
 """torch's own default, for backends that do not say theirs."""
 
+_LATE_S, _LATE_ON_ACCELERATORS_S = 120.0, 600.0
+
 
 def with_time_limits(comm: CommConfig, device_type: str) -> CommConfig:
     """The settings with `timeout_s` in seconds, by default the default group's own, and a `late_s` that is no longer."""
-    timeout_s = comm.timeout_s
-    if timeout_s == AUTO:
-        timeout_s = _own_limit_s(device_type)
-    return replace(comm, timeout_s=timeout_s, late_s=min(comm.late_s, timeout_s))
+    timeout_s = _own_limit_s(device_type) if comm.timeout_s == AUTO else float(comm.timeout_s)
+    usual = _LATE_S if device_type in ("cpu", "meta") else _LATE_ON_ACCELERATORS_S
+    late_s = usual if comm.late_s == AUTO else float(comm.late_s)
+    return replace(comm, timeout_s=timeout_s, late_s=min(late_s, timeout_s))
 
 
 def _own_limit_s(device_type: str) -> float:
@@ -186,7 +188,7 @@ class Groups:
             outer=outer,
             shard_control=shard_control,
             timeout_s=comm.limit_s,
-            late_s=comm.late_s,
+            late_s=float(comm.late_s),
         )
 
     @classmethod
@@ -203,7 +205,7 @@ class Groups:
             gather=alone,
             nodes=nodes,
             timeout_s=comm.limit_s,
-            late_s=comm.late_s,
+            late_s=float(comm.late_s),
         )
 
     def of_a_step(self) -> "Groups":

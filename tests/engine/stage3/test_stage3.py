@@ -32,6 +32,7 @@ from stage3_runs import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import VOCABULARY, Answer, bert, bert_batch, gpt2, gpt2_batch
+from transformers import GenerationConfig
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 import hf_zero
@@ -160,6 +161,27 @@ def generates_in_a_way_of_its_own(rank: int, world_size: int) -> None:
 
 def test_a_way_of_its_own_to_generate_waits_for_all_ranks_and_no_layer_is_marked():
     run_on_ranks(generates_in_a_way_of_its_own)
+
+
+def generates_with_a_static_cache(rank: int, world_size: int) -> None:
+    model, asked = talkative_gpt2(), []
+    engine = ZeroEngine(model, [sgd(model)], SHARDED)
+    compiles = model._valid_auto_compile_criteria
+
+    def asking(model_kwargs: dict, generation_config: GenerationConfig) -> bool:
+        asked.append(generation_config.disable_compile)
+        return compiles(model_kwargs, generation_config)
+
+    model._valid_auto_compile_criteria = asking
+    model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, cache_implementation="static")
+    assert asked == [True]
+    engine.close()
+    model.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2, cache_implementation="static")
+    assert asked[0] and not asked[1]
+
+
+def test_a_static_cache_compiles_no_forward_that_gathers():
+    run_on_ranks(generates_with_a_static_cache)
 
 
 # ---- evaluation ----
