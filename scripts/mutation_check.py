@@ -183,6 +183,20 @@ UNORDERED = (
     ("next-step-of-a-sum-before-its-last", "_Steps.advance", "between", "self._running.finish()", "pass"),
     ("sum-of-several-steps-not-waited-for", "_Steps.finish", "between", "self._running.finish()", "pass"),
     (
+        "sum-between-groups-before-the-sum-inside",
+        "_Steps.advance",
+        "groups and not between",
+        "self._running.finish(is_exposed=False)",
+        "pass",
+    ),
+    (
+        "first-steps-memory-let-go-under-it",
+        "_Steps.__init__",
+        "int8 and between",
+        "self._first: Start | None = first",
+        "self._first: Start | None = None",
+    ),
+    (
         "codes-summed-before-they-have-come",
         "QuantisedReduceScatter.start",
         "int8 and not between",

@@ -66,17 +66,18 @@ class _Span(NamedTuple):
 class _Waiting(AbstractContextManager):
     """A wait. Not by a generator: each collective of a step makes one."""
 
-    __slots__ = ("_is_part", "_kind", "_ledger", "_start")
+    __slots__ = ("_is_exposed", "_is_part", "_kind", "_ledger", "_start")
 
-    def __init__(self, ledger: "Ledger", kind: str):
-        self._ledger, self._kind = ledger, kind
+    def __init__(self, ledger: "Ledger", kind: str, is_exposed: bool = True):
+        self._ledger, self._kind, self._is_exposed = ledger, kind, is_exposed
 
     def __enter__(self) -> None:
         ledger = self._ledger
         # Of a collective that is made of others, the time is theirs.
         self._is_part = ledger.is_waiting
         ledger.is_waiting = True
-        self._start = ledger.now() if ledger.is_timed and not self._is_part else None
+        counts = self._is_exposed and ledger.is_timed and not self._is_part
+        self._start = ledger.now() if counts else None
 
     def __exit__(self, *_error: object) -> None:
         self._count()
@@ -97,8 +98,8 @@ class _Finishing(_Waiting):
 
     __slots__ = ("_entry",)
 
-    def __init__(self, ledger: "Ledger", kind: str, entry: list[Any] | None):
-        super().__init__(ledger, kind)
+    def __init__(self, ledger: "Ledger", kind: str, entry: list[Any] | None, is_exposed: bool):
+        super().__init__(ledger, kind, is_exposed)
         self._entry = entry
 
     def __exit__(self, *_error: object) -> None:
@@ -192,9 +193,13 @@ class Ledger:
         """For the duration of a wait for a collective of this kind."""
         return _Waiting(self, kind)
 
-    def finishing(self, kind: str, entry: list[Any] | None) -> AbstractContextManager[None]:
-        """The same for one that `began` was told of, and its end."""
-        return _Finishing(self, kind, entry)
+    def finishing(self, kind: str, entry: list[Any] | None, *, is_exposed: bool = True) -> AbstractContextManager[None]:
+        """The same for one that `began` was told of, and its end.
+
+        Args:
+            is_exposed: False counts the end but no wait.
+        """
+        return _Finishing(self, kind, entry, is_exposed)
 
     def rows(self) -> tuple[CommRow, ...]:
         """The state of now, by kind. Of times, what the device has passed."""

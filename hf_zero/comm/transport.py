@@ -26,13 +26,21 @@ class Handle:
         self._complete: Callable[[], None] | None = complete
         self._entry = ledger.began(label)
 
-    def finish(self) -> None:
-        """Raises `CommunicationError` when a peer failed or did not come within the group's time limit."""
+    def finish(self, *, is_exposed: bool = True) -> None:
+        """Waits for the collective's end.
+
+        Args:
+            is_exposed: False for a wait beside training, which counts as no exposed communication.
+
+        Raises:
+            CommunicationError: a peer failed or did not come within the group's time limit.
+        """
         if self._complete is None:
             return
         complete, self._complete = self._complete, None
         label, ledger = self._label, self._ledger
-        with ledger.finishing(label.kind, self._entry), ledger.watch.inside(label), shown("wait for", label):
+        counted = ledger.finishing(label.kind, self._entry, is_exposed=is_exposed)
+        with counted, ledger.watch.inside(label), shown("wait for", label):
             complete()
 
 

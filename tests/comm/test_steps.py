@@ -1,11 +1,15 @@
 """Collectives of several steps: one order of all steps on every rank, whichever result it needs first."""
 
+from contextlib import contextmanager
+
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_zero.comm.ledger import Ledger
 from hf_zero.comm.steps import StepsInOrder
 from hf_zero.comm.transport import Handle, Label
+from hf_zero.device import SideQueue, queue_end
 
 
 def log_of(step_counts: list[int], needed_after: list[list[int]]) -> list[tuple[str, int, int]]:
@@ -59,3 +63,36 @@ def test_all_but_the_last_run_on_behind_what_begins_later():
     begun = log.index(("start", 3, 0))
     assert log.index(("start", 0, 2)) < begun and log.index(("start", 1, 1)) < begun
     assert ("wait", 0, 2) not in log[:begun]
+
+
+class Beside(SideQueue):
+    """Tells whether the host is inside `aside`."""
+
+    def __init__(self):
+        self.is_inside = False
+
+    @contextmanager
+    def aside(self, *, behind=None):
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+    def mark(self):
+        return queue_end(torch.device("cpu"))
+
+
+def test_later_steps_wait_in_a_queue_of_their_own_and_only_the_result_is_a_wait_that_counts():
+    log: list[tuple[str, int, bool]] = []
+    ledger, order, queue = Ledger(), StepsInOrder(), Beside()
+
+    def start(step: int) -> Handle:
+        log.append(("start", step, queue.is_inside))
+        label = Label(kind=f"step {step}", subject="a bucket")
+        ledger.count(label, 4, 0)
+        return Handle(label, ledger, lambda: log.append(("wait", step, queue.is_inside)))
+
+    order.begin(lambda: start(0), lambda: start(1), queue=queue)()
+    assert log == [("start", 0, False), ("wait", 0, True), ("start", 1, True), ("wait", 1, False)]
+    waits = {row.kind: row.wait_seconds for row in ledger.rows()}
+    assert waits["step 0"] == 0.0 < waits["step 1"]
+    assert all(row.under_way_seconds > 0 for row in ledger.rows())

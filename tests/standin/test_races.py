@@ -307,6 +307,7 @@ SHORT = [
     ("parameters in nvme, state in none", "gpt2", 1),
     ("activations in host memory", "in halves", 2),
     ("outer steps", "gpt2", 2),
+    ("groups", "gpt2", 4),
     ("int8 between groups", "gpt2", 4),
     ("secondary shards", "gpt2", 4),
 ]

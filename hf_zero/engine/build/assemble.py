@@ -264,11 +264,11 @@ class _Wires:
 
 
 def _choose_wires(meeting: Meeting) -> _Wires:
-    usual = choose_wire(meeting.config, meeting.peers, meeting.step_transport)
+    usual = choose_wire(meeting.config, meeting.peers, meeting.step_transport, meeting.device)
     if not meeting.split.experts:
         return _Wires(usual=usual, experts=usual, of_all=usual)
     sharers = meeting.sharers.experts
-    experts = choose_wire(meeting.config, sharers.groups, sharers.transport)
+    experts = choose_wire(meeting.config, sharers.groups, sharers.transport, meeting.device)
     return _Wires(usual=usual, experts=experts, of_all=wire_with_experts(usual, experts))
 
 

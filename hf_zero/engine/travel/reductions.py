@@ -9,6 +9,7 @@ from ...buckets.bucket import Bucket
 from ...buckets.rows import KindsOf, Read, StateRow
 from ...comm.steps import StepsInOrder
 from ...comm.transport import Handle, Transport
+from ...device import SideQueue
 
 
 class Reduction(ABC):
@@ -110,15 +111,22 @@ class HybridReduction(_Lossless):
     Args:
         within: the sum inside the shard group.
         order: that all steps between ranks of a replicate group are started in.
+        queue: in which the second sum waits for the first.
         of: what is summed, for the ledger.
     """
 
     def __init__(
-        self, transport: Transport, within: ExactReduction, order: StepsInOrder, of: str = "shards of gradients"
+        self,
+        transport: Transport,
+        within: ExactReduction,
+        order: StepsInOrder,
+        queue: SideQueue,
+        of: str = "shards of gradients",
     ):
         self._transport = transport
         self._within = within
         self._order = order
+        self._queue = queue
         self._kind = f"all-reduce {of}"
         self.adds_in_wider = within.adds_in_wider
 
@@ -127,5 +135,6 @@ class HybridReduction(_Lossless):
         finish = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
             lambda: self._transport.start_all_reduce(out, label),
+            queue=self._queue,
         )
         return Handle(label, self._transport.ledger, finish)

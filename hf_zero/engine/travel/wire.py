@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import torch
+
 from ...comm.groups.groups import Groups
 from ...comm.steps import StepsInOrder
 from ...comm.transport import Transport
 from ...config import ZeroConfig
+from ...device import SideQueue, side_queue
 from ...kernels.quantise import CODES, BlockFormat
 from ...layout.slots import USUAL_ALIGNMENT, Alignment
 from .gathers import CastGather, ExactGather, Gather, QuantisedGather
@@ -40,11 +43,12 @@ class Wire:
         return {"gradient residuals": self.reduction.held_bytes, "secondary shards": self.forward.held_bytes}
 
 
-def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wire:
+def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport, device: torch.device) -> Wire:
     """The reductions and gathers that `config.comm` asks for. Where one rank has all the state, nothing is quantised.
 
     Args:
         groups, transport: of the ranks that take each step together.
+        device: that computes.
     """
     exact = ExactGather(transport)
     in_passes: Gather = CastGather(transport) if config.gather_dtype == "bfloat16" else exact
@@ -53,12 +57,14 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
             reduction=ReplicatedReduction(transport), gather=exact, forward=in_passes, backward=in_passes, exact=exact
         )
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
-    order = StepsInOrder()
+    order, queue = StepsInOrder(), side_queue(device)
     if gradients is None:
-        reduction = _exact_reduction(transport, groups, order)
+        reduction = _exact_reduction(transport, groups, order, queue)
     else:
         route = choose_route(transport, groups, gradients, order, error_feedback=config.comm.error_feedback)
-        reduction = QuantisedReduction(transport, route, _exact_reduction(transport, groups, order, of="a sample"))
+        reduction = QuantisedReduction(
+            transport, route, _exact_reduction(transport, groups, order, queue, of="a sample")
+        )
     gather = exact if weights is None else QuantisedGather(transport, groups, weights)
     forward = backward = in_passes if weights is None else gather
     if groups.node is not None:
@@ -80,14 +86,16 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport) -> Wir
     )
 
 
-def _exact_reduction(transport: Transport, groups: Groups, order: StepsInOrder, **of: str) -> Reduction:
+def _exact_reduction(
+    transport: Transport, groups: Groups, order: StepsInOrder, queue: SideQueue, **of: str
+) -> Reduction:
     """Without loss: inside the shard group, and between several of them.
 
     Args:
         of: what is summed, where it is not the gradients.
     """
     within = ExactReduction(transport, **of)
-    return within if groups.replicate.size == 1 else HybridReduction(transport, within, order, **of)
+    return within if groups.replicate.size == 1 else HybridReduction(transport, within, order, queue, **of)
 
 
 def _format(config: ZeroConfig, kind: str) -> BlockFormat | None:
