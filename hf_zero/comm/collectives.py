@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -97,8 +98,9 @@ class CollectiveTransport(Transport):
         Handle(label, self.ledger, lambda: work.wait()).finish()
         return result
 
-    def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return self._everyones(values, label).amax(0)
+    def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
+        take = self._start_swap(values, label)
+        return lambda: take().amax(0)
 
     def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         if self._meetings is not None:
@@ -108,11 +110,16 @@ class CollectiveTransport(Transport):
     def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
         return self._control.exchange(value, purpose)
 
-    def _everyones(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Each rank's small host tensor, in rank order."""
+    def _start_swap(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
+        """Sends this rank's small host tensor; the result waits for every rank's, and returns them in rank order."""
         self._count(label, self._groups.world, self._groups.world.size * values.nbytes)
-        with self.ledger.finishing(label.kind, self.ledger.began(label)):
-            return self._control.swap(values, label)
+        entry, take = self.ledger.began(label), self._control.start_swap(values, label)
+
+        def wait() -> torch.Tensor:
+            with self.ledger.finishing(label.kind, entry):
+                return take()
+
+        return wait
 
     def _count(self, label: Label, group: RankGroup, nbytes: int) -> None:
         """Notes a collective in which this rank sends each peer of the group its part of `nbytes`.

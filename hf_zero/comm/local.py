@@ -1,5 +1,7 @@
 """The transport of a single rank, which sends nothing."""
 
+from collections.abc import Callable
+
 import torch
 
 from .groups.groups import RankGroup
@@ -38,8 +40,8 @@ class LocalTransport(Transport):
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         return values
 
-    def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        return values
+    def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
+        return lambda: values
 
     def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:
         """One rank is all ranks."""

@@ -36,7 +36,7 @@ class PointToPointTransport(CollectiveTransport):
     def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         if self._groups.shard.size < self._groups.world.size:
             return super().agree_sum(values, label)
-        return self._everyones(values, label).sum(0)
+        return self._start_swap(values, label)().sum(0)
 
     def start_reduce_scatter(
         self, flat: torch.Tensor, out: torch.Tensor, label: Label, among: RankGroup | None = None

@@ -117,8 +117,16 @@ class Transport(ABC):
         """Elementwise sum over the shard group of a small tensor, on its own device."""
 
     @abstractmethod
+    def start_agree_max(self, values: torch.Tensor, label: Label) -> Callable[[], torch.Tensor]:
+        """Sends a small host tensor to the other ranks, without touching the device's queue.
+
+        Returns:
+            A function to call once. It waits for the other ranks' tensors and returns the elementwise maximum of all.
+        """
+
     def agree_max(self, values: torch.Tensor, label: Label) -> torch.Tensor:
         """Elementwise maximum over the ranks of a small host tensor, without touching the device's queue."""
+        return self.start_agree_max(values, label)()
 
     @abstractmethod
     def meet(self, purpose: str, timeout_s: float, alone: str = "") -> None:

@@ -8,6 +8,7 @@ different ones know it at once, and both say so.
 
 import pickle
 import struct
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -56,16 +57,29 @@ class Control:
             CommunicationError: a rank does not come in time, has ended, or came for another purpose.
         """
         with self._watch.inside(purpose):
-            everyone = self._swap(pickle.dumps(value), purpose)
+            everyone = self._start(pickle.dumps(value), purpose)()
         return [value if place == self._place else pickle.loads(data) for place, data in enumerate(everyone)]
 
-    def swap(self, values: torch.Tensor, purpose: object) -> torch.Tensor:
-        """Every rank's small tensor in host memory, one beside the other in rank order. Errors: as of `exchange`."""
-        with self._watch.inside(purpose):
-            everyone = self._swap(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), str(purpose))
-        return torch.stack([torch.frombuffer(data, dtype=values.dtype) for data in everyone]).view(-1, *values.shape)
+    def start_swap(self, values: torch.Tensor, purpose: object) -> Callable[[], torch.Tensor]:
+        """Sends this rank's small tensor in host memory to every other rank, and returns without waiting for theirs.
 
-    def _swap(self, data: bytes, purpose: str) -> list[bytearray]:
+        Returns:
+            A function to call once. It waits for every rank's tensor and returns them stacked in rank order, (ranks,
+            *values.shape). Errors: as of `exchange`.
+        """
+        with self._watch.inside(purpose):
+            wait = self._start(values.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), str(purpose))
+
+        def take() -> torch.Tensor:
+            with self._watch.inside(purpose):
+                everyone = wait()
+            tensors = [torch.frombuffer(data, dtype=values.dtype) for data in everyone]
+            return torch.stack(tensors).view(-1, *values.shape)
+
+        return take
+
+    def _start(self, data: bytes, purpose: str) -> Callable[[], list[bytearray]]:
+        """Sends `data` and returns what waits for every rank's. Exchanges may overlap if all ranks start them in one order."""
         self._count += 1
         name = purpose.encode()[:_LONGEST_PURPOSE]
         head = _HEAD.pack(len(data), self._count, self._order.checksum, len(name)) + name
@@ -77,31 +91,41 @@ class Control:
             sends += self._send(bytearray(data[room:]), _TAG_OF_THE_REST)
         sent = Transfers(sends, self._timeout_s)
         found = {place: bytearray(_MESSAGE_BYTES) for place in self._peers}
-        Transfers(self._receive(found, _TAG), self._timeout_s).wait()
-        sizes = {place: self._open(place, theirs, name) for place, theirs in found.items()}
-        rests = {place: bytearray(nbytes - room) for place, nbytes in sizes.items() if nbytes > room}
-        if rests:
-            Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
-        sent.wait()
-        everyone = {
-            place: theirs[len(head) : len(head) + sizes[place]] + rests.get(place, b"")
-            for place, theirs in found.items()
-        }
-        everyone[self._place] = bytearray(data)
-        return [everyone[place] for place in range(len(self._ranks))]
+        received = Transfers(self._receive(found, _TAG), self._timeout_s)
+        order, count = self._order.checksum, self._count
 
-    def _open(self, place: int, message: bytearray, name: bytes) -> int:
-        """How many bytes of data a message begins, if it came for the same purpose."""
+        def wait() -> list[bytearray]:
+            received.wait()
+            sizes = {place: self._open(place, theirs, name, count, order) for place, theirs in found.items()}
+            rests = {place: bytearray(nbytes - room) for place, nbytes in sizes.items() if nbytes > room}
+            if rests:
+                Transfers(self._receive(rests, _TAG_OF_THE_REST), self._timeout_s).wait()
+            sent.wait()
+            everyone = {
+                place: theirs[len(head) : len(head) + sizes[place]] + rests.get(place, b"")
+                for place, theirs in found.items()
+            }
+            everyone[self._place] = bytearray(data)
+            return [everyone[place] for place in range(len(self._ranks))]
+
+        return wait
+
+    def _open(self, place: int, message: bytearray, name: bytes, own_count: int, own_order: int) -> int:
+        """How many bytes of data a message begins, if it came for the same purpose.
+
+        Args:
+            own_count, own_order: this rank's number of the exchange, and its order of gathers before.
+        """
         nbytes, count, order, length = _HEAD.unpack_from(message)
         theirs = message[_HEAD.size : _HEAD.size + length]
-        if theirs != name or count != self._count:
+        if theirs != name or count != own_count:
             raise CommunicationError(
                 f"hf_zero: the ranks came to different collectives: rank {self._ranks[self._place]} to the "
                 f"{name.decode(errors='replace')} ({script_line()[0]}), and rank {self._ranks[place]} to the "
                 f"{theirs.decode(errors='replace')}. Each is collective: call it on every rank, in the same order, outside of "
                 "`if is_main_process`."
             )
-        if order != self._order.checksum and self._ranks[place] in self._order.ranks:
+        if order != own_order and self._ranks[place] in self._order.ranks:
             raise CommunicationError(
                 f"hf_zero: rank {self._ranks[self._place]} and rank {self._ranks[place]} have gathered parameters in different "
                 f"orders before the {name.decode(errors='replace')}, so that a layer may have got another one's. "
@@ -133,8 +157,8 @@ class PretendedControl:
     def exchange(self, value: _Value, purpose: str) -> list[_Value]:
         return [value] * self._size
 
-    def swap(self, values: torch.Tensor, purpose: object) -> torch.Tensor:
-        return values.expand(self._size, *values.shape)
+    def start_swap(self, values: torch.Tensor, purpose: object) -> Callable[[], torch.Tensor]:
+        return lambda: values.expand(self._size, *values.shape)
 
 
 def control_of(groups: Groups, watch: Watch, order: GatherOrder | None = None) -> Control | PretendedControl:

@@ -285,9 +285,14 @@ class Gradients:
         while self._next < len(self._buckets):
             self._start(self._buckets[self._next])
             self._next += 1
-        for bucket in self._agree():
-            self._store.start_again(bucket)
+        # What the other ranks used is on its way here while this rank waits for reductions.
+        agreement = self._start_agreement()
         self._store.finish_all()
+        late = self._agree(agreement)
+        for bucket in late:
+            self._store.start_again(bucket)
+        if late:
+            self._store.finish_all()
         self._store.end_pass()
         with look_only():
             for slot in self._slots:
@@ -300,15 +305,17 @@ class Gradients:
         self._held.clear()
         self._begin_pass()
 
-    def _agree(self) -> list[Bucket]:
+    def _start_agreement(self) -> Callable[[], torch.Tensor]:
+        """Tells the other ranks which parameters this one used, and which buckets it has to reduce once more."""
+        local = bytearray([slot.used for slot in self._slots] + [bucket in self._late for bucket in self._buckets])
+        return self._transport.start_agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED)
+
+    def _agree(self, agreement: Callable[[], torch.Tensor]) -> list[Bucket]:
         """Makes `used` the same on all ranks; returns the buckets that some rank has to reduce once more."""
-        used, late = [slot.used for slot in self._slots], [bucket in self._late for bucket in self._buckets]
-        local = bytearray(used + late)
-        agreed = self._transport.agree_max(torch.frombuffer(local, dtype=torch.uint8), _USED).tolist()
-        if agreed != list(local):
-            for slot, is_used in zip(self._slots, agreed):
-                if is_used and not slot.used:
-                    slot.used = slot.used_elsewhere = True
+        agreed = agreement().tolist()
+        for slot, is_used in zip(self._slots, agreed):
+            if is_used and not slot.used:
+                slot.used = slot.used_elsewhere = True
         return [bucket for bucket, is_late in zip(self._buckets, agreed[len(self._slots) :]) if is_late]
 
 

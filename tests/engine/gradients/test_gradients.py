@@ -13,6 +13,7 @@ from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
 from hf_zero.buckets.sharded_gradient import ShardedGradientError
+from hf_zero.comm.control.collective_log import ENDED, LABEL, STARTED
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
 from hf_zero.engine_reference import engine_attached_to
@@ -67,6 +68,22 @@ def several_backwards(rank: int, world_size: int, stage: int) -> None:
 @pytest.mark.short_cells("2")
 def test_several_backward_calls_add_up(stage):
     run_on_ranks(several_backwards, stage=stage)
+
+
+def when_used_parameters_are_agreed_on(rank: int, world_size: int, stage: int) -> None:
+    model, _, engine = built(stage)
+    model(**batch(rank)).loss.backward()
+    entries = engine.transport.watch.log.entries
+    [agreement] = [entry for entry in entries if "used parameters" in entry[LABEL].kind]
+    reductions = [entry for entry in entries if "gradients" in entry[LABEL].kind]
+    assert all(entry[STARTED] <= agreement[STARTED] for entry in reductions)
+    assert all(agreement[STARTED] < entry[ENDED] < agreement[ENDED] for entry in reductions[-2:])
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.short_cells("0")
+def test_the_agreement_on_used_parameters_is_on_its_way_while_reductions_are_waited_for(stage):
+    run_on_ranks(when_used_parameters_are_agreed_on, stage=stage)
 
 
 def zeroed_between(rank: int, world_size: int, stage: int, by: str) -> None:
