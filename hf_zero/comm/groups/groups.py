@@ -48,9 +48,15 @@ def _own_limit_s(device_type: str) -> float:
     if not (dist.is_available() and dist.is_initialized()):
         return _USUAL_LIMIT_S
     group, device = cast(dist.ProcessGroup, dist.group.WORLD), torch.device(device_type)
-    # A plan is of models on the meta device, and backends that are not torch's own need not have options.
-    options = getattr(group._get_backend(device), "options", None) if device in group._device_types else None
-    return _USUAL_LIMIT_S if options is None else options._timeout.total_seconds()
+    if device not in group._device_types:
+        # A plan is of models on the meta device.
+        return _USUAL_LIMIT_S
+    try:
+        options = group._get_backend(device).options
+    except (AttributeError, RuntimeError):
+        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have no attribute.
+        return _USUAL_LIMIT_S
+    return options._timeout.total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True)
