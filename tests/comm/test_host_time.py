@@ -75,7 +75,7 @@ def calls_of_steady_steps(rank: int, world_size: int, stage: int, steps: int) ->
 
     for _ in range(3):
         step()
-    watched = [(ShardedValues, "__torch_function__"), (nn.Module, "named_modules"), (Control, "_swap")]
+    watched = [(ShardedValues, "__torch_function__"), (nn.Module, "named_modules"), (Control, "_start")]
     for holder, name in watched:
         count_calls(counts, holder, name)
     for _ in range(steps):
@@ -89,7 +89,7 @@ def test_a_steady_step_walks_over_no_modules_reads_no_sharded_parameter_and_agre
     for counts in run_ranks(calls_of_steady_steps, world_size=2, time_limit_s=60, keyword_arguments=arguments):
         # On used parameters and, where gradients are sharded, on their norm.
         agreements = 4 if stage == 0 else 8
-        assert counts == {"__torch_function__": 0, "named_modules": 0, "_swap": agreements}
+        assert counts == {"__torch_function__": 0, "named_modules": 0, "_start": agreements}
 
 
 MOST_CALLS = {"hf_zero0": 680, "hf_zero1": 860, "hf_zero2": 880, "hf_zero3": 1950}
