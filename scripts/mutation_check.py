@@ -198,12 +198,12 @@ UNORDERED = (
     ),
     (
         "codes-summed-before-they-have-come",
-        "QuantisedReduceScatter.start",
+        "reduce_scatter_blocks",
         "int8 and not between",
         "handle.finish()",
         "pass",
     ),
-    ("codes-read-before-they-have-come", "QuantisedAllGather.start", "int8 and not between", "handle.finish()", "pass"),
+    ("codes-read-before-they-have-come", "all_gather_blocks", "int8 and not between", "handle.finish()", "pass"),
     (
         "sampled-error-before-the-exact-sum",
         "QuantisedReduction.start",
@@ -236,9 +236,9 @@ UNORDERED = (
 BREAKS = (
     Break(
         name="wrong-divisor",
-        place="BucketBuilder._build_part",
-        old="1.0 / groups.of_a_step().world_size",
-        new="1.0 / (groups.of_a_step().world_size + 1)",
+        place="Bucket.__init__",
+        old="1.0 / group.groups.world_size",
+        new="1.0 / (group.groups.world_size + 1)",
         tests=("test_equivalence.py",),
         only="plain-gpt2",
     ),
@@ -402,8 +402,8 @@ BREAKS = (
     Break(
         name="groups-never-summed-over-replicas",
         place="HybridReduction.start",
-        old="self._transport.start_all_reduce(out, label)",
-        new="self._transport.start_all_reduce(out.clone(), label)",
+        old="transport.start_all_reduce(out, label)",
+        new="transport.start_all_reduce(out.clone(), label)",
         tests=("test_hybrid.py",),
         only="several_shard_groups_have",
     ),
@@ -734,8 +734,8 @@ BREAKS = (
     Break(
         name="experts-begun-from-those-of-another-part",
         place="BucketBuilder._start_alike",
-        old="self.sharers.of_parameter(parameter).transport",
-        new="self.sharers.usual.transport",
+        old="self.mesh.group_of(parameter).all_transport",
+        new="self.mesh.dp.all_transport",
         tests=("test_split_models.py",),
         only="mixtral",
     ),

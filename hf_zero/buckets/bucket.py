@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from ..comm.transport import Label
+from ..comm.transport import DataParallelGroup, Label
 from ..device import Arrival
 from ..disguise import look_only
 from ..hooks import WeakHook
@@ -147,13 +147,14 @@ class Bucket:
 
     Attributes:
         key: what its parameters have in common.
+        group: the ranks that share it and take its steps together.
         memory: where the parameters lie: whole at stages 0 to 2, a shard and what is gathered to it at stage 3.
         flat: the parameters, (numel,) of the param dtype; every parameter that is whole is a view of it.
         own: this rank's shard of `flat`, (shard_numel,); without memory where it is in a file.
         master: (shard_numel,) of the master dtype; `own` itself without a separate master.
         slots, rows: all parameters of the bucket, and this rank's parts of them; no rows where nothing is trained.
         trained: the parameters take gradients; False for a bucket of frozen ones, which only stage 3 has.
-        share: what one rank's gradient counts for in the mean of those that take a step together: 1 / their number.
+        share: what one rank's gradient counts for in the mean of the group's: 1 / their number.
         rows_are_parameters: this rank's rows are the parameters themselves.
         tier: where master, reduced gradient and optimizer state live.
         arrival: of the reduced gradient in the rows, which may be on its way there; see `await_gradient`.
@@ -168,8 +169,7 @@ class Bucket:
         precision: Precision,
         memory: ParameterMemory,
         *,
-        shard_rank: int,
-        share: float,
+        group: DataParallelGroup,
         rows_are_parameters: bool,
         tier: Tier,
     ):
@@ -177,7 +177,8 @@ class Bucket:
         self.key = cast(BucketKey, layout.key)
         self.precision = precision
         self.memory = memory
-        self.share = share
+        self.group = group
+        self.share = 1.0 / group.groups.world_size
         self.rows_are_parameters = rows_are_parameters
         self.tier = tier
         self.arrival = Arrival()
@@ -187,7 +188,7 @@ class Bucket:
         self.trained = parameters[0].requires_grad
         self.device = memory.flat.device
         self.flat = memory.flat
-        self.own_interval = layout.shard(shard_rank)
+        self.own_interval = layout.shard(group.groups.shard_rank)
         self.slots = [
             ParameterSlot(
                 name=slot.name,
@@ -201,7 +202,7 @@ class Bucket:
             for number, (slot, parameter) in enumerate(zip(layout.slots, parameters, strict=True))
         ]
         self.master = tier.empty(layout.shard_numel, precision.master) if precision.has_master else self.own
-        self.rows = self._make_rows(shard_rank) if self.trained else []
+        self.rows = self._make_rows(group.groups.shard_rank) if self.trained else []
         memory.clear_padding(layout)
         if precision.has_master:
             clear_padding(self.master, layout, self.own_interval)

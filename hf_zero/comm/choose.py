@@ -1,4 +1,4 @@
-"""Chooses the transport for a backend and a device."""
+"""Chooses the transport for a backend and a device, and makes data parallel groups."""
 
 import torch
 
@@ -9,7 +9,7 @@ from .groups.groups import Groups
 from .ledger import Ledger
 from .local import LocalTransport
 from .point_to_point import PointToPointTransport
-from .transport import Transport
+from .transport import DataParallelGroup, Transport
 
 
 def choose_transport(groups: Groups, device: torch.device, timeout_s: float, ledger: Ledger | None = None) -> Transport:
@@ -24,11 +24,10 @@ def choose_transport(groups: Groups, device: torch.device, timeout_s: float, led
     return CollectiveTransport(groups, ledger)
 
 
-def choose_step_transport(transport: Transport, groups: Groups, device: torch.device, timeout_s: float) -> Transport:
-    """The transport of the ranks that take each step together: all of `transport`'s, unless outer steps are for the rest.
-
-    Both count in one ledger.
-    """
-    if groups.outer is None:
-        return transport
-    return choose_transport(groups.of_a_step(), device, timeout_s, transport.ledger)
+def choose_group(groups: Groups, device: torch.device, ledger: Ledger | None = None) -> DataParallelGroup:
+    """The ranks of `groups` with their transport, and apart those that take each step together; both count in one ledger."""
+    transport = choose_transport(groups, device, groups.timeout_s, ledger)
+    in_step, own = groups.of_a_step(), transport
+    if in_step is not groups:
+        own = choose_transport(in_step, device, groups.timeout_s, transport.ledger)
+    return DataParallelGroup(groups=in_step, transport=own, all_groups=groups, all_transport=transport)

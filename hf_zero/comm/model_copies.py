@@ -2,22 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ..config import ConfigError
 from .transport import Label, Transport, Value
-
-
-class Agreement(Protocol):
-    """What ranks agree by that have each found a part of something: a transport, or several, one after the other."""
-
-    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Elementwise sum over the ranks of a small tensor, on its own device."""
-
-    def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
-        """Every rank's picklable `value`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,3 +72,7 @@ class OverCopies:
         """Every rank's picklable `value`: by part, and of a part in rank order."""
         of_part = [value] if self._replicated else self._alike.exchange(value, purpose)
         return [each for part in self._copy.exchange(of_part, purpose) for each in part]
+
+
+Agreement = Transport | OverCopies
+"""What ranks agree by that have each found a part of something."""

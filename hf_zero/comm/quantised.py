@@ -17,85 +17,74 @@ _SCALES_CHANNEL = 0x8000
 """Added to a bucket's channel, so that its scales are not taken for its codes."""
 
 
-class _Quantised:
-    """A collective in blocks.
+def reduce_scatter_blocks(
+    transport: Transport,
+    format: BlockFormat,
+    flat: torch.Tensor,
+    out: torch.Tensor,
+    residual: torch.Tensor | None,
+    group: RankGroup,
+    label: Label,
+) -> Handle:
+    """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements land in `out`.
 
     Args:
         transport: what moves codes and scales.
         format: parts must be whole blocks of it.
+        out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
+        residual: as `flat`, float32 or bfloat16: what earlier calls have lost is sent too, and what this one loses stays
+            there. None to let it go.
     """
+    numel, device = flat.numel(), flat.device
+    codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
+    scales, received_scales = torch.empty((2, format.blocks(numel)), dtype=torch.float32, device=device)
+    quantise(flat, codes, scales, format, residual)
+    handles = [
+        transport.start_all_to_all(codes, received_codes, label, group),
+        transport.start_all_to_all(scales, received_scales, _of_scales(label), group),
+    ]
 
-    def __init__(self, transport: Transport, format: BlockFormat):
-        self._transport = transport
-        self._format = format
+    def complete() -> None:
+        for handle in handles:
+            handle.finish()
+        dequantise_sum(received_codes.view(group.size, -1), received_scales.view(group.size, -1), out, format)
 
-
-class QuantisedReduceScatter(_Quantised):
-    """Sums of quantised parts, in place of `Transport.start_reduce_scatter`."""
-
-    def start(
-        self, flat: torch.Tensor, out: torch.Tensor, residual: torch.Tensor | None, group: RankGroup, label: Label
-    ) -> Handle:
-        """Sums `flat` (ranks x n elements, float32 or 16 bits) over a group; this rank's n elements land in `out`.
-
-        Args:
-            out: may be this rank's part of `flat`, whose contents are not needed once this has returned.
-            residual: as `flat`, float32 or bfloat16: what earlier calls have lost is sent too, and what this one loses stays
-                there. None to let it go.
-        """
-        format, numel, device = self._format, flat.numel(), flat.device
-        codes, received_codes = torch.empty((2, format.code_bytes(numel)), dtype=torch.uint8, device=device)
-        scales, received_scales = torch.empty((2, format.blocks(numel)), dtype=torch.float32, device=device)
-        quantise(flat, codes, scales, format, residual)
-        handles = [
-            self._transport.start_all_to_all(codes, received_codes, label, group),
-            self._transport.start_all_to_all(scales, received_scales, _of_scales(label), group),
-        ]
-
-        def complete() -> None:
-            for handle in handles:
-                handle.finish()
-            dequantise_sum(received_codes.view(group.size, -1), received_scales.view(group.size, -1), out, format)
-
-        return Handle(label, self._transport.ledger, complete)
+    return Handle(label, transport.ledger, complete)
 
 
-class QuantisedAllGather(_Quantised):
-    """Gathers of quantised parts, in place of `Transport.start_all_gather`.
+def all_gather_blocks(
+    transport: Transport,
+    format: BlockFormat,
+    flat: torch.Tensor,
+    own: torch.Tensor,
+    group: RankGroup,
+    label: Label,
+    residual: torch.Tensor | None = None,
+) -> Handle:
+    """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in the group's order.
 
     All ranks, the one whose part it is too, get what has been through the blocks: they go on alike to the last bit.
+
+    Args:
+        transport, format, residual: as in `reduce_scatter_blocks`; `residual` is as `own`.
+        own: may be this rank's part of `flat`, and is then overwritten.
     """
+    device = flat.device
+    codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
+    scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
+    own_codes, own_scales = (part.view(group.size, -1)[group.place] for part in (codes, scales))
+    quantise(own, own_codes, own_scales, format, residual)
+    handles = [
+        transport.start_all_gather(codes, own_codes, label, group),
+        transport.start_all_gather(scales, own_scales, _of_scales(label), group),
+    ]
 
-    def start(
-        self,
-        flat: torch.Tensor,
-        own: torch.Tensor,
-        group: RankGroup,
-        label: Label,
-        residual: torch.Tensor | None = None,
-    ) -> Handle:
-        """Fills `flat` (ranks x n elements) with what arrives of each rank's `own` n elements, in the group's order.
+    def complete() -> None:
+        for handle in handles:
+            handle.finish()
+        dequantise(codes, scales, flat, format)
 
-        Args:
-            own: may be this rank's part of `flat`, and is then overwritten.
-            residual: as `own`, with the meaning that it has in `QuantisedReduceScatter`.
-        """
-        format, device = self._format, flat.device
-        codes = torch.empty(format.code_bytes(flat.numel()), dtype=torch.uint8, device=device)
-        scales = torch.empty(format.blocks(flat.numel()), dtype=torch.float32, device=device)
-        own_codes, own_scales = (part.view(group.size, -1)[group.place] for part in (codes, scales))
-        quantise(own, own_codes, own_scales, format, residual)
-        handles = [
-            self._transport.start_all_gather(codes, own_codes, label, group),
-            self._transport.start_all_gather(scales, own_scales, _of_scales(label), group),
-        ]
-
-        def complete() -> None:
-            for handle in handles:
-                handle.finish()
-            dequantise(codes, scales, flat, format)
-
-        return Handle(label, self._transport.ledger, complete)
+    return Handle(label, transport.ledger, complete)
 
 
 def _of_scales(label: Label) -> Label:

@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from .control.watch import Watch
 from .groups.failures import CommunicationError as CommunicationError
-from .groups.groups import RankGroup
+from .groups.groups import Groups, RankGroup
 from .label import Label as Label
 from .ledger import Ledger
 from .profiling import shown
@@ -146,3 +147,24 @@ class Transport(ABC):
         Args:
             purpose: the same on all ranks; ranks that come with different ones are told so.
         """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DataParallelGroup:
+    """Ranks that hold the same part of the model and take its steps together: they share its state and sum its gradients.
+
+    Attributes:
+        groups, transport: of these ranks.
+        all_groups, all_transport: of all ranks that hold this part. With `comm.sync_every` these are more: outer steps alone
+            bring the others to the same values.
+    """
+
+    groups: Groups
+    transport: Transport
+    all_groups: Groups
+    all_transport: Transport
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is of the first of the groups that have the same state."""
+        return self.all_groups.rank == self.all_groups.shard_rank

@@ -71,11 +71,11 @@ class ZeroEngine:
         self._start(assemble(model, optimizers, ZeroConfig.of(config), device, on_progress), optimizers)
 
     def _start(self, parts: Parts, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        meeting = parts.meeting
+        mesh = parts.mesh
         self._parts = parts
-        self.config, self.device = meeting.config, meeting.device
-        self.groups, self.transport = meeting.groups, meeting.transport
-        self.run, self.everyone = meeting.run, meeting.everyone
+        self.config, self.device = parts.config, parts.device
+        self.groups, self.transport = mesh.dp.all_groups, mesh.dp.all_transport
+        self.run, self.everyone = mesh.world_groups, mesh.world
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._step = TrainingStep(
@@ -198,9 +198,9 @@ class ZeroEngine:
             if writeback:
                 ignored = ignored_parameters(self.model)
                 slots = [parts.slot_of[p] for p in parameters if p in parts.slot_of and p not in self.sharded.unit_of]
-                put_back([*slots, *self.sharded.gathered.slots_with(parameters)], parts.meeting.everyone)
+                put_back([*slots, *self.sharded.gathered.slots_with(parameters)], parts.mesh.world)
                 for parameter in (p for p in parameters if p not in self.sharded.unit_of and p not in ignored):
-                    transport = parts.meeting.sharers.of_parameter(parameter).transport
+                    transport = parts.mesh.group_of(parameter).all_transport
                     transport.broadcast(parameter.data, Label(kind="broadcast edits", subject="the model"))
                 for bucket in {parts.slot_of[p].bucket for p in parameters if p in parts.slot_of}:
                     with parts.holder.at_hand(bucket):
@@ -232,11 +232,11 @@ class ZeroEngine:
 
     def whole_state_dict(self, *, wanted: bool) -> dict[str, torch.Tensor]:
         """The model's state dict in host memory where `wanted`, and {} elsewhere. Collective; gathers a unit at a time."""
-        split = self._parts.meeting.split
+        split = self._parts.mesh.split
         if split.is_empty:
             with self.lent("the model's state dict", wanted=wanted) as state:
                 return state
-        copy = self._parts.meeting.copy
+        copy = self._parts.mesh.model_parallel
         with self.lent("the model's state dict", wanted=any(copy.exchange(wanted))) as state:
             return whole_tensors(state, split.boxes(), copy, wanted=wanted)
 
@@ -247,13 +247,13 @@ class ZeroEngine:
             self.sharded.is_empty
             and self._parts.exact.is_empty
             and self.groups.outer is None
-            and self._parts.meeting.split.is_empty
+            and self._parts.mesh.split.is_empty
         )
 
     @property
     def holds_whole_model(self) -> bool:
         """Whether each rank has all tensors of the model, be it to the rounding of what has travelled."""
-        return self.sharded.is_empty and self._parts.meeting.split.is_empty
+        return self.sharded.is_empty and self._parts.mesh.split.is_empty
 
     def memory_report(self) -> MemoryReport:
         """Bytes of state on this rank by kind, and what DDP holds of the same kind."""
@@ -276,7 +276,7 @@ class ZeroEngine:
             rows=ledger.rows(),
             timed_from=ledger.timed_from,
             gradient_error=self._parts.wire.reduction.error,
-            not_counted=self._parts.meeting.not_counted,
+            not_counted=self._parts.mesh.not_counted,
         )
 
     # ---- moving in and out ----
@@ -304,7 +304,7 @@ class ZeroEngine:
         Raises:
             ValueError: the model has no such method.
         """
-        if not self._parts.meeting.split.is_empty:
+        if not self._parts.mesh.split.is_empty:
             raise ValueError(
                 "hf_zero: the embeddings are split over ranks (tensor parallel) and cannot be resized in training. Resize the "
                 "model and save it before it is loaded with tp_size."
@@ -332,11 +332,11 @@ class ZeroEngine:
         for handle in self._handles:
             handle.remove()
         # Experts may have their first copy on more ranks than the rest of the model.
-        is_first = self._parts.meeting.sharers.experts.groups.rank == 0
+        is_first = self._parts.mesh.expert_dp.all_groups.rank == 0
         self.sharded.hand_back(wanted=is_first or not rank0_only)
         self._parts.holder.close()
         self.parameter_tier.close()
         for optimizer in self.optimizers:
             optimizer.release()
         detach((self.model, self.entry, *self.model.parameters()))
-        self._parts.meeting.split.give_back()
+        self._parts.mesh.split.give_back()

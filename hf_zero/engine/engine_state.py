@@ -11,6 +11,7 @@ from torch import nn
 
 from ..buckets.bucket import Bucket
 from ..buckets.rows import KindsOf, Read, StateRow
+from ..comm.transport import DataParallelGroup
 from ..layout.boxes import Box
 from ..layout.intervals import Interval
 from ..optimizer.state.optimizer import ShardedOptimizer
@@ -18,7 +19,6 @@ from ..optimizer.state.row_writes import RowWrites
 from ..optimizer.state.state_kinds import state_itemsizes
 from ..optimizer.state.state_rows import fill_rows, state_rows, state_scalars
 from .build.assemble import Parts
-from .build.sharers import Sharers
 from .units.split_model import read_part
 from .units.weights import OwnWeights, held_weights, load_weights
 
@@ -59,8 +59,7 @@ class EngineState:
     @cached_property
     def _first_with(self) -> frozenset[str]:
         """Names of the trained parameters of which this rank is the first that has its part of the state."""
-        sharers = self._parts.meeting.sharers
-        return frozenset(slot.name for p, slot in self._parts.slot_of.items() if sharers.of_parameter(p).is_first)
+        return frozenset(slot.name for slot in self._parts.slot_of.values() if slot.bucket.group.is_first)
 
     # ---- masters and optimizer state ----
 
@@ -80,7 +79,7 @@ class EngineState:
         Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
         own. Residuals are of each rank's batches: their own, but for ranks that compute a batch together.
         """
-        copies, each_has_its_own = self._parts.copies, self._parts.meeting.groups.outer is not None
+        copies, each_has_its_own = self._parts.copies, self._parts.mesh.dp.all_groups.outer is not None
         own: Iterator[StateRow] = iter(())
         if self._first_with or each_has_its_own:
             own = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)
@@ -115,37 +114,36 @@ class EngineState:
 
     def box_of(self, parameter: torch.Tensor) -> Box:
         """Which part of a whole parameter this rank's model has: all, unless tensor or expert parallelism has split it."""
-        return self._parts.meeting.split.box_of(parameter)
+        return self._parts.mesh.split.box_of(parameter)
 
     def as_whole(self, parameter: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor of the ranks' parts of a parameter, or of what has its shape. Collective over its copy."""
-        split = self._parts.meeting.split.parts.get(parameter)
+        split = self._parts.mesh.split.parts.get(parameter)
         return part if split is None else split.as_dtensor(part).full_tensor()
 
     def boxes(self) -> dict[str, Box]:
         """Name → part of each parameter of the model of which this rank's model has not all."""
-        split = self._parts.meeting.split
+        split = self._parts.mesh.split
         return {} if split.is_empty else {name: box for name, box in split.boxes().items() if not box.is_whole}
 
     @property
     def is_split(self) -> bool:
         """Whether tensor or expert parallelism has split the model over ranks."""
-        return not self._parts.meeting.split.is_empty
+        return not self._parts.mesh.split.is_empty
 
     @property
     def split_sizes(self) -> tuple[int, int]:
         """How many ranks compute a batch together, and how many hold a copy of the model together."""
-        split = self._parts.meeting.split
+        split = self._parts.mesh.split
         return len(split.ranks), len(split.copy_ranks)
 
-    def sharers_of(self, tensor: torch.Tensor) -> Sharers:
-        """The ranks of which each has this rank's part of a parameter, or a share of it; of a buffer, those with all of it."""
-        sharers = self._parts.meeting.sharers
-        return sharers.of_parameter(tensor) if isinstance(tensor, nn.Parameter) else sharers.usual
+    def group_of(self, tensor: torch.Tensor) -> DataParallelGroup:
+        """The ranks that hold the same part of a parameter; of a buffer, those that hold all of it."""
+        return self._parts.mesh.group_of(tensor)
 
     def writes(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that writes what it has whole of a parameter."""
-        return self.sharers_of(parameter).groups.rank == 0 and self._parts.copies.is_first_with(name)
+        return self.group_of(parameter).all_groups.rank == 0 and self._parts.copies.is_first_with(name)
 
     def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
         """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
@@ -172,7 +170,7 @@ class EngineState:
     def own_weights(self) -> Iterator[OwnWeights]:
         """This rank's part of the model's parameters as they are now; each element of those in buckets is on one rank."""
         name_of = {slot.parameter: slot.name for bucket in self._parts.all_buckets for slot in bucket.slots}
-        mine = [bucket for bucket in self._parts.all_buckets if self._parts.meeting.sharers.of(bucket).is_first]
+        mine = [bucket for bucket in self._parts.all_buckets if bucket.group.is_first]
         for own in held_weights(mine, self._parts.holder):
             if self._parts.copies.is_first_with(name_of[own.parameter]):
                 yield own

@@ -59,19 +59,19 @@ class TrainingStep:
         self._engine = engine
         self._model = model
         self._parts = parts
-        self._config = parts.meeting.config
+        self._config = parts.config
         self._no_sync_depth = 0
         self._entry = model
         self.has_rescue = False
         self.last_norm: torch.Tensor | None = None
-        step_transport = parts.meeting.step_transport
+        step_transport = parts.mesh.dp.transport
         self._log = step_transport.watch.log
         self.store = self._make_store()
         self._gradients = Gradients(
             parts.buckets,
             self.store,
             step_transport,
-            parts.meeting.peers.world_size,
+            parts.mesh.dp.groups.world_size,
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
         )
@@ -83,10 +83,10 @@ class TrainingStep:
         self.allocations: list[RankAllocation] = []
 
     def _make_store(self) -> GradientStore:
-        parts, meeting = self._parts, self._parts.meeting
+        parts = self._parts
         most = pool.GRAD_BUFFERS if parts.holder.steps_early else None
         landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
-        return choose_store(parts.buckets, self._config, parts.wire.reduction, landing, meeting.peers)
+        return choose_store(parts.buckets, self._config, parts.wire.reduction, landing)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
         parts = self._parts
@@ -95,7 +95,7 @@ class TrainingStep:
             optimizer,
             rows=parts.row_of,
             trained=set(parts.slot_of),
-            identity=identity_of(parts.meeting.groups, self._config.stage, parts.buckets),
+            identity=identity_of(parts.mesh.dp.groups, self._config.stage, parts.buckets),
             before_step=lambda: self._before_step(optimizer, mine, is_first=index == 0),
             after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
@@ -106,7 +106,7 @@ class TrainingStep:
     def install(self, entry: nn.Module) -> list:
         """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
         self._entry = entry
-        is_first_rank = self._parts.meeting.groups.is_first_of_run
+        is_first_rank = self._parts.mesh.dp.all_groups.is_first_of_run
         self.bad_steps = choose_bad_steps(self._config, speaks=is_first_rank)
         for sharded, buckets in self._by_optimizer():
             self._parts.replicas.after_update(sharded.optimizer, buckets)
@@ -124,7 +124,7 @@ class TrainingStep:
         ]
 
     def _watch_batches(self, entry: nn.Module) -> list:
-        if self._parts.meeting.split.is_empty:
+        if self._parts.mesh.split.is_empty:
             return []
         hook = WeakHook(self, TrainingStep._compare_batches)
         return [entry.register_forward_pre_hook(hook, with_kwargs=True)]
@@ -202,7 +202,7 @@ class TrainingStep:
     def share(self, buckets: Iterable[Bucket]) -> None:
         """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
         parts = self._parts
-        if not parts.meeting.is_replicated:
+        if not parts.mesh.is_replicated:
             parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
             parts.parameter_gather.guard()
 
@@ -220,9 +220,8 @@ class TrainingStep:
         if failed and self._gradients.ended == ended_before:
             self._gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
-        among = (
-            self._parts.meeting.step_transport if self._parts.meeting.split.is_empty else self._parts.meeting.everyone
-        )
+        mesh = self._parts.mesh
+        among = mesh.dp.transport if mesh.split.is_empty else mesh.world
         if not among.agree_max(mine, _FAILED).item():
             return False
         self._gradients.recover()
@@ -267,7 +266,7 @@ class TrainingStep:
         self._parts.sharded.schedule.end_backward()
         self._parts.nonfinite.forget()
         self.bad_steps.forget()
-        if self._parts.meeting.groups.shard_size > 1:
+        if self._parts.mesh.dp.groups.shard_size > 1:
             guard_norms(self._parts.buckets)
 
     def _goes_on(self) -> bool:

@@ -40,13 +40,13 @@ def run_step(job: SplitJob, model, optimizer, engine) -> None:
 
 def moments(engine, model) -> dict[str, np.ndarray]:
     """Whole moments of each parameter. Collective."""
-    split = engine._parts.meeting.split
+    split = engine._parts.mesh.split
     found = {}
     for name, parameter in model.named_parameters():
         for kind, value in engine.full_state(parameter).items():
             if torch.is_tensor(value) and value.dim():
                 whole = torch.zeros(split.box_of(parameter).shape)
-                for box, values in engine._parts.meeting.copy.exchange((split.box_of(parameter), value.numpy())):
+                for box, values in engine._parts.mesh.model_parallel.exchange((split.box_of(parameter), value.numpy())):
                     for there, here in box.slices():
                         whole[there] = torch.from_numpy(values)[here]
                 found[f"{kind} of {name}"] = whole.numpy()

@@ -18,7 +18,7 @@ from wire_runs import go_on, resume, save, setting, start
 from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.groups.groups import Groups
 from hf_zero.comm.point_to_point import PointToPointTransport
-from hf_zero.comm.quantised import QuantisedAllGather, QuantisedReduceScatter
+from hf_zero.comm.quantised import all_gather_blocks, reduce_scatter_blocks
 from hf_zero.comm.transport import Label
 from hf_zero.config import CommConfig, ConfigError, ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -60,14 +60,14 @@ def both_collectives(rank: int, world_size: int) -> None:
                 flat = of_rank(rank, numel)
                 out = flat.chunk(world_size)[rank] if out is None else out
                 residual = torch.zeros(numel)
-                QuantisedReduceScatter(transport, format).start(flat, out, residual, groups.shard, LABEL).finish()
+                reduce_scatter_blocks(transport, format, flat, out, residual, groups.shard, LABEL).finish()
                 assert torch.equal(out, expected)
                 assert torch.allclose(residual, of_rank(rank, numel) - parts[rank], atol=1e-6 * 3.0**rank)
         for in_place in (True, False):
             gathered = torch.zeros(numel, dtype=dtype)
             own = gathered.chunk(world_size)[rank] if in_place else torch.empty(768, dtype=dtype)
             own.copy_(of_rank(rank, 768))
-            QuantisedAllGather(transport, format).start(gathered, own, groups.shard, LABEL).finish()
+            all_gather_blocks(transport, format, gathered, own, groups.shard, LABEL).finish()
             everyone = [rounded(of_rank(r, 768).to(dtype), format) for r in range(world_size)]
             assert torch.equal(gathered, torch.cat(everyone))
         rows = transport.ledger.rows()

@@ -234,14 +234,16 @@ def local_of(model: nn.Module) -> dict[str, np.ndarray]:
 
 def moments_of(engine: ZeroEngine, model: nn.Module) -> dict[str, np.ndarray]:
     """Whole moments of every parameter. Collective."""
-    meeting = engine._parts.meeting
+    mesh = engine._parts.mesh
     found = {}
     for name, parameter in model.named_parameters():
-        box = meeting.split.box_of(parameter)
+        box = mesh.split.box_of(parameter)
         for kind, value in engine.full_state(parameter).items():
             if torch.is_tensor(value) and value.dim():
                 whole = torch.zeros(box.shape)
-                everyone = [(box, value.numpy())] if box.is_whole else meeting.copy.exchange((box, value.numpy()))
+                everyone = (
+                    [(box, value.numpy())] if box.is_whole else mesh.model_parallel.exchange((box, value.numpy()))
+                )
                 for part, values in everyone:
                     for there, here in part.slices():
                         whole[there] = torch.from_numpy(values)[here]

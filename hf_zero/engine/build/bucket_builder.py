@@ -13,13 +13,14 @@ from ...buckets.memory import ParameterMemory, UnshardedMemory
 from ...buckets.offloaded_memory import memory_in
 from ...buckets.precision import resolve_precision
 from ...config import ZeroConfig
+from ...kernels.quantise import BlockFormat
 from ...layout.slots import BucketLayout
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
 from ..travel.buffers import ignored_by_ddp, ignored_parameters
 from ..travel.wire import Wire
 from .bucketing import Division, Part, precision_of
-from .sharers import SharersOfKinds
+from .mesh import Mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class BucketBuilder:
     """Builds the buckets of a model, part by part.
 
     Attributes:
-        sharers: the ranks that share parameters.
-        wire, expert_wire: how parameters and gradients travel, and those of experts.
+        mesh: the ranks that share parameters.
+        wire: how parameters and gradients travel.
         device: that the model is trained on.
         placement: of state in tiers.
         parameter_tier: where shards of parameters live.
@@ -36,9 +37,8 @@ class BucketBuilder:
     """
 
     config: ZeroConfig
-    sharers: SharersOfKinds
+    mesh: Mesh
     wire: Wire
-    expert_wire: Wire
     device: torch.device
     placement: Placement
     parameter_tier: ParameterTier
@@ -77,26 +77,25 @@ class BucketBuilder:
             for parameter in parameters:
                 self._start_alike(parameter)
             key = cast(BucketKey, layout.key)
-            wire = self.expert_wire if key.is_expert else self.wire
-            groups = (self.sharers.experts if key.is_expert else self.sharers.usual).groups
-            make_memory = self._choose_memory(part, wire)
+            group = self.mesh.expert_dp if key.is_expert else self.mesh.dp
+            format = self.wire.weight_format(group)
+            make_memory = self._choose_memory(part, format)
             numel = sum(p.numel() for p in parameters)
             tier = self.placement.next_tier(numel) if key.trained else self.placement.device_tier
             precision = precision_of(
                 self.config,
                 key,
-                weights=None if part.sharded else wire.weight_format,
-                adds_in_master=wire.reduction.adds_in_wider,
+                weights=None if part.sharded else format,
+                adds_in_master=self.wire.adds_in_wider(group),
                 apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
             )
-            place = (layout, precision.param, self.device, layout.shard(groups.shard_rank))
+            place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
             bucket = Bucket(
                 layout,
                 parameters,
                 precision,
                 make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
-                shard_rank=groups.shard_rank,
-                share=1.0 / groups.of_a_step().world_size,
+                group=group,
                 rows_are_parameters=are_parameters,
                 tier=tier,
             )
@@ -105,17 +104,16 @@ class BucketBuilder:
         return buckets
 
     def _start_alike(self, parameter: nn.Parameter) -> None:
-        transport = self.sharers.of_parameter(parameter).transport
-        take_rank_0s(parameter, device=self.device, transport=transport)
+        take_rank_0s(parameter, device=self.device, transport=self.mesh.group_of(parameter).all_transport)
 
-    def _choose_memory(self, part: Part, wire: Wire) -> Callable[..., ParameterMemory]:
+    def _choose_memory(self, part: Part, format: BlockFormat | None) -> Callable[..., ParameterMemory]:
         if part.sharded:
-            return memory_in(self.parameter_tier, self.device, rounded=wire.weight_format is not None)
+            return memory_in(self.parameter_tier, self.device, rounded=format is not None)
         return UnshardedMemory
 
     def _rows_are_parameters(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""
-        if self.sharers.usual.groups.shard_size > 1 or self.config.offload.moves_params or self.placement.tier.is_apart:
+        if self.mesh.dp.groups.shard_size > 1 or self.config.offload.moves_params or self.placement.tier.is_apart:
             return False
         dtypes = {wanted_dtype(parameter) for parameter in parameters}
         return not any(resolve_precision(self.config, dtype).has_master for dtype in dtypes)

@@ -29,7 +29,7 @@ from ...optimizer.state.step_choice import OwnSteps
 from ...optimizer.state.step_timing import InTime, StepTiming
 from ..gradients.nonfinite import NonFiniteCheck
 from ..travel.outer import anchor_numel
-from .sharers import SharersOfKinds
+from .mesh import Mesh
 
 _ROOM_TO_KEEP_WHOLE = 4
 """`reshard_after_forward: auto` keeps parameters whole where they take less than this part of the free memory."""
@@ -102,13 +102,13 @@ def bytes_elsewhere(
     parameter_tier: ParameterTier,
     owner: Mapping[nn.Parameter, tuple[int, int]],
     optimizers: Sequence[torch.optim.Optimizer],
-    sharers: SharersOfKinds,
+    mesh: Mesh,
 ) -> Elsewhere:
     """What `offload` moves to host memory and to files. State that cannot be known beforehand counts nothing."""
     offload, host, disk = config.offload, 0, 0
 
     def shards_of(parameter: nn.Parameter) -> int:
-        return sharers.of_parameter(parameter).groups.shard_size
+        return mesh.group_of(parameter).groups.shard_size
 
     def share(parameters: Iterable[nn.Parameter]) -> int:
         sizes = Counter[int]()
@@ -127,7 +127,7 @@ def bytes_elsewhere(
             in_blocks=config.quantises_moments,
         )
         # At least: whole buckets move. Anchors of outer steps lie beside masters.
-        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, sharers.usual.groups)))
+        moved = int(offload.ratio * (moved + _anchor_bytes(config, owner, mesh.dp.all_groups)))
         copies = _copy_bytes(offload, moved)
         host, disk = (0, moved + copies) if on_disk else (moved + copies, 0)
     if offload.moves_params:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from ...buckets.bucket import Bucket
-from ...comm.groups.groups import Groups
 from ...config import ZeroConfig
 from ...layout import pool
 from ..travel.reductions import Reduction
@@ -19,14 +18,9 @@ def choose_store(
     config: ZeroConfig,
     reduction: Reduction,
     landing: Landing,
-    groups: Groups,
 ) -> GradientStore:
-    """The store of a stage.
-
-    Args:
-        groups: of the ranks that take each step together.
-    """
-    replicated = groups.shard_size == 1
+    """The store of a stage."""
+    replicated = all(bucket.group.groups.shard_size == 1 for bucket in buckets)
     if all(bucket.rows_are_parameters for bucket in buckets):
         return ReplicatedGradients(reduction, landing)
     if replicated and not any(bucket.tier.is_apart for bucket in buckets):

@@ -3,9 +3,8 @@
 from abc import ABC, abstractmethod
 
 from ...buckets.bucket import Bucket
-from ...comm.groups.groups import Groups
-from ...comm.quantised import QuantisedAllGather
-from ...comm.transport import Handle, Transport
+from ...comm.quantised import all_gather_blocks
+from ...comm.transport import Handle
 from ...kernels.quantise import BlockFormat
 
 _KIND = "all-gather parameters"
@@ -50,11 +49,9 @@ class ExactGather(_Forgetful):
 
     is_exact = True
 
-    def __init__(self, transport: Transport):
-        self._transport = transport
-
     def start(self, bucket: Bucket) -> Handle:
-        return self._transport.start_all_gather(bucket.memory.shown, bucket.memory.source, bucket.label(_KIND))
+        memory = bucket.memory
+        return bucket.group.transport.start_all_gather(memory.shown, memory.source, bucket.label(_KIND))
 
 
 class CastGather(ExactGather):
@@ -63,17 +60,21 @@ class CastGather(ExactGather):
     is_exact = False
 
 
-class QuantisedGather(_Forgetful):
-    """What blocks leave of the parameters, on every rank the same, this rank's own part too.
+class QuantisedGather(ExactGather):
+    """What blocks leave of the parameters, on every rank the same, this rank's own part too. One rank's own stay as they are.
 
     Where a bucket's `source` lies in its `flat` it is overwritten, so what it was made from must be elsewhere.
     """
 
+    is_exact = False
     takes_edits = False
 
-    def __init__(self, transport: Transport, groups: Groups, format: BlockFormat):
-        self._collective = QuantisedAllGather(transport, format)
-        self._groups = groups
+    def __init__(self, format: BlockFormat):
+        self._format = format
 
     def start(self, bucket: Bucket) -> Handle:
-        return self._collective.start(bucket.flat, bucket.memory.source, self._groups.gather, bucket.label(_KIND))
+        group = bucket.group
+        if group.groups.shard_size == 1:
+            return super().start(bucket)
+        flat, own, label = bucket.flat, bucket.memory.source, bucket.label(_KIND)
+        return all_gather_blocks(group.transport, self._format, flat, own, group.groups.gather, label)

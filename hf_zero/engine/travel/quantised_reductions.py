@@ -1,16 +1,18 @@
 """Sums of gradients that travel in blocks, inside a shard group and between shard groups."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ...buckets.bucket import Bucket
 from ...buckets.rows import RESIDUAL, KindsOf, Read, StateRow
 from ...comm.groups.groups import Groups
-from ...comm.quantised import QuantisedAllGather, QuantisedReduceScatter
+from ...comm.quantised import all_gather_blocks, reduce_scatter_blocks
 from ...comm.steps import StepsInOrder
-from ...comm.transport import Handle, Label, Transport
+from ...comm.transport import DataParallelGroup, Handle, Label
 from ...kernels.quantise import BlockFormat
 from ...layout.intervals import Interval
 from .reductions import Reduction
@@ -41,15 +43,14 @@ class WithinGroup(Route):
         residuals: laid out as buckets.
     """
 
-    def __init__(self, transport: Transport, groups: Groups, format: BlockFormat, residuals: Residuals):
-        self._groups = groups
-        self._collective = QuantisedReduceScatter(transport, format)
+    def __init__(self, format: BlockFormat, residuals: Residuals):
+        self._format = format
         self._unsent = residuals
         self.residuals = [residuals]
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        label = bucket.label("reduce-scatter gradients")
-        return self._collective.start(flat, out, self._unsent.of(bucket), self._groups.shard, label)
+        label, group, unsent = bucket.label("reduce-scatter gradients"), bucket.group, self._unsent.of(bucket)
+        return reduce_scatter_blocks(group.transport, self._format, flat, out, unsent, group.groups.shard, label)
 
 
 class BetweenGroups(Route):
@@ -67,8 +68,6 @@ class BetweenGroups(Route):
 
     def __init__(
         self,
-        transport: Transport,
-        groups: Groups,
         format: BlockFormat,
         *,
         within: WithinGroup,
@@ -76,115 +75,123 @@ class BetweenGroups(Route):
         of_sums: Residuals,
         order: StepsInOrder,
     ):
-        self._transport = transport
-        self._replicate = groups.replicate
+        self._format = format
         self._within = within
-        self._scatter = QuantisedReduceScatter(transport, format)
-        self._gather = QuantisedAllGather(transport, format)
         self._between = between
         self._of_sums = of_sums
         self._order = order
         self.residuals = [*within.residuals, between, of_sums]
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        group = self._replicate
+        transport, format, group = bucket.group.transport, self._format, bucket.group.groups.replicate
         part = out.view(group.size, -1)[group.place]
         scattered, gathered = (bucket.label(f"{verb} shards of gradients") for verb in ("reduce-scatter", "all-gather"))
         finish = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
-            lambda: self._scatter.start(out, part, self._between.of(bucket), group, scattered),
-            lambda: self._gather.start(out, part, group, gathered, self._of_sums.of(bucket)),
+            lambda: reduce_scatter_blocks(transport, format, out, part, self._between.of(bucket), group, scattered),
+            lambda: all_gather_blocks(transport, format, out, part, group, gathered, self._of_sums.of(bucket)),
         )
-        return Handle(gathered, self._transport.ledger, finish)
+        return Handle(gathered, transport.ledger, finish)
 
 
-def choose_route(
-    transport: Transport, groups: Groups, format: BlockFormat, order: StepsInOrder, *, error_feedback: bool
-) -> Route:
+def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder, *, error_feedback: bool) -> Route:
     """Between groups where there are several.
 
     Args:
         error_feedback: False lets go what quantising loses.
     """
-    rank, replicate = groups.rank, groups.replicate
 
-    def of_rank(kind: str) -> bool:
+    def of_rank(kind: str, groups: Groups) -> bool:
         if not kind.startswith(RESIDUAL):
             return False
-        number = kind.removeprefix(RESIDUAL)
+        number, rank = kind.removeprefix(RESIDUAL), groups.rank
         # Those of several groups, where there is one now, have no other place to go on from.
-        return int(number) % groups.world_size == rank if number.isdigit() else replicate.size == 1 and rank == 0
+        return int(number) % groups.world_size == rank if number.isdigit() else groups.replicate.size == 1 and rank == 0
 
-    def of_group(kind: str) -> bool:
+    def of_group(kind: str, groups: Groups) -> bool:
+        replicate = groups.replicate
         return kind.startswith(BETWEEN) and int(kind.removeprefix(BETWEEN)) % replicate.size == replicate.place
 
     def part_of_shard(bucket: Bucket) -> Interval:
+        replicate = bucket.group.groups.replicate
         numel = bucket.own_interval.numel // replicate.size
         return Interval(0, numel).shift(bucket.own_interval.start + replicate.place * numel)
 
-    def make(kind: str, interval_of: Callable[[Bucket], Interval], takes: Callable[[str], bool]) -> Residuals:
-        return Residuals(kind, interval_of, takes) if error_feedback else NoResiduals()
-
-    whole = make(f"{RESIDUAL}{rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
-    within = WithinGroup(transport, groups, format, whole)
-    if replicate.size == 1:
+    make = Residuals if error_feedback else NoResiduals
+    whole = make(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
+    within = WithinGroup(format, whole)
+    if groups.replicate.size == 1:
         return within
     return BetweenGroups(
-        transport,
-        groups,
         format,
         within=within,
-        between=make(f"{BETWEEN}{replicate.place}", lambda bucket: bucket.own_interval, of_group),
-        of_sums=make(OF_SUMS, part_of_shard, lambda kind: kind == OF_SUMS),
+        between=make(lambda own: f"{BETWEEN}{own.replicate.place}", lambda bucket: bucket.own_interval, of_group),
+        of_sums=make(lambda own: OF_SUMS, part_of_shard, lambda kind, own: kind == OF_SUMS),
         order=order,
     )
 
 
-class QuantisedReduction(Reduction):
-    """A sum of quantised gradients that samples its own error.
+@dataclass(eq=False)
+class _Sampling:
+    """The samples of one group's buckets.
 
-    Args:
-        sample: the same sum without loss, for the samples.
+    Attributes:
+        turn, started: the number of the bucket that is sampled next, and how many were started in this pass.
+        norms: of what was lost of the pass's sample, and of all of it.
+        squares: theirs over the group, (2,) float64, that nobody has read yet.
+        error: of the last sample that was read.
     """
 
-    adds_in_wider = True
+    turn: int = 0
+    started: int = 0
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    squares: torch.Tensor | None = None
+    error: float | None = None
 
-    def __init__(self, transport: Transport, route: Route, sample: Reduction):
-        self._transport = transport
+
+class QuantisedReduction(Reduction):
+    """A sum of quantised gradients that samples its own error. Where one rank has all of a bucket's state, nothing is quantised.
+
+    Args:
+        exact: the same sum without loss, for the samples and for such buckets.
+    """
+
+    def __init__(self, route: Route, exact: Reduction):
         self._route = route
-        self._reference = sample
-        # Squares of what was lost of the last sample and of all of it, (2,) float64, that nobody has read yet.
-        self._squares: torch.Tensor | None = None
-        self._error: float | None = None
-        self._passes = self._started = self._turn = 0
-        self._sample: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._exact = exact
+        self._passes = 0
+        self._samplings = defaultdict[DataParallelGroup, _Sampling](_Sampling)
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        is_sampled = self._passes % _SAMPLED_PASSES == 0 and self._started == self._turn
-        self._started += 1
+        if bucket.group.groups.shard_size == 1:
+            return self._exact.start(bucket, flat, out)
+        sampling, transport = self._samplings[bucket.group], bucket.group.transport
+        is_sampled = self._passes % _SAMPLED_PASSES == 0 and sampling.started == sampling.turn
+        sampling.started += 1
         if not is_sampled:
             return self._route.start(bucket, flat, out)
         exact = torch.empty_like(out, dtype=torch.float32)
-        sample = self._reference.start(bucket, flat.clone(), exact)
+        sample = self._exact.start(bucket, flat.clone(), exact)
         handle = self._route.start(bucket, flat, out)
 
         def complete() -> None:
             sample.finish()
             handle.finish()
-            self._sample = (torch.linalg.vector_norm(out.float() - exact), torch.linalg.vector_norm(exact))
+            sampling.norms = (torch.linalg.vector_norm(out.float() - exact), torch.linalg.vector_norm(exact))
 
-        return Handle(bucket.label("reduce-scatter gradients"), self._transport.ledger, complete)
+        return Handle(bucket.label("reduce-scatter gradients"), transport.ledger, complete)
 
     def end_pass(self) -> None:
-        if self._sample is not None:
-            # Not where it was taken: ranks finish reductions in orders of their own.
-            squares = torch.stack(self._sample).double().square()
-            label = Label(kind="agreement on the error of a sample", subject="this pass")
-            self._squares = self._transport.agree_sum(squares, label)
-            self._turn = (self._turn + 1) % self._started
-            self._sample = None
+        for group, sampling in self._samplings.items():
+            if sampling.norms is not None:
+                # Not where it was taken: ranks finish reductions in orders of their own.
+                squares = torch.stack(sampling.norms).double().square()
+                label = Label(kind="agreement on the error of a sample", subject="this pass")
+                sampling.squares = group.transport.agree_sum(squares, label)
+                sampling.turn = (sampling.turn + 1) % sampling.started
+                sampling.norms = None
+            sampling.started = 0
         self._passes += 1
-        self._started = 0
 
     @property
     def held_bytes(self) -> int:
@@ -192,16 +199,18 @@ class QuantisedReduction(Reduction):
 
     @property
     def error(self) -> float | None:
-        if self._squares is not None:
-            # The host waits for the device here, and not in a backward.
-            lost, whole = self._squares.tolist()
-            self._squares, self._error = None, (lost / whole) ** 0.5 if whole else 0.0
-        return self._error
+        for sampling in self._samplings.values():
+            if sampling.squares is not None:
+                # The host waits for the device here, and not in a backward.
+                lost, whole = sampling.squares.tolist()
+                sampling.squares, sampling.error = None, (lost / whole) ** 0.5 if whole else 0.0
+        return max((each.error for each in self._samplings.values() if each.error is not None), default=None)
 
     def rows(self) -> Iterator[StateRow]:
         for residuals in self._route.residuals:
             yield from residuals.rows()
 
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        sent_in_blocks = [bucket for bucket in buckets if bucket.group.groups.shard_size > 1]
         for residuals in self._route.residuals:
-            residuals.fill(buckets, read, kinds_of)
+            residuals.fill(sent_in_blocks, read, kinds_of)

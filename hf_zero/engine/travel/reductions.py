@@ -8,18 +8,12 @@ import torch
 from ...buckets.bucket import Bucket
 from ...buckets.rows import KindsOf, Read, StateRow
 from ...comm.steps import StepsInOrder
-from ...comm.transport import Handle, Transport
+from ...comm.transport import Handle
 from ...device import SideQueue
 
 
 class Reduction(ABC):
-    """Sums buckets over the ranks. Between passes it may keep state of its own, which goes into checkpoints.
-
-    Attributes:
-        adds_in_wider: as a transport's.
-    """
-
-    adds_in_wider: bool = False
+    """Sums buckets over the ranks of their groups. Between passes it may keep state of its own, which goes into checkpoints."""
 
     @abstractmethod
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
@@ -74,24 +68,19 @@ class ExactReduction(_Lossless):
         of: what is summed, for the ledger.
     """
 
-    def __init__(self, transport: Transport, of: str = "gradients"):
-        self._transport = transport
+    def __init__(self, of: str = "gradients"):
         self._kind = f"reduce-scatter {of}"
-        self.adds_in_wider = transport.adds_in_wider
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        return self._transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
+        return bucket.group.transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
 
 
 class ReplicatedReduction(_Lossless):
     """An all-reduce, where every rank steps all parameters; `out` may be `flat` itself."""
 
-    def __init__(self, transport: Transport):
-        self._transport = transport
-
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        label = bucket.label("all-reduce gradients")
-        handle = self._transport.start_all_reduce(flat, label)
+        label, transport = bucket.label("all-reduce gradients"), bucket.group.transport
+        handle = transport.start_all_reduce(flat, label)
         if out.data_ptr() == flat.data_ptr():
             return handle
 
@@ -99,7 +88,7 @@ class ReplicatedReduction(_Lossless):
             handle.finish()
             out.copy_(flat)
 
-        return Handle(label, self._transport.ledger, complete)
+        return Handle(label, transport.ledger, complete)
 
 
 class HybridReduction(_Lossless):
@@ -117,24 +106,21 @@ class HybridReduction(_Lossless):
 
     def __init__(
         self,
-        transport: Transport,
         within: ExactReduction,
         order: StepsInOrder,
         queue: SideQueue,
         of: str = "shards of gradients",
     ):
-        self._transport = transport
         self._within = within
         self._order = order
         self._queue = queue
         self._kind = f"all-reduce {of}"
-        self.adds_in_wider = within.adds_in_wider
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        label = bucket.label(self._kind)
+        label, transport = bucket.label(self._kind), bucket.group.transport
         finish = self._order.begin(
             lambda: self._within.start(bucket, flat, out),
-            lambda: self._transport.start_all_reduce(out, label),
+            lambda: transport.start_all_reduce(out, label),
             queue=self._queue,
         )
-        return Handle(label, self._transport.ledger, finish)
+        return Handle(label, transport.ledger, finish)

@@ -13,6 +13,7 @@ import torch
 
 from ...buckets.bucket import Bucket
 from ...buckets.rows import RESIDUAL, KindsOf, Read, StateRow
+from ...comm.groups.groups import Groups
 from ...device import allocate
 from ...layout.intervals import Interval
 
@@ -28,13 +29,18 @@ class Residuals:
     """Those of one collective on this rank, one a bucket.
 
     Args:
-        kind: of their rows in a checkpoint.
+        kind_in: of their rows in a checkpoint, by the ranks that share a bucket.
         interval_of: what of a bucket this rank sends.
-        takes: of a saved kind, whether they are added to by it.
+        takes: of a saved kind, whether they are added to by it among those ranks.
     """
 
-    def __init__(self, kind: str, interval_of: Callable[[Bucket], Interval], takes: Callable[[str], bool]):
-        self._kind = kind
+    def __init__(
+        self,
+        kind_in: Callable[[Groups], str],
+        interval_of: Callable[[Bucket], Interval],
+        takes: Callable[[str, Groups], bool],
+    ):
+        self._kind_in = kind_in
         self._interval_of = interval_of
         self._takes = takes
         self._of: dict[Bucket, torch.Tensor] = {}
@@ -55,9 +61,10 @@ class Residuals:
     def rows(self) -> Iterator[StateRow]:
         """All of them, copied: the next backward writes into them, before the step up to which a save may take its time."""
         for bucket, residual in self._of.items():
+            kind = self._kind_in(bucket.group.groups)
             for name, in_parameter, in_residual in self._cuts(bucket):
                 yield StateRow(
-                    kind=self._kind,
+                    kind=kind,
                     name=name,
                     interval=in_parameter,
                     own_shape=None,
@@ -69,7 +76,7 @@ class Residuals:
         self._of.clear()
         for bucket in buckets:
             for name, in_parameter, in_residual in self._cuts(bucket):
-                for kind in filter(self._takes, kinds_of(name)):
+                for kind in (kind for kind in kinds_of(name) if self._takes(kind, bucket.group.groups)):
                     place = self._kept(bucket)[in_residual]
                     place.add_(read(kind, name, in_parameter).to(place.device))
 
@@ -87,9 +94,6 @@ class NoResiduals(Residuals):
     """What quantising loses is let go."""
 
     held_bytes = 0
-
-    def __init__(self):
-        """There is nothing to know."""
 
     def of(self, bucket: Bucket) -> torch.Tensor | None:
         return None

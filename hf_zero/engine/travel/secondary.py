@@ -8,7 +8,7 @@ import torch
 
 from ...buckets.bucket import Bucket
 from ...comm.groups.groups import RankGroup
-from ...comm.transport import Handle, Transport
+from ...comm.transport import Handle
 from .gathers import Gather
 
 
@@ -25,9 +25,8 @@ class ForwardGather(Gather):
 
     takes_edits = False
 
-    def __init__(self, whole: Gather, transport: Transport, node: RankGroup):
+    def __init__(self, whole: Gather, node: RankGroup):
         self._whole = whole
-        self._transport = transport
         self.node = node
         self.kept: dict[Bucket, torch.Tensor] = {}
 
@@ -44,7 +43,7 @@ class ForwardGather(Gather):
             handle.finish()
             self.kept[bucket] = bucket.flat.view(self.node.size, -1)[self.node.place].clone()
 
-        return Handle(bucket.label("all-gather parameters"), self._transport.ledger, complete)
+        return Handle(bucket.label("all-gather parameters"), bucket.group.transport.ledger, complete)
 
     def forget(self) -> None:
         self.kept.clear()
@@ -56,16 +55,15 @@ class BackwardGather(Gather):
     takes_edits = False
     held_bytes = 0
 
-    def __init__(self, forward: ForwardGather, transport: Transport):
+    def __init__(self, forward: ForwardGather):
         self._forward = forward
-        self._transport = transport
 
     def start(self, bucket: Bucket) -> Handle:
         part = self._forward.kept.get(bucket)
         if part is None:
             return self._forward.start(bucket)
         label = bucket.label("all-gather parameters in the node")
-        return self._transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
+        return bucket.group.transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
 
     def forget(self) -> None:
         """The forward's gather has what is kept."""

@@ -1,6 +1,6 @@
 """Gathers sharded parameters outside of forward and backward: to read, to edit, to save."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import cast
 
@@ -116,7 +116,6 @@ class GatheredParameters:
     Args:
         unit_of: the unit of each sharded parameter, with its slot.
         transport: between all ranks that come.
-        transport_of: between the ranks that share what is in a bucket.
         holder: has the masters, which follow edits.
         timeout_s: how long ranks that come wait for those that do not.
     """
@@ -126,7 +125,6 @@ class GatheredParameters:
         unit_of: Mapping[nn.Parameter, tuple[Unit, ParameterSlot]],
         schedule: Unsharding,
         transport: Transport,
-        transport_of: Callable[[Bucket], Transport],
         holder: StateHolder,
         device: torch.device,
         timeout_s: float,
@@ -134,7 +132,6 @@ class GatheredParameters:
         self._unit_of = unit_of
         self._schedule = schedule
         self._transport = transport
-        self._transport_of = transport_of
         self._holder = holder
         self._device = device
         self._timeout_s = timeout_s
@@ -297,7 +294,7 @@ class GatheredParameters:
         for unit in units:
             for bucket in unit.buckets:
                 label = Label(kind="broadcast edits", subject=bucket.name)
-                self._transport_of(bucket).broadcast(bucket.memory.shown, label)
+                bucket.group.all_transport.broadcast(bucket.memory.shown, label)
             unit.keep_edits()
             for bucket in unit.buckets:
                 with self._holder.at_hand(bucket):

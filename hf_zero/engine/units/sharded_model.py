@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...buckets.bucket import Bucket, ParameterSlot
+from ...buckets.bucket import ParameterSlot
 from ...buckets.sharded_parameter import show_values
 from ...comm.transport import Transport
 from ...config import ZeroConfig
@@ -31,7 +31,6 @@ class ShardedModel:
     Args:
         schedule: of the units, the root first.
         transport: between all ranks that have the model.
-        transport_of: between those that share what is in a bucket.
         holder: has their masters.
         device: that parameters are gathered on.
 
@@ -46,7 +45,6 @@ class ShardedModel:
         model: nn.Module,
         schedule: Unsharding,
         transport: Transport,
-        transport_of: Callable[[Bucket], Transport],
         holder: StateHolder,
         config: ZeroConfig,
         *,
@@ -60,7 +58,7 @@ class ShardedModel:
             slot.parameter: (unit, slot) for unit in self.schedule.units for slot in unit.slots
         }
         self.gathered = GatheredParameters(
-            self.unit_of, self.schedule, transport, transport_of, holder, device, config.comm.meeting_timeout_s
+            self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
         guards = self._guard_modules()
         self._methods = ModuleMethods(model, guards, self.gathered)

@@ -53,7 +53,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                 engine.state.load_weights(read)
             others = [name for name in reader.manifest.weights if id(tensors[name]) not in bucketed]
             for name in others:
-                if engine.state.sharers_of(tensors[name]).groups.rank > 0:
+                if engine.state.group_of(tensors[name]).all_groups.rank > 0:
                     continue
                 box = engine.state.box_of(tensors[name])
                 values = read_part(box, Interval(0, box.numel), partial(reader.read, WEIGHTS, name))
@@ -63,7 +63,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
     others = on_all_ranks(engine.everyone.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
     engine.state.share_weights()
     for name in others:
-        transport = engine.state.sharers_of(tensors[name]).transport
+        transport = engine.state.group_of(tensors[name]).all_transport
         transport.broadcast(tensors[name].detach(), Label(kind="broadcast loaded", subject=name))
 
 

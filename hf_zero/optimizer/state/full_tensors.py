@@ -1,13 +1,13 @@
 """Gathers the full gradient or optimizer state of one parameter from the ranks' shards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...buckets.bucket import Bucket, ParameterSlot, Row
-from ...comm.transport import Label, Transport
+from ...buckets.bucket import ParameterSlot, Row
+from ...comm.transport import Label
 from ...config import CommConfig
 from ...device import allocate
 from ..clipped_gradient import widen
@@ -21,7 +21,6 @@ class FullTensors:
 
     Args:
         row_of: this rank's rows.
-        transport_of: between the ranks that share what is in a bucket.
         holder: who has their state.
         comm: how long ranks that come wait for those that do not.
         replicated: each rank's rows are whole parameters, and nothing is gathered.
@@ -30,7 +29,6 @@ class FullTensors:
     def __init__(
         self,
         row_of: Mapping[nn.Parameter, Row],
-        transport_of: Callable[[Bucket], Transport],
         holder: StateHolder,
         comm: CommConfig,
         *,
@@ -38,14 +36,13 @@ class FullTensors:
     ):
         self._row_of = row_of
         self._holder = holder
-        self._transport_of = transport_of
         self._timeout_s = comm.meeting_timeout_s
         self._replicated = replicated
 
     @torch.no_grad()
     def gradient(self, slot: ParameterSlot) -> torch.Tensor | None:
         """The reduced gradient in the parameter's shape; None where no rank has any."""
-        self._transport_of(slot.bucket).meet("full_grad", self._timeout_s)
+        slot.bucket.group.transport.meet("full_grad", self._timeout_s)
         row = self._row_of.get(slot.parameter)
         if row is None or not row.has_gradient:
             return self._gather(slot, None)
@@ -56,7 +53,7 @@ class FullTensors:
     @torch.no_grad()
     def state(self, slot: ParameterSlot, optimizers: Sequence[ShardedOptimizer]) -> dict[str, torch.Tensor | object]:
         """The optimizer's state by name, whole where it has one value an element."""
-        transport = self._transport_of(slot.bucket)
+        transport = slot.bucket.group.transport
         transport.meet("full_state", self._timeout_s)
         row = self._row_of.get(slot.parameter)
         mine: dict[str, Any] = {}
@@ -78,7 +75,7 @@ class FullTensors:
 
     def _gather(self, slot: ParameterSlot, mine: torch.Tensor | None) -> torch.Tensor | None:
         bucket, have = slot.bucket, torch.tensor([mine is not None], dtype=torch.uint8)
-        transport = self._transport_of(bucket)
+        transport = bucket.group.transport
         if not transport.agree_max(have, Label(kind="agreement on a look", subject=slot.name)).item():
             return None
         dtype = bucket.precision.master if mine is None else mine.dtype
