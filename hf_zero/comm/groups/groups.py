@@ -52,11 +52,10 @@ def _own_limit_s(device_type: str) -> float:
         # A plan is of models on the meta device.
         return _USUAL_LIMIT_S
     try:
-        options = group._get_backend(device).options
+        return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):
-        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have no attribute.
+        # Backends that are not torch's own need not have options: torch 2.14 raises there, older ones have None or no attribute.
         return _USUAL_LIMIT_S
-    return options._timeout.total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True)
