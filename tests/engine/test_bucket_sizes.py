@@ -25,9 +25,7 @@ HOST, DEVICE = torch.device("cpu"), torch.device("meta")
 def groups(ranks: int, nodes: int = 1) -> Groups:
     everyone = RankGroup(ranks=tuple(range(ranks)), place=0)
     alone = RankGroup(ranks=(0,), place=0)
-    made = Groups(
-        world_size=ranks, rank=0, backend="fake", world=everyone, shard=everyone, replicate=alone, gather=everyone
-    )
+    made = Groups(backend="fake", world=everyone, shard=everyone, replicate=alone, gather=everyone)
     return replace(made, nodes=tuple(rank * nodes // ranks for rank in range(ranks)))
 
 

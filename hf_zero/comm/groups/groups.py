@@ -93,11 +93,10 @@ class Groups:
     themselves most of the time: each replicate group is this rank alone then, and `outer` has those that it was made of.
 
     Attributes:
-        world_size, rank: of all ranks that train the model, or where it is split over ranks, the same part of it.
         timeout_s: how long a rank is waited for.
         late_s: after which a rank is late, and all end for it; 0 is never.
         backend: name of the data backend; "local" for one rank without a process group.
-        world: all ranks, in order.
+        world: all ranks that train the model, or where it is split over ranks, the same part of it; in order.
         shard, replicate: this rank's groups.
         gather: the shard group for the parameter all-gathers; with a communicator of its own where that pays, see [Note: two
             communicators].
@@ -109,8 +108,6 @@ class Groups:
         shard_control: as `control`, for the shard group.
     """
 
-    world_size: int
-    rank: int
     backend: str
     world: RankGroup
     shard: RankGroup
@@ -180,8 +177,6 @@ class Groups:
         if comm.secondary_shard == "node":
             node = _make(_within_nodes(shards, nodes), rank, timeout, backend, is_urgent=True)
         return cls(
-            world_size=world_size,
-            rank=world.place,
             backend=backend,
             world=world,
             shard=shard,
@@ -201,8 +196,6 @@ class Groups:
         """A rank of the run that shares nothing with others."""
         alone = RankGroup(ranks=(rank,), place=0)
         return cls(
-            world_size=1,
-            rank=0,
             backend="local",
             world=alone,
             shard=alone,
@@ -219,8 +212,6 @@ class Groups:
             return self
         return replace(
             self,
-            world_size=self.shard.size,
-            rank=self.shard.place,
             backend=self.backend if self.shard.size > 1 else "local",
             world=self.shard,
             control=self.shard_control,
@@ -231,6 +222,14 @@ class Groups:
     def is_first_of_run(self) -> bool:
         """Whether this rank is the one that says what is said once in a run."""
         return self.world.ranks[self.world.place] == 0
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def rank(self) -> int:
+        return self.world.place
 
     @property
     def shard_size(self) -> int:

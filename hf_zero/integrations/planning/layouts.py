@@ -83,8 +83,6 @@ def ranks_without_a_group(world_size: int, ranks_a_node: int, config: ZeroConfig
     shard = RankGroup(ranks=tuple(range(size)), place=0)
     replicate = RankGroup(ranks=tuple(range(0, world_size, size)), place=0)
     return Groups(
-        world_size=world_size,
-        rank=0,
         backend="local" if world_size == 1 else backend,
         world=everyone,
         shard=shard if size > 1 else alone,
