@@ -15,9 +15,15 @@ from .control.lookout import Lookout, watch_over
 from .control.meetings import Meetings
 from .groups.groups import Groups, RankGroup
 from .ledger import Ledger
-from .names import all_gather_flat, reduce_scatter_flat
 from .profiling import hidden_from_profiler, shown
 from .transport import Handle, Label, Transport, Value
+
+# torch 2.13 has renamed them.
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""`(output, input, op, group, async_op)` on contiguous tensors."""
+
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""`(output, input, group, async_op)` on contiguous tensors."""
 
 
 class CollectiveTransport(Transport):

@@ -12,7 +12,8 @@ before somebody asks for times.
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -21,7 +22,30 @@ import torch
 from ..device import Moment, clock
 from .control.collective_log import ENDED, LABEL
 from .control.watch import Watch
-from .label import Label
+
+
+@dataclass(frozen=True, kw_only=True)
+class Label:
+    """What a collective is for, as it stands in the ledger and in errors: its kind and the bucket it serves.
+
+    `channel` keeps messages of different buckets apart where the transport can: ranks that gather different buckets then
+    wait for each other, and are named at the time limit, instead of taking one bucket for another.
+
+    Attributes:
+        holds: the module or the parameters that the bucket holds, in words.
+    """
+
+    kind: str
+    subject: str
+    channel: int = 0
+    holds: str = field(default="", compare=False)
+
+    @cached_property
+    def _words(self) -> str:
+        return f"{self.kind} of {self.subject}"
+
+    def __str__(self) -> str:
+        return self._words
 
 
 @dataclass(kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from .control.watch import Watch
 from .groups.failures import CommunicationError as CommunicationError
 from .groups.groups import Groups, RankGroup
-from .label import Label as Label
+from .ledger import Label as Label
 from .ledger import Ledger
 from .profiling import shown
 

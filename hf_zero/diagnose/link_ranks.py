@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from ..comm.choose import choose_transport
+from ..comm.collectives import all_gather_flat
 from ..comm.groups.groups import Groups
 from ..comm.groups.own_groups import own_group
 from ..comm.model_copies import ModelCopies
-from ..comm.names import all_gather_flat
 from ..comm.transport import Label, Transport
 from ..config import CommConfig
 

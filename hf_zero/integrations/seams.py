@@ -253,14 +253,14 @@ SEAMS = (
     Seam(
         owner="torch.distributed.distributed_c10d:",
         names=("_world",),
-        where=("comm/groups/broken",),
+        where=("comm/groups/failures",),
         why="A rank that ends for a late one ends all of its waits, in groups that the script has made, too.",
         test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
     ),
     Seam(
         owner="torch.distributed:ProcessGroup",
         names=("_device_types", "_get_backend"),
-        where=("comm/groups/broken", "comm/groups/groups"),
+        where=("comm/groups/failures", "comm/groups/groups"),
         why="The backends of those groups, and the time limit of the default group's.",
         test="test_late_ranks.py::test_a_hang_in_what_the_script_gathers_by_itself_is_told_likewise",
     ),

@@ -27,8 +27,7 @@ from workload import adamw_arguments
 from hf_zero import engine_of
 from hf_zero.comm.control.late import ScriptCall
 from hf_zero.comm.control.whereabouts import script_frame
-from hf_zero.comm.label import Label
-from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.ledger import Label, Ledger
 
 MOST_SHARE = 0.005
 LOOKS_A_SECOND = 2

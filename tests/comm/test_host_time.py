@@ -15,7 +15,7 @@ from torch import nn
 from hf_zero.buckets.flat_views import FlatViews
 from hf_zero.buckets.sharded_parameter import ShardedValues
 from hf_zero.comm.control.control import Control
-from hf_zero.comm.groups.gloo_threads import receiving_threads
+from hf_zero.comm.groups.own_groups import receiving_threads
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.kernels.statistics import PART_NUMEL, sum_of_squares, sums_of_squares
 from hf_zero.layout.intervals import Interval

@@ -31,8 +31,7 @@ from hf_zero.comm.control.late import DeviceQueue, LateWatch, is_to_end, others_
 from hf_zero.comm.control.verdict import Absence, Verdict
 from hf_zero.comm.control.watch import SAVE, ScriptCollective, Wait, Watch
 from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
-from hf_zero.comm.label import Label
-from hf_zero.comm.ledger import Ledger
+from hf_zero.comm.ledger import Label, Ledger
 from hf_zero.comm.transport import Handle
 from hf_zero.optimizer.state.replicas import ReplicasDivergedError, checksum
 

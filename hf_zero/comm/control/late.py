@@ -28,8 +28,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Protocol
 
-from ..groups.broken import break_all_groups
-from ..groups.failures import CommunicationError
+from ..groups.failures import CommunicationError, break_all_groups
 from .collective_log import LABEL, STARTED, CollectiveLog
 from .end_of_process import end_process
 from .verdict import Verdict

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..groups.broken import break_all_groups
-from ..groups.failures import CommunicationError, PeerFailure
+from ..groups.failures import CommunicationError, PeerFailure, break_all_groups
 from ..groups.groups import Groups
 from ..groups.processes import RankProcesses
 from .control import control_of

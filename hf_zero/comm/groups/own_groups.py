@@ -2,6 +2,13 @@
 
 What a script does in the default group, a barrier on one rank alone for instance, is never taken for ours there, and the time
 limit is ours too.
+
+[Note: a lock and a core]
+gloo's thread may not touch a connection while another thread starts a send or receive on it, and asks again at once until it
+may. A message that arrives just then wakes gloo's thread, and where all cores are busy the system gives it the core of the
+very thread that it waits for. It then asks for milliseconds, for a call that takes microseconds: with two ranks on two cores
+that was most of what a small collective cost. A batch thread takes no core from a thread that runs. It takes a free one as
+before, and else has its turn when the other waits or has used up its own.
 """
 
 import os
@@ -11,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from ipaddress import ip_address
+from pathlib import Path
 from typing import cast
 
 import psutil
@@ -19,7 +27,6 @@ from torch.distributed import distributed_c10d
 
 from .arrivals import await_all_ranks, ended_ranks, in_words
 from .failures import CommunicationError
-from .gloo_threads import in_batch
 
 _MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGroup | None]]" = (
     weakref.WeakKeyDictionary()
@@ -28,6 +35,8 @@ _MADE: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple, dist.ProcessGro
 the default group goes; so engines that are built one after the other take the same ones."""
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_GLOO_THREAD = "gloo_tcp_loop"
+_THREADS = Path("/proc/self/task")
 
 _MAKING_S, _MAKING_S_A_RANK = 30.0, 0.2
 """What ranks that are all there may take to connect to each other. One that dies just then is waited for that long."""
@@ -51,7 +60,7 @@ def own_group(
         if dist.get_backend() != "fake":
             await_all_ranks(timeout.total_seconds(), len(made))
         options = urgent_options(backend, timeout) if is_urgent else None
-        with in_batch():
+        with _in_batch():
             made[key] = _connected(list(ranks), timeout, backend, options)
     return made[key]
 
@@ -170,3 +179,36 @@ def urgent_options(backend: str | None, timeout: timedelta) -> object | None:
     # `new_group` warns of any other.
     options._timeout = timeout
     return options
+
+
+@contextmanager
+def _in_batch() -> Iterator[None]:
+    """Has the threads that gloo makes inside run as batch threads; see [Note: a lock and a core]. On Linux alone."""
+    if not (hasattr(os, "SCHED_BATCH") and _THREADS.is_dir()):
+        yield
+        return
+    before = receiving_threads()
+    yield
+    for thread in receiving_threads() - before:
+        try:
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+        except PermissionError:
+            # A sandbox may forbid it. Training is the same, and slower where all cores are busy.
+            return
+        except ProcessLookupError:
+            # Its group has gone meanwhile.
+            continue
+
+
+def receiving_threads() -> set[int]:
+    """The threads of this process in which gloo receives, by the numbers that the system has for them."""
+    found = set()
+    for each in _THREADS.iterdir():
+        try:
+            name = (each / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            # A thread that has ended since they were listed.
+            continue
+        if name == _GLOO_THREAD:
+            found.add(int(each.name))
+    return found
