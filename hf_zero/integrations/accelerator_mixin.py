@@ -19,7 +19,7 @@ from ..buckets.mapped_parameters import is_loaded
 from ..buckets.precision import resolve_casts
 from ..checkpoint.format.manifest import Manifest
 from ..config import ConfigError, ZeroConfig
-from ..engine.build.other_engines import refuse_other_engines
+from ..engine.build.refusals import refuse_other_engines
 from ..engine.engine import ZeroEngine
 from ..engine.travel.in_flight import is_compiled
 from ..engine.turns import keep_state, take_up_state

@@ -34,15 +34,12 @@ from ..units.schedule import Unsharding
 from ..units.sharded_model import ShardedModel
 from ..units.split_model import SplitModel
 from ..units.unit import Unit
-from .agreement import describe, refuse_disagreement
-from .beside_split import refuse_beside_split
+from .agreement import describe, refuse_disagreement, with_kernels_that_run
 from .bucket_builder import BucketBuilder
 from .bucketing import Division, SplitKinds, check_parameters, owners
 from .holders import bytes_elsewhere, choose_holder, refuse_unless_it_fits, reshards_after_forward
-from .kernels_that_run import with_kernels_that_run
 from .mesh import Mesh
-from .renormed_embeddings import refuse_renormed_embeddings
-from .shared_storage import refuse_shared_storage
+from .refusals import refuse_beside_split, refuse_renormed_embeddings, refuse_shared_storage
 
 
 @dataclass(frozen=True, kw_only=True)

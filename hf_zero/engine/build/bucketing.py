@@ -20,7 +20,7 @@ from ...layout.slots import Alignment, BucketLayout, ParameterSpec, plan_buckets
 from ...optimizer.state.elementwise import keeps_intact, refuse_wrapper
 from ..travel.buffers import ignored_parameters
 from ..units.unit_modules import find_unit_modules, group_layers, own_parameters
-from .other_engines import refuse_other_engines, refuse_second_engine
+from .refusals import refuse_other_engines, refuse_second_engine
 
 _QUANTISED = (torch.int8, torch.uint8)
 """What quantised weights are packed into."""
