@@ -91,7 +91,7 @@ class Rescue:
         """Doubles the parts, if any micro-batch of the step has as many rows on some rank."""
         rows = [rows_of(each.batch) for each in self._taken]
         mine = 0 if None in rows else max(row for row in rows if row is not None)
-        everyone = self._engine.everyone.exchange(mine)
+        everyone = self._engine.world.exchange(mine)
         if 0 in everyone or max(everyone) <= self.parts:
             self._taken = []
             why = "its tensors do not have the same number of rows" if 0 in everyone else "it is down to single rows"
@@ -100,7 +100,7 @@ class Rescue:
                 f"`offload`, or shorter rows. What ran out: {reason}"
             )
         self.parts *= 2
-        if self._engine.run.rank == 0:
+        if self._engine.world_groups.rank == 0:
             _log.warning(
                 "hf_zero: a micro-batch of %d rows ran out of memory (%s). The step is taken again, and from now on each "
                 "micro-batch in %d parts: the same sums, except for dropout, which draws other numbers, and batch norm, whose "

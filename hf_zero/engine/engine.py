@@ -75,7 +75,7 @@ class ZeroEngine:
         self._parts = parts
         self.config, self.device = parts.config, parts.device
         self.groups, self.transport = mesh.dp.all_groups, mesh.dp.all_transport
-        self.run, self.everyone = mesh.world_groups, mesh.world
+        self.world_groups, self.world = mesh.world_groups, mesh.world
         self.buckets, self.sharded, self.nonfinite = parts.buckets, parts.sharded, parts.nonfinite
         self.tier, self.parameter_tier, self.activations = parts.tier, parts.parameter_tier, parts.activations
         self._step = TrainingStep(

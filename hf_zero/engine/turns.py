@@ -46,12 +46,12 @@ def take_up_state(engine: ZeroEngine) -> None:
     """
     for sharded in engine.optimizers:
         kept: _Kept | None = sharded.optimizer.__dict__.pop(_KEPT, None)
-        if kept is None or any(engine.everyone.exchange(bool(sharded.optimizer.state))):
+        if kept is None or any(engine.world.exchange(bool(sharded.optimizer.state))):
             continue
         fault = "lay in files" if kept.is_lost else None
         if kept.states and kept.places != sharded.places():
             fault = "is cut over the ranks otherwise than it would be now"
-        faults = [each for each in engine.everyone.exchange(fault) if each is not None]
+        faults = [each for each in engine.world.exchange(fault) if each is not None]
         if faults:
             engine.close()
             raise ValueError(_cannot_go_on(sharded, faults[0]))

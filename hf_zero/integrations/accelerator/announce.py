@@ -37,7 +37,7 @@ def _split_rows(engine: ZeroEngine) -> list[tuple[str, str]]:
     if not engine.state.is_split:
         return []
     together, in_all = engine.state.split_sizes
-    copies = engine.run.world_size // in_all
+    copies = engine.world_groups.world_size // in_all
     of_copies = f"{copies} {'copy' if copies == 1 else 'copies'}"
     if together == in_all:
         return [("model", f"split over {in_all} ranks; {of_copies}")]
@@ -63,7 +63,7 @@ def announce(
         at_start: activations and the peak; None leaves them out.
         accumulates: a step has several micro-batches.
     """
-    if engine.run.rank != 0:
+    if engine.world_groups.rank != 0:
         return
     plan, config = state_plan(engine, accumulates=accumulates), engine.config
     largest = max((bucket.layout.numel * bucket.precision.param.itemsize for bucket in engine.buckets), default=0)

@@ -26,7 +26,7 @@ def mesh_of_batches(device_type: str, tp_size: int) -> DeviceMesh:
 
 def refuse_other_split(accelerator: Accelerator, engine: ZeroEngine) -> None:
     """Raises `ConfigError` for a model that is split over another number of ranks than accelerate deals batches by."""
-    ranks = engine.run.world_size // engine.groups.world_size
+    ranks = engine.world_groups.world_size // engine.groups.world_size
     dealt = getattr(accelerator.parallelism_config, "tp_size", 1)
     if ranks != dealt:
         engine.close()

@@ -40,7 +40,7 @@ def folder_to_fill(accelerator: Accelerator, engine: ZeroEngine, output_dir: str
 def _folder_to_fill(
     accelerator: Accelerator, engine: ZeroEngine, output_dir: str | None
 ) -> Iterator[tuple[Path, Path]]:
-    engine.everyone.meet("accelerator.save_state", engine.config.comm.limit_s)
+    engine.world.meet("accelerator.save_state", engine.config.comm.limit_s)
     naming = accelerator.project_configuration
     is_automatic = naming.automatic_checkpoint_naming
     if is_automatic:
@@ -54,7 +54,7 @@ def _folder_to_fill(
             "hf_zero: save_state() was called without a folder, and accelerate's automatic naming is off. Give the folder, or "
             "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True) to the Accelerator."
         )
-    exchange = engine.everyone.exchange
+    exchange = engine.world.exchange
     asked = list(dict.fromkeys(exchange(str(final), "save_state")))
     if len(asked) > 1:
         raise ValueError(
@@ -70,7 +70,7 @@ def _folder_to_fill(
     if exchange(_holds_something_else(final))[0]:
         yield final, final
         return
-    disk = Disk.shared(engine.run.rank, engine.run.world_size)
+    disk = Disk.shared(engine.world_groups.rank, engine.world_groups.world_size)
     temporary = begin(final, needed_bytes=state_bytes(engine, disk), disk=disk, exchange=exchange)
     naming.automatic_checkpoint_naming = False
     try:

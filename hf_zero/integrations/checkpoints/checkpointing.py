@@ -40,8 +40,8 @@ def write_state(engine: ZeroEngine, folder: str | Path) -> Manifest:
     else:
         manifest, pieces = plan_state(engine, folder)
     nbytes = sum(piece.nbytes for piece in pieces)
-    with progress_bar("writing optimizer state", nbytes, is_main=engine.run.rank == 0) as show:
-        write_pieces(pieces, Path(folder), engine.everyone.exchange, show)
+    with progress_bar("writing optimizer state", nbytes, is_main=engine.world_groups.rank == 0) as show:
+        write_pieces(pieces, Path(folder), engine.world.exchange, show)
     return manifest
 
 
@@ -54,7 +54,7 @@ def plan_state(
         with_state: False writes none, for a checkpoint of the model alone.
         weights: this rank's rows of the model itself.
     """
-    groups = engine.run
+    groups = engine.world_groups
     saved = engine.state.to_save() if with_state else SavedState()
     own_shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for row in saved.rows:
@@ -69,7 +69,7 @@ def plan_state(
         shapes=engine.state.shapes(),
         scalars=saved.scalars,
         optimizers=lambda: [_described(optimizer, group_names) for optimizer, group_names in saved.groups],
-        exchange=engine.everyone.exchange,
+        exchange=engine.world.exchange,
         own_shapes=own_shapes,
         boxes=engine.state.boxes(),
     )
@@ -111,24 +111,24 @@ def seal_state(
     Args:
         disk: that `root` is on; by default one that all ranks see.
     """
-    groups = engine.run
+    groups = engine.world_groups
     disk = disk or Disk.shared(groups.rank, groups.world_size)
-    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.everyone.exchange)
+    seal(root, manifest, folder=folder, within=within, disk=disk, exchange=exchange or engine.world.exchange)
 
 
 def state_bytes(engine: ZeroEngine, disk: Disk) -> int:
     """About what a checkpoint of this engine takes on a disk: whole weights, and the state of the ranks there. Collective."""
     weights = sum(parameter.nbytes for parameter in engine.model.parameters())
-    states = engine.everyone.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
+    states = engine.world.exchange(sum(row.tensor.nbytes for row in engine.state.rows_to_save()))
     return weights + sum(states[rank] for rank in disk.ranks)
 
 
 def refuse_faults(engine: ZeroEngine, root: Path, folder: str) -> None:
     """Raises `CheckpointError` on every rank unless the checkpoint is whole and as it was written. Collective."""
-    groups = engine.run
+    groups = engine.world_groups
     with progress_of(f"checking {root.name}", is_main=groups.rank == 0) as show:
         mine = checkpoint_faults(root, folder, rank=groups.rank, world_size=groups.world_size, on_progress=show)
-    faults = list(dict.fromkeys(fault for theirs in engine.everyone.exchange(mine) for fault in theirs))
+    faults = list(dict.fromkeys(fault for theirs in engine.world.exchange(mine) for fault in theirs))
     if faults:
         raise CheckpointError(
             f"hf_zero: {root} cannot be resumed from: {'; '.join(faults[:5])}. Nothing was trained; resume from another "

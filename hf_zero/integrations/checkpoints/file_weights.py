@@ -56,7 +56,7 @@ def load_weights_into(engine: ZeroEngine, checkpoint: Path) -> None:
             values = read(tensor, Interval(0, box_of[id(tensor)].numel))
             tensor.detach().copy_(values.view(tensor.shape))
 
-    on_all_ranks(engine.everyone.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
+    on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)
     engine.state.share_weights()
 
 

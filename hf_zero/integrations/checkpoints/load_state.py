@@ -80,7 +80,7 @@ def load_state(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
         CheckpointError: on every rank: not finished, damaged, or of another model or optimizer.
     """
     return on_all_ranks(
-        engine.everyone.exchange,
+        engine.world.exchange,
         lambda: _load_own(engine, path, opens),
         doing=f"read {path}",
         then="Nothing was trained; resume from another checkpoint.",
@@ -91,7 +91,7 @@ def _load_own(engine: ZeroEngine, path: Path, opens: Opens) -> str | None:
     with opens(path, engine.state) as saved:
         for group, settings in saved.settings:
             restore_settings(group, settings)
-        with progress_bar("reading optimizer state", is_main=engine.run.rank == 0) as show:
+        with progress_bar("reading optimizer state", is_main=engine.world_groups.rank == 0) as show:
             boxes, dtypes = engine.state.boxes(), engine.state.master_dtypes()
 
             def read(kind: str, name: str, interval: Interval) -> torch.Tensor:

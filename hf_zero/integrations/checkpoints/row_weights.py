@@ -43,7 +43,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
             name_of = names_in(
                 saved, tensors, {n: engine.state.box_of(t).shape for n, t in tensors.items()}, checkpoint
             )
-            with progress_bar("reading weights", is_main=engine.run.rank == 0) as show:
+            with progress_bar("reading weights", is_main=engine.world_groups.rank == 0) as show:
 
                 def read(parameter: torch.Tensor, interval: Interval) -> torch.Tensor:
                     values = reader.read(WEIGHTS, name_of[id(parameter)], interval)
@@ -60,7 +60,7 @@ def load_row_weights(engine: ZeroEngine, checkpoint: Path) -> None:
                 tensors[name].detach().copy_(values.view(tensors[name].shape))
             return others
 
-    others = on_all_ranks(engine.everyone.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
+    others = on_all_ranks(engine.world.exchange, load_own, doing=f"read {checkpoint}", then=_THEN)[0]
     engine.state.share_weights()
     for name in others:
         transport = engine.state.group_of(tensors[name]).all_transport

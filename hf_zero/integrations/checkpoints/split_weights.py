@@ -25,7 +25,11 @@ def weight_rows(engine: ZeroEngine) -> WeightsPlan:
     ]
     for name, tensor in _each_once(tensors).items():
         # Buffers are no parameters: what the first rank has is what all have.
-        writes = engine.state.writes(name, tensor) if isinstance(tensor, torch.nn.Parameter) else engine.run.rank == 0
+        writes = (
+            engine.state.writes(name, tensor)
+            if isinstance(tensor, torch.nn.Parameter)
+            else engine.world_groups.rank == 0
+        )
         if id(tensor) not in bucketed and writes:
             rows.append((WEIGHTS, name, Interval(0, tensor.numel()), tensor.detach().reshape(-1)))
     return WeightsPlan(rows=rows, weights=weights)

@@ -71,8 +71,8 @@ class CheckpointSaver:
         self._background = Background(engine.device)
         self._may_be_async = engine.config.checkpoint.async_save
         mine = (uuid.uuid4().hex, secrets.token_bytes(32))
-        name, secret = engine.everyone.exchange(mine, "first save of a Trainer")[0]
-        self._store_exchange = StoreExchange(engine.run, name, secret, engine.config.comm.limit_s)
+        name, secret = engine.world.exchange(mine, "first save of a Trainer")[0]
+        self._store_exchange = StoreExchange(engine.world_groups, name, secret, engine.config.comm.limit_s)
         self._former_best: str | None = None
         self._live: LivePieces | None = None
         self._writing: LivePieces | None = None
@@ -109,7 +109,7 @@ class CheckpointSaver:
         run_folder = Path(trainer._get_output_dir(trial=trial))
         final = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         # Ranks that come to save different steps would each leave a half under another name.
-        self.engine.everyone.exchange(None, f"save of {final.name}")
+        self.engine.world.exchange(None, f"save of {final.name}")
         self.finish()
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
@@ -124,13 +124,13 @@ class CheckpointSaver:
         # An upload to the Hub and a checkpoint in the last seconds of a job begin and end with Trainer's own save.
         is_awaited |= trainer.args.push_to_hub or trainer.args.enable_jit_checkpoint
         is_awaited |= any(map(_looks_at_saves, trainer.callback_handler.callbacks))
-        return self._may_be_async and not any(self.engine.everyone.exchange(is_awaited))
+        return self._may_be_async and not any(self.engine.world.exchange(is_awaited))
 
     def finish(self) -> None:
         """Waits for the save behind training; raises what `save` raises. Collective."""
         with self._shown_from_here():
             # By way of the process group, which tells at once that a rank has died; the store does not.
-            while not all(self.engine.everyone.exchange(self._background.is_done(_GLANCE_S))):
+            while not all(self.engine.world.exchange(self._background.is_done(_GLANCE_S))):
                 pass
         with self._on_failure():
             self._background.finish()
@@ -142,7 +142,7 @@ class CheckpointSaver:
             yield
             return
         name, live = self._written
-        is_main = self.engine.run.rank == 0 and not self._trainer.args.disable_tqdm
+        is_main = self.engine.world_groups.rank == 0 and not self._trainer.args.disable_tqdm
         try:
             with progress_bar(f"writing {name}", live.nbytes, is_main=is_main, done_bytes=live.written_bytes) as show:
                 live.on_written = show
@@ -185,8 +185,8 @@ class CheckpointSaver:
     def _save(self, run_folder: Path, final: Path, position: DataPosition | None, *, is_async: bool) -> None:
         engine, trainer = self.engine, self._trainer
         engine.synchronise()
-        exchange = engine.everyone.exchange
-        disk = find_disk(run_folder, engine.run.rank, exchange, then=_THEN)
+        exchange = engine.world.exchange
+        disk = find_disk(run_folder, engine.world_groups.rank, exchange, then=_THEN)
         is_full = self._is_full(run_folder)
         layout = self._layout(disk, is_full=is_full)
         # The script may go to another folder while it is written.
@@ -243,7 +243,7 @@ class CheckpointSaver:
             return False
         numbers = [step_of(path) for path in newest_first(run_folder)]
         # Rank 0's answer: on disks of their own, hosts may have different leftovers.
-        former = self.engine.everyone.exchange(max((number for number in numbers if number < step), default=0))[0]
+        former = self.engine.world.exchange(max((number for number in numbers if number < step), default=0))[0]
         return step // every > former // every
 
     def _layout(self, disk: Disk, *, is_full: bool) -> Layout:
@@ -259,7 +259,7 @@ class CheckpointSaver:
         return HfLayout() if is_hf else ShardedLayout()
 
     def _plan_model(self, layout: Layout, temporary: Path, disk: Disk) -> WeightsPlan:
-        exchange = self.engine.everyone.exchange
+        exchange = self.engine.world.exchange
         if self.engine.state.is_split:
             on_all_ranks(
                 exchange,

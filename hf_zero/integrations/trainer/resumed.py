@@ -17,12 +17,12 @@ def say_resumed(engine: ZeroEngine, folder: str | Path, origin: str | None = Non
     Args:
         origin: who saved the folder, such as "plain Trainer"; None where one of our engines did.
     """
-    if engine.run.rank != 0:
+    if engine.world_groups.rank != 0:
         return
     manifest = Manifest.read(Path(folder) / ZERO_FOLDER) if origin is None else None
     if manifest is not None:
         origin = _by(manifest.world_size, manifest.stage)
-    here = _by(engine.run.world_size, engine.config.stage)
+    here = _by(engine.world_groups.world_size, engine.config.stage)
     at = _progress(Path(folder), manifest)
     print(f"hf_zero: resumed from {folder}{at}, saved by {origin}; going on with {here}.", file=sys.stderr, flush=True)
 
