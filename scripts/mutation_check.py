@@ -145,7 +145,7 @@ UNORDERED = (
     ),
     (
         "look-at-a-gradient-not-waited-for",
-        "FullTensors._gather",
+        "_gather",
         "edited",
         "subject=slot.name)).finish()",
         "subject=slot.name))",

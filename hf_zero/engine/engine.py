@@ -12,7 +12,7 @@ from ..comm.transport import Label
 from ..config import ConfigLike, ZeroConfig
 from ..engine_reference import attach, detach
 from ..optimizer.clip import clamp_values
-from ..optimizer.state.full_tensors import slot_of
+from ..optimizer.state.full_tensors import full_gradient, full_state, slot_of
 from ..optimizer.state.resize import on_host, resize_whole
 from .build.assemble import Parts, assemble
 from .dtype_report import DtypeReport, report_dtypes
@@ -210,14 +210,15 @@ class ZeroEngine:
 
     def full_grad(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """The reduced gradient of a whole parameter, in its shape and the master dtype; None if it has none. Collective."""
-        return self._parts.full_tensors.gradient(slot_of(parameter, self._parts.slot_of))
+        return full_gradient(slot_of(parameter, self._parts.slot_of), self.config.comm.meeting_timeout_s)
 
     def full_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor | object]:
         """The optimizer's state of a whole parameter: tensors with one value an element in its shape, the rest as it is.
 
         Collective. Empty before the first step.
         """
-        return self._parts.full_tensors.state(slot_of(parameter, self._parts.slot_of), self.optimizers)
+        slot, timeout_s = slot_of(parameter, self._parts.slot_of), self.config.comm.meeting_timeout_s
+        return full_state(slot, self.optimizers, self._parts.holder, timeout_s)
 
     @contextmanager
     def lent(self, purpose: str, *, wanted: bool) -> Iterator[dict[str, torch.Tensor]]:

@@ -18,7 +18,6 @@ from ...offload.choose import choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
 from ...offload.placement import Placement
 from ...offload.tier import Tier
-from ...optimizer.state.full_tensors import FullTensors
 from ...optimizer.state.holder import StateHolder
 from ...optimizer.state.replicas import ReplicaCheck
 from ..gradients.nonfinite import NonFiniteCheck
@@ -72,7 +71,6 @@ class Parts:
     model_buffers: ModelBuffers
     parameter_gather: ParameterGather
     exact: ExactWeights
-    full_tensors: FullTensors
     parameter_places: ParameterPlaces
     activations: Activations
     norm: GradientNorm
@@ -186,7 +184,6 @@ def _assemble(
         model_buffers=ModelBuffers(model, mesh.dp.transport, device, wanted=is_shared),
         parameter_gather=ParameterGather(model, unsharded, wire.gather),
         exact=ExactWeights(unsharded, wire.exact, holder, transport, config.comm.meeting_timeout_s),
-        full_tensors=FullTensors(row_of, holder, config.comm, replicated=mesh.is_replicated),
         parameter_places=ParameterPlaces(model, all_buckets),
         activations=choose_activations(config.offload, device),
         replicas=_replica_check(model, all_buckets, holder, mesh, config),
