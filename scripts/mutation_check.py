@@ -594,7 +594,7 @@ BREAKS = (
     Break(
         name="gradients-of-a-skipped-step-kept",
         place="TrainingStep._before_step",
-        old="            self._gradients.drop()\n",
+        old="            self.gradients.drop()\n",
         new="",
         tests=("test_bad_steps.py",),
     ),
@@ -703,7 +703,7 @@ BREAKS = (
     Break(
         name="parameters-that-are-not-split-never-compared",
         place="CopyChecks.is_due",
-        old="(step <= _STEPS or (every > 0 and step % every == 0))",
+        old="step <= _STEPS or (every > 0 and step % every == 0)",
         new="False",
         tests=("test_split_models.py",),
         only="goes_apart",
@@ -719,7 +719,7 @@ BREAKS = (
     Break(
         name="part-of-a-split-parameter-saved-by-each-rank-that-has-it",
         place="EngineState.rows_to_save",
-        old="if copies.is_first_with(row.name)",
+        old="if self._is_first_with(row.name)",
         new="if row.name",
         tests=("test_split_checkpoints.py",),
     ),

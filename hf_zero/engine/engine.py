@@ -123,7 +123,7 @@ class ZeroEngine:
     @property
     def ended_backwards(self) -> int:
         """How many backwards have come to their end on this rank."""
-        return self._step.ended_backwards
+        return self._step.gradients.ended
 
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
         """Called behind a forward and backward that may have failed on some rank; returns whether it did on any.
@@ -329,7 +329,7 @@ class ZeroEngine:
         self.synchronise()
         with self._parts.exact.at_hand("ZeroEngine.close"):
             self._parts.parameter_places.own_memory(spared=self.sharded.unit_of)
-        self._step.drop_gradients()
+        self._step.gradients.drop()
         for handle in self._handles:
             handle.remove()
         # Experts may have their first copy on more ranks than the rest of the model.

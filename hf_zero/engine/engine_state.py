@@ -61,6 +61,10 @@ class EngineState:
         """Names of the trained parameters of which this rank is the first that has its part of the state."""
         return frozenset(slot.name for slot in self._parts.slot_of.values() if slot.bucket.group.is_first)
 
+    def _is_first_with(self, name: str) -> bool:
+        """Whether this rank is the first of its copy of the model that has its part of a parameter."""
+        return self._parts.copies is None or self._parts.copies.is_first_with(name)
+
     # ---- masters and optimizer state ----
 
     def rows(self) -> Iterator[StateRow]:
@@ -79,11 +83,11 @@ class EngineState:
         Ranks of a replicate group hold the same rows, of which the first rank writes, unless each has optimizer state of its
         own. Residuals are of each rank's batches: their own, but for ranks that compute a batch together.
         """
-        copies, each_has_its_own = self._parts.copies, self._parts.mesh.dp.all_groups.outer is not None
+        each_has_its_own = self._parts.mesh.dp.all_groups.outer is not None
         own: Iterator[StateRow] = iter(())
         if self._first_with or each_has_its_own:
             own = (row for row in self.rows() if each_has_its_own or row.name in self._first_with)
-        yield from (row for row in chain(own, self.residual_rows()) if copies.is_first_with(row.name))
+        yield from (row for row in chain(own, self.residual_rows()) if self._is_first_with(row.name))
 
     def to_save(self) -> SavedState:
         """Everything that this rank writes to a checkpoint, but for the model's weights."""
@@ -143,7 +147,7 @@ class EngineState:
 
     def writes(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether this rank is the one that writes what it has whole of a parameter."""
-        return self.group_of(parameter).all_groups.rank == 0 and self._parts.copies.is_first_with(name)
+        return self.group_of(parameter).all_groups.rank == 0 and self._is_first_with(name)
 
     def groups(self) -> list[tuple[torch.optim.Optimizer, list[list[str]]]]:
         """Each optimizer with the names of the trained parameters in each of its groups, in the user's order."""
@@ -172,7 +176,7 @@ class EngineState:
         name_of = {slot.parameter: slot.name for bucket in self._parts.all_buckets for slot in bucket.slots}
         mine = [bucket for bucket in self._parts.all_buckets if bucket.group.is_first]
         for own in held_weights(mine, self._parts.holder):
-            if self._parts.copies.is_first_with(name_of[own.parameter]):
+            if self._is_first_with(name_of[own.parameter]):
                 yield own
 
     def load_weights(self, read: Callable[[nn.Parameter, Interval], torch.Tensor]) -> None:

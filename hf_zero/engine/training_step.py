@@ -42,6 +42,7 @@ class TrainingStep:
         optimizers: the user's, each over this rank's rows.
         row_writes: sees what a script writes to those rows between steps.
         store: where gradients lie between backward and the step.
+        gradients: takes them from autograd.
         bad_steps: what is done about NaN and infinite gradients.
         last_norm: of the gradients that were measured last, a scalar that the host has not read; None before.
         has_rescue: whether somebody looks after passes that run out of memory.
@@ -60,6 +61,8 @@ class TrainingStep:
         self._model = model
         self._parts = parts
         self._config = parts.config
+        # Stage 3: parameters come and go with the layers.
+        self._gathers_layers = not parts.sharded.is_empty
         self._no_sync_depth = 0
         self._entry = model
         self.has_rescue = False
@@ -67,7 +70,7 @@ class TrainingStep:
         step_transport = parts.mesh.dp.transport
         self._log = step_transport.watch.log
         self.store = self._make_store()
-        self._gradients = Gradients(
+        self.gradients = Gradients(
             parts.buckets,
             self.store,
             step_transport,
@@ -85,7 +88,12 @@ class TrainingStep:
     def _make_store(self) -> GradientStore:
         parts = self._parts
         most = pool.GRAD_BUFFERS if parts.holder.steps_early else None
-        landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
+        landing = Landing(
+            downlink=parts.tier.downlink,
+            landed=self._landed,
+            most_under_way=most,
+            goes_on=lambda: self.is_accumulating,
+        )
         return choose_store(parts.buckets, self._config, parts.wire.reduction, landing)
 
     def _bind(self, optimizer: torch.optim.Optimizer, index: int) -> ShardedOptimizer:
@@ -113,7 +121,7 @@ class TrainingStep:
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
-            *self._gradients.install(),
+            *self.gradients.install(),
             entry.register_forward_pre_hook(WeakHook(self, TrainingStep._before_forward)),
             entry.register_forward_hook(
                 WeakHook(self, TrainingStep._after_forward), with_kwargs=True, always_call=True
@@ -124,19 +132,15 @@ class TrainingStep:
         ]
 
     def _watch_batches(self, entry: nn.Module) -> list:
-        if self._parts.mesh.split.is_empty:
+        if self._parts.copies is None:
             return []
         hook = WeakHook(self, TrainingStep._compare_batches)
         return [entry.register_forward_pre_hook(hook, with_kwargs=True)]
 
     def _compare_batches(self, _module: nn.Module, args: tuple, kwargs: dict) -> None:
         copies = self._parts.copies
-        if copies.compares_batches and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if copies and copies.compares_batches and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             copies.compare_batches(args, kwargs)
-
-    def drop_gradients(self) -> None:
-        """Forgets a pass that has not ended."""
-        self._gradients.drop()
 
     @property
     def is_accumulating(self) -> bool:
@@ -155,17 +159,17 @@ class TrainingStep:
             self._choose_reducing()
 
     def _choose_reducing(self) -> None:
-        self._gradients.reducing = not (self.is_accumulating and self._config.accumulates_locally)
+        self.gradients.reducing = not (self.is_accumulating and self._config.accumulates_locally)
 
     @contextmanager
     def sync(self) -> Iterator[None]:
         """Passes that reduce, also inside of `no_sync`; see `ZeroEngine.sync`."""
-        depth, reducing = self._no_sync_depth, self._gradients.reducing
-        self._no_sync_depth, self._gradients.reducing = 0, True
+        depth, reducing = self._no_sync_depth, self.gradients.reducing
+        self._no_sync_depth, self.gradients.reducing = 0, True
         try:
             yield
         finally:
-            self._no_sync_depth, self._gradients.reducing = depth, reducing
+            self._no_sync_depth, self.gradients.reducing = depth, reducing
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, parameters: Iterable[nn.Parameter] | None = None
@@ -202,30 +206,25 @@ class TrainingStep:
     def share(self, buckets: Iterable[Bucket]) -> None:
         """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
         parts = self._parts
-        if not parts.mesh.is_replicated:
+        if parts.mesh.dp.groups.shard_size > 1:
             parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
             parts.parameter_gather.guard()
 
     # ---- a pass that fails ----
 
-    @property
-    def ended_backwards(self) -> int:
-        """See `ZeroEngine.ended_backwards`."""
-        return self._gradients.ended
-
     def drop_failed(self, ended_before: int, *, failed: bool) -> bool:
         """See `ZeroEngine.drop_failed`."""
         self.has_rescue = True
         self._parts.model_buffers.after_pass(failed=failed)
-        if failed and self._gradients.ended == ended_before:
-            self._gradients.take_part_in_the_rest()
+        if failed and self.gradients.ended == ended_before:
+            self.gradients.take_part_in_the_rest()
         mine = torch.tensor([failed], dtype=torch.uint8)
         mesh = self._parts.mesh
         among = mesh.dp.transport if mesh.split.is_empty else mesh.world
         if not among.agree_max(mine, _FAILED).item():
             return False
-        self._gradients.recover()
-        self._gradients.drop()
+        self.gradients.recover()
+        self.gradients.drop()
         self._batches.forget()
         return True
 
@@ -238,10 +237,11 @@ class TrainingStep:
             return
         self._log.site = "forward" if torch.is_grad_enabled() else "evaluate"
         self.row_writes.refuse_unsent("a forward begins")
-        self._gradients.recover()
+        self.gradients.recover()
         parts.tier.cores.give_back()
         parts.holder.before_forward()
-        parts.sharded.before_forward()
+        if self._gathers_layers:
+            parts.sharded.before_forward()
         if self._waits_at_the_root:
             parts.parameter_gather.finish_all()
         parts.model_buffers.before_forward()
@@ -251,30 +251,29 @@ class TrainingStep:
 
     def _after_forward(self, _module: nn.Module, args: tuple, kwargs: dict, outputs: object) -> None:
         self._parts.activations.end()
-        self._parts.sharded.after_forward(outputs)
+        if self._gathers_layers:
+            self._parts.sharded.after_forward(outputs)
         if torch.is_grad_enabled():
             self._log.site = "backward"
             # As DDP, which reads what a script has set on it in a forward, for the backward behind it.
             self._choose_reducing()
-            self._gradients.end.watch(outputs)
+            self.gradients.end.watch(outputs)
             self._batches.forward(outputs)
             self._parts.model_buffers.after_forward(under_no_sync=self.is_accumulating)
 
     # ---- backward ----
 
     def _end_backward(self) -> None:
-        self._parts.sharded.schedule.end_backward()
+        if self._gathers_layers:
+            self._parts.sharded.schedule.end_backward()
         self._parts.nonfinite.forget()
         self.bad_steps.forget()
         if self._parts.mesh.dp.groups.shard_size > 1:
             guard_norms(self._parts.buckets)
 
-    def _goes_on(self) -> bool:
-        """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
-        return self.is_accumulating
-
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        if not self._goes_on():
+        # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
+        if not self.is_accumulating:
             self._parts.holder.landed(bucket, arrival)
 
     # ---- the optimizer's step ----
@@ -290,7 +289,7 @@ class TrainingStep:
         nonfinite = self._parts.nonfinite
         self._log.site = "optimizer step"
         self._end_reads()
-        self._gradients.refuse_unreduced()
+        self.gradients.refuse_unreduced()
         self._parts.parameter_places.before_step()
         self._parts.replicas.before_update(self._log.step, optimizer, buckets)
         # In the first steps at once: a flipped bit would be taken for an edit of the script's.
@@ -312,7 +311,7 @@ class TrainingStep:
             self.clip_grad_norm_(float("inf"))
         nonfinite.end(optimizer)
         if self.bad_steps.skips:
-            self._gradients.drop()
+            self.gradients.drop()
             self.bad_steps.skip()
             return False
         self._parts.tier.cores.take()
@@ -328,7 +327,8 @@ class TrainingStep:
     def _end_reads(self) -> None:
         # The last gathers still send from the shards that the optimizer is about to write.
         self._parts.parameter_gather.finish_all()
-        self._parts.sharded.schedule.reshard_all()
+        if self._gathers_layers:
+            self._parts.sharded.schedule.reshard_all()
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_taken: bool, is_first: bool
@@ -344,7 +344,7 @@ class TrainingStep:
         self._log.step += is_first
         self._log.site = "between steps"
         parts = self._parts
-        if is_first and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
+        if is_first and parts.copies and parts.copies.is_due(self._log.step, every=self._config.check_replicas_every):
             parts.parameter_gather.finish_all()
             parts.copies.compare_values(self._log.step)
 

@@ -52,6 +52,7 @@ class Parts:
         buckets: those of trained parameters.
         slot_of: every trained parameter's place in its bucket.
         row_of: this rank's part of a trained parameter, for those that it has any of.
+        copies: None, unless the model is split over ranks.
     """
 
     config: ZeroConfig
@@ -75,7 +76,7 @@ class Parts:
     activations: Activations
     norm: GradientNorm
     replicas: ReplicaCheck
-    copies: CopyChecks
+    copies: CopyChecks | None
 
 
 def assemble(
@@ -165,7 +166,7 @@ def _assemble(
     row_of = {row.slot.parameter: row for bucket in buckets for row in bucket.rows}
     unsharded = [bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)]
     is_shared = config.broadcast_buffers and mesh.dp.groups.world_size > 1
-    copies = CopyChecks(split, world, mesh.tp, all_buckets)
+    copies = None if split.is_empty else CopyChecks(split, world, mesh.tp, all_buckets)
     return Parts(
         config=config,
         device=device,
@@ -209,15 +210,19 @@ def _replica_check(
 
 
 def _choose_norm(
-    mesh: Mesh, config: ZeroConfig, device: torch.device, buckets: Sequence[Bucket], copies: CopyChecks
+    mesh: Mesh, config: ZeroConfig, device: torch.device, buckets: Sequence[Bucket], copies: CopyChecks | None
 ) -> GradientNorm:
     among, is_same = mesh.agreement
     norm = choose_norm(config, buckets, among, replicated=is_same, device=device)
-    if mesh.split.is_empty:
+    if copies is None:
         return norm
-    if not mesh.split.experts:
-        return NormOfCopies(norm, copies.counted)
-    return NormOfCopies(norm, lambda row: row.slot.bucket.group.is_first and copies.counted(row))
+    # With experts apart all ranks agree, and of those that hold the same gradient one counts it.
+    is_among_all = bool(mesh.split.experts)
+
+    def counts(row: Row) -> bool:
+        return copies.is_first_with(row.slot.name) and (row.slot.bucket.group.is_first or not is_among_all)
+
+    return NormOfCopies(norm, counts)
 
 
 def _adopting(

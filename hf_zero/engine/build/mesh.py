@@ -83,11 +83,6 @@ class Mesh:
         return groups.world.ranks, groups.shard_rank
 
     @property
-    def is_replicated(self) -> bool:
-        """Whether each rank holds whole rows, as under DDP."""
-        return self.dp.groups.shard_size == 1
-
-    @property
     def not_counted(self) -> str:
         """Which traffic of training is the model's own and in no report, in words; "" where there is none."""
         if self.split.is_empty:
@@ -103,12 +98,13 @@ class Mesh:
     @property
     def agreement(self) -> tuple[Agreement, bool]:
         """Between the ranks of which each has its share of a step's gradients; and whether each has all."""
+        is_replicated = self.dp.groups.shard_size == 1
         if self.split.is_empty:
-            return self.dp.transport, self.is_replicated
+            return self.dp.transport, is_replicated
         if self.split.experts:
             # Ranks that share the experts are not those that share the rest.
             return self.world, False
-        return OverCopies(self.dp.transport, self.model_parallel, replicated=self.is_replicated), False
+        return OverCopies(self.dp.transport, self.model_parallel, replicated=is_replicated), False
 
 
 def _data_parallel(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...buckets.bucket import Bucket, Row
+from ...buckets.bucket import Bucket
 from ...buckets.memory import UnshardedMemory
 from ...comm.transport import Transport
 from ...layout.boxes import Box
@@ -36,25 +36,18 @@ class CopyChecks:
         self._everyone = everyone
         self._forwards = self._steps = 0
         self._buckets = buckets
-        self._not_counted: set[str] = set()
-        if split.is_empty:
-            return
         self._ranks = everyone.exchange(tuple(split.ranks), "ranks of a copy of the model")
         place = split.ranks.index(torch.distributed.get_rank())
-        self._not_counted = _held_before(copy.exchange((place, split.boxes()), "parts of the model"), place)
+        self._held_before = _held_before(copy.exchange((place, split.boxes()), "parts of the model"), place)
 
     @property
     def compares_batches(self) -> bool:
         """Whether the next forward's batch is to be compared."""
-        return not self._split.is_empty and self._forwards < _FORWARDS
-
-    def counted(self, row: Row) -> bool:
-        """Whether this rank is the first of its copy that has a row's elements."""
-        return self.is_first_with(row.slot.name)
+        return self._forwards < _FORWARDS
 
     def is_first_with(self, name: str) -> bool:
-        """The same of a parameter."""
-        return name not in self._not_counted
+        """Whether this rank is the first of its copy that has its part of a parameter."""
+        return name not in self._held_before
 
     def compare_batches(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Raises `DifferentBatchesError`, on all ranks, where those of a copy have different batches. Collective."""
@@ -72,7 +65,7 @@ class CopyChecks:
 
     def is_due(self, step: int, *, every: int) -> bool:
         """Whether values are compared behind this step: the first few, and each `every`-th."""
-        return not self._split.is_empty and (step <= _STEPS or (every > 0 and step % every == 0))
+        return step <= _STEPS or (every > 0 and step % every == 0)
 
     @torch.no_grad()
     def compare_values(self, step: int) -> None:

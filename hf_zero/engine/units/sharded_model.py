@@ -71,14 +71,14 @@ class ShardedModel:
         return not self.unit_of
 
     def before_forward(self) -> None:
-        """Called before each forward of the model outside of a backward."""
-        if not self.is_empty and not self._is_passed_by(self.root, refuses=True):
+        """Called before each forward of the model outside of a backward, where there are units."""
+        if not self._is_passed_by(self.root, refuses=True):
             self.schedule.recover()
             self.schedule.before_forward(self.root)
 
     def after_forward(self, outputs: object) -> None:
         """Called with what it has returned."""
-        if not self.is_empty and not self._is_passed_by(self.root):
+        if not self._is_passed_by(self.root):
             self.schedule.after_forward(self.root, outputs)
 
     def own_bytes(self, *, trained: bool) -> int:
