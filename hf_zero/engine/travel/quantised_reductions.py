@@ -1,7 +1,6 @@
 """Sums of gradients that travel in blocks, inside a shard group and between shard groups."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -14,31 +13,20 @@ from ...comm.transport import Handle, Label, Transport
 from ...kernels.quantise import BlockFormat
 from ...layout.intervals import Interval
 from .reductions import Reduction
-from .residuals import BETWEEN, OF_SUMS, NoResiduals, Residuals
+from .residuals import BETWEEN, OF_SUMS, Residuals
 
 _SAMPLED_PASSES = 100
 """One bucket is reduced exactly as well in every so many backward passes."""
 
 
-class Route(ABC):
-    """The way of quantised gradients from every rank to those that own their sum.
-
-    Attributes:
-        residuals: of each time that it quantises.
-    """
-
-    residuals: Sequence[Residuals]
-
-    @abstractmethod
-    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """As `Reduction.start`."""
-
-
-class WithinGroup(Route):
-    """A reduce-scatter inside the shard group, which quantises once.
+class Route:
+    """The way of quantised gradients from every rank to those that own their sum: here a reduce-scatter, which quantises once.
 
     Args:
         residuals: laid out as buckets.
+
+    Attributes:
+        residuals: of each time that it quantises.
     """
 
     def __init__(self, transport: Transport, groups: Groups, format: BlockFormat, residuals: Residuals):
@@ -48,6 +36,7 @@ class WithinGroup(Route):
         self.residuals = [residuals]
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        """As `Reduction.start`."""
         label = bucket.label("reduce-scatter gradients")
         return self._collective.start(flat, out, self._unsent.of(bucket), self._groups.shard, label)
 
@@ -71,7 +60,7 @@ class BetweenGroups(Route):
         groups: Groups,
         format: BlockFormat,
         *,
-        within: WithinGroup,
+        within: Route,
         between: Residuals,
         of_sums: Residuals,
         order: StepsInOrder,
@@ -123,10 +112,10 @@ def choose_route(
         return Interval(0, numel).shift(bucket.own_interval.start + replicate.place * numel)
 
     def make(kind: str, interval_of: Callable[[Bucket], Interval], takes: Callable[[str], bool]) -> Residuals:
-        return Residuals(kind, interval_of, takes) if error_feedback else NoResiduals()
+        return Residuals(kind, interval_of, takes, kept=error_feedback)
 
     whole = make(f"{RESIDUAL}{rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
-    within = WithinGroup(transport, groups, format, whole)
+    within = Route(transport, groups, format, whole)
     if replicate.size == 1:
         return within
     return BetweenGroups(
@@ -147,10 +136,9 @@ class QuantisedReduction(Reduction):
         sample: the same sum without loss, for the samples.
     """
 
-    adds_in_wider = True
-
     def __init__(self, transport: Transport, route: Route, sample: Reduction):
-        self._transport = transport
+        super().__init__(transport)
+        self.adds_in_wider = True
         self._route = route
         self._reference = sample
         # Squares of what was lost of the last sample and of all of it, (2,) float64, that nobody has read yet.

@@ -31,12 +31,16 @@ class Residuals:
         kind: of their rows in a checkpoint.
         interval_of: what of a bucket this rank sends.
         takes: of a saved kind, whether they are added to by it.
+        kept: False lets go what quantising loses.
     """
 
-    def __init__(self, kind: str, interval_of: Callable[[Bucket], Interval], takes: Callable[[str], bool]):
+    def __init__(
+        self, kind: str, interval_of: Callable[[Bucket], Interval], takes: Callable[[str], bool], *, kept: bool
+    ):
         self._kind = kind
         self._interval_of = interval_of
         self._takes = takes
+        self._is_kept = kept
         self._of: dict[Bucket, torch.Tensor] = {}
 
     @property
@@ -45,7 +49,7 @@ class Residuals:
 
     def of(self, bucket: Bucket) -> torch.Tensor | None:
         """The bucket's, 1-D bfloat16, zeros at first; None where nothing is kept."""
-        return self._kept(bucket)
+        return self._kept(bucket) if self._is_kept else None
 
     def _kept(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._of:
@@ -67,7 +71,7 @@ class Residuals:
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
         """Replaces them by those of a checkpoint that they are to take; the arguments are `fill_rows`'s."""
         self._of.clear()
-        for bucket in buckets:
+        for bucket in buckets if self._is_kept else ():
             for name, in_parameter, in_residual in self._cuts(bucket):
                 for kind in filter(self._takes, kinds_of(name)):
                     place = self._kept(bucket)[in_residual]
@@ -81,21 +85,3 @@ class Residuals:
             if common is not None:
                 here = common.shift(-interval.start)
                 yield slot.name, common.shift(-slot.interval.start), slice(here.start, here.stop)
-
-
-class NoResiduals(Residuals):
-    """What quantising loses is let go."""
-
-    held_bytes = 0
-
-    def __init__(self):
-        """There is nothing to know."""
-
-    def of(self, bucket: Bucket) -> torch.Tensor | None:
-        return None
-
-    def rows(self) -> Iterator[StateRow]:
-        return iter(())
-
-    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """What another run has kept is let go, too."""

@@ -54,7 +54,6 @@ class BackwardGather(Gather):
     """Gathers inside the node what `forward` has kept, and from all ranks what it has not."""
 
     takes_edits = False
-    held_bytes = 0
 
     def __init__(self, forward: ForwardGather, transport: Transport):
         self._forward = forward
@@ -66,6 +65,3 @@ class BackwardGather(Gather):
             return self._forward.start(bucket)
         label = bucket.label("all-gather parameters in the node")
         return self._transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
-
-    def forget(self) -> None:
-        """The forward's gather has what is kept."""

@@ -11,9 +11,9 @@ from ...config import ZeroConfig
 from ...device import SideQueue, side_queue
 from ...kernels.quantise import CODES, BlockFormat
 from ...layout.slots import USUAL_ALIGNMENT, Alignment
-from .gathers import CastGather, ExactGather, Gather, QuantisedGather
+from .gathers import Gather, QuantisedGather
 from .quantised_reductions import QuantisedReduction, choose_route
-from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
+from .reductions import HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
 
 
@@ -50,8 +50,8 @@ def choose_wire(config: ZeroConfig, groups: Groups, transport: Transport, device
         groups, transport: of the ranks that take each step together.
         device: that computes.
     """
-    exact = ExactGather(transport)
-    in_passes: Gather = CastGather(transport) if config.gather_dtype == "bfloat16" else exact
+    exact = Gather(transport, is_exact=True)
+    in_passes = Gather(transport) if config.gather_dtype == "bfloat16" else exact
     if groups.shard_size == 1:
         return Wire(
             reduction=ReplicatedReduction(transport), gather=exact, forward=in_passes, backward=in_passes, exact=exact
@@ -94,7 +94,7 @@ def _exact_reduction(
     Args:
         of: what is summed, where it is not the gradients.
     """
-    within = ExactReduction(transport, **of)
+    within = Reduction(transport, **of)
     return within if groups.replicate.size == 1 else HybridReduction(transport, within, order, queue, **of)
 
 
