@@ -3,18 +3,18 @@
 import torch
 
 from ..config import AUTO, OffloadConfig
-from .activations import Activations, ActivationsInHostMemory, ActivationsOnDevice
+from .activations import Activations, ActivationsInHostMemory
 from .host import HostTier
 from .host_cores import HostCores, choose_host_cores
-from .nvme import HostBesideFiles, NvmeTier
-from .parameter_shards import DeviceParameters, FileParameters, HostParameters, ParameterTier
-from .tier import DeviceTier, Tier
+from .nvme import NvmeTier
+from .parameter_shards import FileParameters, HostParameters, ParameterTier
+from .tier import StateFiles, Tier
 from .window import WINDOW
 
 
 def choose_activations(config: OffloadConfig, device: torch.device) -> Activations:
     """What is done with what a training forward on `device` saves for its backward."""
-    return ActivationsInHostMemory(device) if config.activations == "cpu" else ActivationsOnDevice()
+    return ActivationsInHostMemory(device) if config.activations == "cpu" else Activations()
 
 
 def choose_tiers(config: OffloadConfig, device: torch.device) -> tuple[Tier, ParameterTier]:
@@ -33,15 +33,16 @@ def choose_tier(config: OffloadConfig, device: torch.device, cores: HostCores) -
     if config.optimizer == "nvme":
         # A step that is not taken in its time leaves the parameters alone, and has to write somewhere.
         apart = config.speculate_bytes not in (AUTO, 0)
-        return NvmeTier(device, config.files_folder, WINDOW, cores, apart=apart)
+        return NvmeTier(device, StateFiles(config.files_folder, WINDOW, cores, device), cores, apart=apart)
     if config.optimizer == "cpu" and config.params == "nvme":
-        return HostBesideFiles(device, config.files_folder, WINDOW, cores)
-    return HostTier(device, cores) if config.optimizer == "cpu" else DeviceTier(device)
+        files = StateFiles(config.files_folder, WINDOW, cores, device, holds_state=False)
+        return NvmeTier(device, files, cores, apart=True)
+    return HostTier(device, cores) if config.optimizer == "cpu" else Tier(device)
 
 
 def choose_parameter_tier(config: OffloadConfig, device: torch.device, tier: Tier, cores: HostCores) -> ParameterTier:
     """Where the shards live. One run has one folder of files, which `tier`, that of their state, may have made."""
     if config.params == "nvme":
-        files = tier.files or NvmeTier(device, config.files_folder, WINDOW, cores)
+        files = tier.files or StateFiles(config.files_folder, WINDOW, cores, device)
         return FileParameters(device, files, WINDOW)
-    return HostParameters(device, cores) if config.params == "cpu" else DeviceParameters()
+    return HostParameters(device, cores) if config.params == "cpu" else ParameterTier()

@@ -2,7 +2,7 @@
 
 import torch
 
-from .tier import DeviceTier, Tier
+from .tier import Tier
 
 
 class Placement:
@@ -26,7 +26,7 @@ class Placement:
 
     def __init__(self, tier: Tier, device: torch.device, *, ratio: float, trained_numel: int):
         self.tier = tier
-        self.device_tier = DeviceTier(device)
+        self.device_tier = Tier(device)
         self._left_numel = ratio * trained_numel
 
     def next_tier(self, numel: int) -> Tier:

@@ -10,7 +10,7 @@ from torch import nn
 from ...buckets.bucket import Bucket, BucketKey
 from ...buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
 from ...buckets.memory import ParameterMemory, UnshardedMemory
-from ...buckets.offloaded_memory import memory_in
+from ...buckets.offloaded_memory import sharded_memory
 from ...buckets.precision import resolve_precision
 from ...config import ZeroConfig
 from ...layout.slots import BucketLayout
@@ -79,7 +79,6 @@ class BucketBuilder:
             key = cast(BucketKey, layout.key)
             wire = self.expert_wire if key.is_expert else self.wire
             groups = (self.sharers.experts if key.is_expert else self.sharers.usual).groups
-            make_memory = self._choose_memory(part, wire)
             numel = sum(p.numel() for p in parameters)
             tier = self.placement.next_tier(numel) if key.trained else self.placement.device_tier
             precision = precision_of(
@@ -89,12 +88,18 @@ class BucketBuilder:
                 adds_in_master=wire.reduction.adds_in_wider,
                 apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
             )
+            rounded = wire.weight_format is not None
             place = (layout, precision.param, self.device, layout.shard(groups.shard_rank))
+            memory: ParameterMemory = (
+                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=rounded)
+                if part.sharded
+                else UnshardedMemory(*place)
+            )
             bucket = Bucket(
                 layout,
                 parameters,
                 precision,
-                make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
+                memory,
                 shard_rank=groups.shard_rank,
                 share=1.0 / groups.of_a_step().world_size,
                 rows_are_parameters=are_parameters,
@@ -107,11 +112,6 @@ class BucketBuilder:
     def _start_alike(self, parameter: nn.Parameter) -> None:
         transport = self.sharers.of_parameter(parameter).transport
         take_rank_0s(parameter, device=self.device, transport=transport)
-
-    def _choose_memory(self, part: Part, wire: Wire) -> Callable[..., ParameterMemory]:
-        if part.sharded:
-            return memory_in(self.parameter_tier, self.device, rounded=wire.weight_format is not None)
-        return UnshardedMemory
 
     def _rows_are_parameters(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""

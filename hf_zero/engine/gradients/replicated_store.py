@@ -8,7 +8,7 @@ from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
 from .store import FlatGradients, Landing, add_or_set, new_buffer
@@ -95,7 +95,7 @@ class ReplicatedGradients(FlatGradients):
         if precision.reduce == precision.master:
             return add_or_set(bucket, flat, flat, Downlink(), going_on)
         if bucket not in self._reduced:
-            self._reduced[bucket] = DeviceTier(bucket.device).scratch(bucket.layout.numel, precision.master)
+            self._reduced[bucket] = Tier(bucket.device).scratch(bucket.layout.numel, precision.master)
             self._count(bucket)
         return add_or_set(bucket, flat, self._reduced[bucket], Downlink(), going_on)
 

@@ -13,7 +13,7 @@ from ...buckets.sharded_gradient import GradientState, ShardedGradient
 from ...comm.transport import Handle
 from ...device import Arrival, Reservation, reserve
 from ...offload.downlink import Downlink
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
@@ -118,7 +118,7 @@ class ShardedStore(FlatGradients):
 
     def _scratch(self, bucket: Bucket) -> torch.Tensor:
         """A shard on the training device, until its values have gone where they are wanted."""
-        return DeviceTier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
+        return Tier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
 
     @staticmethod
     def _own_part(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ...buckets.padding import clear_padding
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 from ...optimizer.clipped_gradient import widen
 from .buffer_pool import OpenBuffer
 
@@ -257,7 +257,7 @@ class FlatGradients(GradientStore):
 
 def new_buffer(bucket: Bucket) -> OpenBuffer:
     """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
-    flat = DeviceTier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
+    flat = Tier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
     return OpenBuffer(bucket, clear_padding(flat, bucket.layout))
 
 
