@@ -13,7 +13,7 @@ from ...comm.choose import choose_step_transport, choose_transport
 from ...comm.groups.groups import Groups, with_time_limits
 from ...comm.ledger import Ledger
 from ...comm.local import LocalTransport
-from ...comm.model_copies import Agreement, ModelCopies, OverCopies
+from ...comm.model_copies import Agreement, ModelCopies
 from ...comm.transport import Transport
 from ...config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
@@ -26,7 +26,7 @@ from ...optimizer.state.full_tensors import FullTensors
 from ...optimizer.state.holder import StateHolder
 from ...optimizer.state.replicas import ReplicaCheck
 from ..gradients.nonfinite import NonFiniteCheck
-from ..gradients.norm import GradientNorm, NormOfCopies, choose_norm
+from ..gradients.norm import GradientNorm, choose_norm
 from ..travel.buffers import ModelBuffers, ignored_parameters, start_buffers
 from ..travel.expert_wire import wire_with_experts
 from ..travel.in_flight import ParameterGather
@@ -104,14 +104,13 @@ class Meeting:
         )
 
     @property
-    def agreement(self) -> tuple[Agreement, bool]:
-        """Between the ranks of which each has its share of a step's gradients; and whether each has all."""
-        if self.split.is_empty:
-            return self.step_transport, self.is_replicated
+    def agreement(self) -> Agreement:
+        """Between the ranks of which each has its share of a step's gradients."""
         if self.split.experts:
             # Ranks that share the experts are not those that share the rest.
-            return self.everyone, False
-        return OverCopies(self.step_transport, self.copy, replicated=self.is_replicated), False
+            return Agreement(self.everyone)
+        copy = None if self.split.is_empty else self.copy
+        return Agreement(self.step_transport, copy, replicated=self.is_replicated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +200,7 @@ def _assemble(
     tier, parameter_tier = _choose_tiers(config.offload, device, meeting.everyone)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, meeting.sharers)
     refuse_unless_it_fits(config, needed, meeting.everyone)
-    among, is_same = meeting.agreement
-    nonfinite = NonFiniteCheck(config, among, replicated=is_same)
+    nonfinite = NonFiniteCheck(config, meeting.agreement)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wires, sharers = _choose_wires(meeting), meeting.sharers
     wire = wires.of_all
@@ -290,13 +288,11 @@ def _replica_check(
 
 
 def _choose_norm(meeting: Meeting, buckets: Sequence[Bucket], copies: CopyChecks) -> GradientNorm:
-    among, is_same = meeting.agreement
-    norm = choose_norm(meeting.config, buckets, among, replicated=is_same, device=meeting.device)
-    if meeting.split.is_empty:
-        return norm
-    if not meeting.split.experts:
-        return NormOfCopies(norm, copies.counted)
-    return NormOfCopies(norm, lambda row: meeting.sharers.of(row.slot.bucket).is_first and copies.counted(row))
+    def counts(row: Row) -> bool:
+        return meeting.sharers.of(row.slot.bucket).is_first and copies.counted(row)
+
+    counted = None if meeting.split.is_empty else counts if meeting.split.experts else copies.counted
+    return choose_norm(meeting.config, buckets, meeting.agreement, device=meeting.device, counts=counted)
 
 
 def _adopting(
