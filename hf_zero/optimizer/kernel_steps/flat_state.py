@@ -1,20 +1,10 @@
 """Optimizer state of whole buckets as flat tensors, of which the rows' state are views."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ...buckets.bucket import Bucket, Row
-
-
-class RowStates(Protocol):
-    """Where the rows' state is made ready for a kernel."""
-
-    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Has the state of this name where the kernel wants it, zero if `state`, the row's in the register, has none.
-
-        Returns whether it had.
-        """
 
 
 class FlatState:
