@@ -9,9 +9,8 @@ import torch
 
 from ..device import allocate, enter_thread, passing_host_bytes
 from ..layout.intervals import Interval
-from .host import HostTier
+from .host import HostTier, NvmeTier
 from .host_cores import HostCores
-from .nvme import NvmeTier
 from .stored import Kind, StoredShard
 from .tier import StateFiles, Tier
 

@@ -18,9 +18,8 @@ from ...comm.transport import Transport
 from ...config import CommConfig, ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
-from ...offload.choose import choose_activations, choose_tiers
+from ...offload.choose import Placement, choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
-from ...offload.placement import Placement
 from ...offload.tier import Tier
 from ...optimizer.state.full_tensors import FullTensors
 from ...optimizer.state.holder import StateHolder

@@ -14,8 +14,8 @@ from ...buckets.offloaded_memory import sharded_memory
 from ...buckets.precision import resolve_precision
 from ...config import ZeroConfig
 from ...layout.slots import BucketLayout
+from ...offload.choose import Placement
 from ...offload.parameter_shards import ParameterTier
-from ...offload.placement import Placement
 from ..travel.buffers import ignored_by_ddp, ignored_parameters
 from ..travel.wire import Wire
 from .bucketing import Division, Part, precision_of

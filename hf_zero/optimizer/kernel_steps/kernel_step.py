@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -14,7 +14,6 @@ from ...layout.blocks import is_in_blocks
 from ..clipped_gradient import Coefficient, take_coefficient
 from ..holders.block_state import StateInBlocks
 from ..state.bucket_steps import BucketStep
-from .flat_state import FlatState
 from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 
 _log = logging.getLogger(__name__)
@@ -25,6 +24,38 @@ _Phase = TypeVar("_Phase", bound=Hashable)
 FoundInf = Callable[[], torch.Tensor | None]
 """One float32 element on the training device, above 0 where gradients are not finite. None where they are known to be, or the
 step is to be taken whatever they are."""
+
+
+class FlatState:
+    """For each bucket and kind of state one tensor, laid out as the rank's shard.
+
+    The optimizer's register stays the only place where a row's state is looked for: what it has there, from a checkpoint or
+    from the optimizer's own step, is moved here when the row is next stepped, and what it has not starts at 0.
+    """
+
+    def __init__(self):
+        self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
+
+    def of(self, bucket: Bucket, name: str) -> torch.Tensor:
+        """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
+        flats = self._flats.setdefault(bucket, {})
+        if name not in flats:
+            flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
+        return flats[name]
+
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+        """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
+        view, value = row.of(self.of(row.slot.bucket, name)), state.get(name)
+        if value is None:
+            view.zero_()
+        elif value.data_ptr() != view.data_ptr():
+            view.copy_(value)
+        state[name] = view
+        return value is not None
+
+    def forget(self, bucket: Bucket) -> None:
+        """Leaves the memory to the views that are still in the register."""
+        self._flats.pop(bucket, None)
 
 
 class KernelStep(BucketStep):
