@@ -30,9 +30,10 @@ class Agreement:
         return values
 
     def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The largest of the ranks' float64 scalars, on its own device."""
+        """The largest of the ranks' float64 scalars, on its own device; NaN where one is."""
         for transport in self._transports:
-            value = value.new_tensor(max(transport.exchange(value.item())))
+            # Python's own `max` passes over a NaN that is not the first.
+            value = value.new_tensor(transport.exchange(value.item())).max()
         return value
 
 
