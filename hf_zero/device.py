@@ -196,27 +196,20 @@ def passing_host_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
     return spacious[-spacious.data_ptr() % PAGE_BYTES :][:nbytes]
 
 
-class Moment(ABC):
-    """A point in what a device does for the caller, to tell afterwards how long something took there."""
-
-    @property
-    @abstractmethod
-    def is_past(self) -> bool:
-        """Whether the device has come so far. Asking does not stop it."""
-
-    @abstractmethod
-    def seconds_until(self, later: "Moment") -> float:
-        """From here to a later moment of the same device; both are past."""
-
-
-class _HostMoment(Moment):
-    is_past = True
+class Moment:
+    """A point in what a device does for the caller, here the host, to tell afterwards how long something took there."""
 
     def __init__(self):
         self._seconds = time.perf_counter()
 
-    def seconds_until(self, later: Moment) -> float:
-        return cast(_HostMoment, later)._seconds - self._seconds
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has come so far. Asking does not stop it."""
+        return True
+
+    def seconds_until(self, later: "Moment") -> float:
+        """From here to a later moment of the same device; both are past."""
+        return later._seconds - self._seconds
 
 
 class _QueueMoment(Moment):
@@ -265,7 +258,7 @@ class _QueueClock:
 
 def clock(device: torch.device) -> Callable[[], Moment]:
     """What gives the present moment of `device`."""
-    return _HostMoment if device.type == "cpu" else _QueueClock(device)
+    return Moment if device.type == "cpu" else _QueueClock(device)
 
 
 @cache
@@ -281,43 +274,27 @@ class Arrival:
         """Returns when it has been made."""
 
 
-class Mark(Arrival, ABC):
-    """A point in a `SideQueue`'s work, which `wait` waits for."""
+class Mark(Arrival):
+    """A point in a `SideQueue`'s work, which `wait` waits for. On the host it was reached when it was made."""
 
-    @abstractmethod
     def hold_up_device(self) -> None:
         """The device goes no further in its own queue before this point is reached. The host goes on."""
 
 
-class SideQueue(ABC):
-    """Copies between host and device that run beside the device's own queue."""
+class SideQueue:
+    """Copies between host and device that run beside the device's own queue. On the host they have ended when they return."""
 
-    @abstractmethod
     def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
         """What is queued inside begins after `behind`, and runs beside what the device is asked for later.
 
         Args:
             behind: a point in the device's queue; None is the end of what it has in its queue now.
         """
-
-    @abstractmethod
-    def mark(self) -> Mark:
-        """The end of what has been queued here."""
-
-
-class _Reached(Mark):
-    def hold_up_device(self) -> None:
-        """It was reached when it was made."""
-
-
-class _HostQueue(SideQueue):
-    """On the host a copy has ended when the call returns."""
-
-    def aside(self, *, behind: Mark | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def mark(self) -> Mark:
-        return _Reached()
+        """The end of what has been queued here."""
+        return Mark()
 
 
 class _Event(Mark):
@@ -368,7 +345,7 @@ class _StreamQueue(SideQueue):
 
 def side_queue(device: torch.device) -> SideQueue:
     """A queue for copies to and from `device`."""
-    return _HostQueue() if device.type == "cpu" else _StreamQueue(device)
+    return SideQueue() if device.type == "cpu" else _StreamQueue(device)
 
 
 class Reservation(ABC):

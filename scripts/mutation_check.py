@@ -152,12 +152,12 @@ UNORDERED = (
     ),
     (
         "reduced-shard-left-in-a-buffer-of-others",
-        "PooledGradients._target",
+        "ShardedGradients._target",
         "host and accumulated",
         "return self._scratch(bucket)\n        if",
-        "return self._own_part(bucket, flat)\n        if",
+        "return flat[own.start : own.stop]\n        if",
     ),
-    ("reduction-on-a-device-not-waited-for", "FlatGradients.finish", "stage and 2", "handle.finish()", "pass"),
+    ("reduction-on-a-device-not-waited-for", "GradientStore.finish", "stage and 2", "handle.finish()", "pass"),
     (
         "layer-on-a-device-not-waited-for",
         "Unit.finish_unshard",
@@ -292,7 +292,7 @@ BREAKS = (
     ),
     Break(
         name="reduction-never-waited-for",
-        place="FlatGradients.finish",
+        place="GradientStore.finish",
         old="            handle.finish()\n",
         new="",
         tests=("test_equivalence.py",),
@@ -301,8 +301,8 @@ BREAKS = (
     Break(
         name="whole-gradients-kept-without-accumulation",
         place="choose_store",
-        old="if config.stage == 1 else passing",
-        new="if config.stage == 5 else UnshardedGradients(reduction, landing)",
+        old='"lasting" if is_whole else kept',
+        new='"lasting"',
         tests=("test_memory.py",),
         only="one_rank_among_64",
     ),
@@ -425,8 +425,8 @@ BREAKS = (
     ),
     Break(
         name="clip-by-this-ranks-norm",
-        place="NormByTorch._norm",
-        old="self._transport.agree_sum(mine.reshape(1), _NORM)[0]",
+        place="GradientNorm._norm",
+        old="self._among.agree_sum(mine.reshape(1), _NORM)[0]",
         new="mine",
         tests=("test_equivalence.py",),
         only="biting_clip and gpt2",
@@ -678,7 +678,7 @@ BREAKS = (
     ),
     Break(
         name="whole-parameters-of-a-split-model-counted-on-each-rank",
-        place="NormOfCopies.measure",
+        place="GradientNorm.measure",
         old="list(filter(self._counts, rows))",
         new="rows",
         tests=("test_split_models.py", "test_split_reports.py"),
@@ -686,9 +686,9 @@ BREAKS = (
     ),
     Break(
         name="norm-of-one-part-of-a-split-model",
-        place="OverCopies.agree_sum",
-        old="return self._copy.agree_sum(summed, label)",
-        new="return summed",
+        place="Agreement.agree_sum",
+        old="in self._transports:",
+        new="in self._transports[:1]:",
         tests=("test_split_models.py",),
         only="transformers_own and llama",
     ),

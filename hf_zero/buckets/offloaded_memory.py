@@ -1,20 +1,16 @@
 """Memory of a bucket whose shard of the parameters is offloaded to host memory or a file."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 
-from ..device import SideQueue, reserve, side_queue
+from ..device import reserve, side_queue
 from ..layout.intervals import Interval
 from ..layout.slots import BucketLayout
-from ..offload.parameter_shards import OffloadedParameters, ParameterShard, ParameterTier, Region
+from ..offload.parameter_shards import ParameterShard, ParameterTier, Region
 from ..offload.uplink import Uplink
 from .memory import ApartShardMemory, CastShardMemory, GatheredMemory, ShardMemory
-
-MakeMemory = Callable[[BucketLayout, torch.dtype, torch.device, Interval, torch.dtype], GatheredMemory]
-"""(layout, param dtype, training device, this rank's interval, dtype of its shard) → the memory of a sharded bucket."""
 
 
 class OffloadedMemory(GatheredMemory):
@@ -22,7 +18,6 @@ class OffloadedMemory(GatheredMemory):
 
     Args:
         values: the shard.
-        queue: beside which it is copied.
     """
 
     def __init__(
@@ -33,12 +28,11 @@ class OffloadedMemory(GatheredMemory):
         shard: Interval,
         *,
         values: ParameterShard,
-        queue: SideQueue,
     ):
         super().__init__(reserve(layout.numel, dtype, device, slice(0, 0)), shard)
         self._values = values
-        self._queue = queue
-        self._copied = queue.mark()
+        self._queue = side_queue(device)
+        self._copied = self._queue.mark()
 
     @property
     def own(self) -> torch.Tensor:
@@ -108,33 +102,26 @@ class OffloadedMemory(GatheredMemory):
         self._values.write_part(interval, values)
 
 
-def memory_in(tier: ParameterTier, device: torch.device, *, rounded: bool) -> MakeMemory:
-    """What makes memory for buckets whose shards are to live in `tier`.
-
-    Args:
-        rounded: what is gathered has other values than the shards.
-    """
-    if not isinstance(tier, OffloadedParameters):
-        return partial(_on_device, ApartShardMemory if rounded else ShardMemory)
-    queue = side_queue(device)
-
-    def make(
-        layout: BucketLayout, dtype: torch.dtype, device: torch.device, shard: Interval, kept: torch.dtype
-    ) -> GatheredMemory:
-        values = tier.shard(f"bucket {layout.index}", layout.shard_numel, kept)
-        return OffloadedMemory(layout, dtype, device, shard, values=values, queue=queue)
-
-    return make
-
-
-def _on_device(
-    as_kept: type[ShardMemory],
+def sharded_memory(
     layout: BucketLayout,
     dtype: torch.dtype,
     device: torch.device,
     shard: Interval,
     kept: torch.dtype,
+    *,
+    tier: ParameterTier,
+    rounded: bool,
 ) -> GatheredMemory:
+    """Memory for a bucket whose shard is to live in `tier`.
+
+    Args:
+        dtype: of the parameters, on the training `device`.
+        shard: this rank's interval, of the dtype `kept`.
+        rounded: what is gathered has other values than the shards.
+    """
+    values = tier.shard(f"bucket {layout.index}", layout.shard_numel, kept)
+    if values is not None:
+        return OffloadedMemory(layout, dtype, device, shard, values=values)
     if kept != dtype:
         return CastShardMemory(layout, dtype, device, shard, kept)
-    return as_kept(layout, dtype, device, shard)
+    return (ApartShardMemory if rounded else ShardMemory)(layout, dtype, device, shard)

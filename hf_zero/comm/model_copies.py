@@ -6,7 +6,35 @@ from dataclasses import dataclass
 import torch
 
 from ..config import ConfigError
-from .transport import Label, Transport, Value
+from .transport import Label, Transport
+
+
+class Agreement:
+    """Ranks that have each found a part of something agree on the whole, all on the same bits.
+
+    First those agree that hold the same part of the model, then those of one copy of it.
+
+    Args:
+        alike: between ranks that hold the same part.
+        copy: between the ranks of one copy; None where each holds all.
+        replicated: ranks that hold the same part have found the same already.
+    """
+
+    def __init__(self, alike: Transport, copy: Transport | None = None, *, replicated: bool = False):
+        self._transports = [each for each in (None if replicated else alike, copy) if each is not None]
+
+    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
+        """Elementwise sum over the ranks of a small tensor, on its own device."""
+        for transport in self._transports:
+            values = transport.agree_sum(values, label)
+        return values
+
+    def agree_largest(self, value: torch.Tensor) -> torch.Tensor:
+        """The largest of the ranks' float64 scalars, on its own device; NaN where one is."""
+        for transport in self._transports:
+            # Python's own `max` passes over a NaN that is not the first.
+            value = value.new_tensor(transport.exchange(value.item())).max()
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,34 +73,3 @@ class ModelCopies:
         """Which copy a rank is of and which part it has: its places along the data and the tensor parallel axis."""
         data, copy = next((place, copy) for place, copy in enumerate(self.copies) if rank in copy)
         return f"dp {data}, tp {copy.index(rank)}"
-
-
-class OverCopies:
-    """Agrees first among the ranks that hold the same part of the model, then among those of one copy.
-
-    All ranks come to the same bits.
-
-    Args:
-        alike: between ranks that hold the same part.
-        copy: between the ranks of one copy.
-        replicated: ranks that hold the same part have found the same already.
-    """
-
-    def __init__(self, alike: Transport, copy: Transport, *, replicated: bool):
-        self._alike = alike
-        self._copy = copy
-        self._replicated = replicated
-
-    def agree_sum(self, values: torch.Tensor, label: Label) -> torch.Tensor:
-        """Elementwise sum over all ranks of a small tensor, on its own device."""
-        summed = values if self._replicated else self._alike.agree_sum(values, label)
-        return self._copy.agree_sum(summed, label)
-
-    def exchange(self, value: Value, purpose: str = "exchange of a few values") -> list[Value]:
-        """Every rank's picklable `value`: by part, and of a part in rank order."""
-        of_part = [value] if self._replicated else self._alike.exchange(value, purpose)
-        return [each for part in self._copy.exchange(of_part, purpose) for each in part]
-
-
-Agreement = Transport | OverCopies
-"""What ranks agree by that have each found a part of something."""

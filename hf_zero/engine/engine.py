@@ -17,7 +17,7 @@ from ..optimizer.state.resize import on_host, resize_whole
 from .build.assemble import Parts, assemble
 from .dtype_report import DtypeReport, report_dtypes
 from .engine_state import EngineState
-from .gradients.bad_steps import BadSteps
+from .gradients.nonfinite import BadSteps
 from .memory_report import Places, report_memory
 from .rank_allocation import rank_allocations
 from .report_tables import CommReport, MemoryReport

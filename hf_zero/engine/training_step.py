@@ -18,10 +18,10 @@ from ..optimizer.state.optimizer import ShardedOptimizer, identity_of
 from ..optimizer.state.row_writes import RowWrites
 from .build.assemble import Parts
 from .gradients.backward_pass import Gradients
-from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
-from .gradients.choose_store import choose_store
+from .gradients.nonfinite import BadSteps
 from .gradients.row_gradients import free_norms, guard_norms
+from .gradients.sharded_store import choose_store
 from .gradients.store import GradientStore, Landing
 from .rank_allocation import RankAllocation
 from .travel.in_flight import caches_parameters, is_compiled
@@ -78,7 +78,7 @@ class TrainingStep:
             self._end_backward,
             find_unused_parameters=find_unused_parameters,
         )
-        self.bad_steps: BadSteps = Stop()
+        self.bad_steps = BadSteps(self._config, speaks=parts.mesh.dp.all_groups.is_first_of_run)
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
@@ -114,8 +114,6 @@ class TrainingStep:
     def install(self, entry: nn.Module) -> list:
         """Hooks, with a `remove` each, on the model's parameters and on `entry`, which the script calls."""
         self._entry = entry
-        is_first_rank = self._parts.mesh.dp.all_groups.is_first_of_run
-        self.bad_steps = choose_bad_steps(self._config, speaks=is_first_rank)
         for sharded, buckets in self._by_optimizer():
             self._parts.replicas.after_update(sharded.optimizer, buckets)
         self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)

@@ -9,7 +9,6 @@ Autograd itself does not look any more whether a tensor that hooks have saved wa
 is what it was when it was saved. For what stays, the look is ours.
 """
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -28,8 +27,8 @@ _ON_THE_WAY = 2
 """Storages that are copied down at a time before the device waits, and fetched ahead of the one in use."""
 
 
-class Activations(ABC):
-    """What a training forward does with tensors that are saved for its backward.
+class Activations:
+    """What a training forward does with tensors that are saved for its backward: they stay where they are made.
 
     Attributes:
         held_bytes: in another memory now.
@@ -39,23 +38,11 @@ class Activations(ABC):
     held_bytes = 0
     most_bytes = 0
 
-    @abstractmethod
     def begin(self, lasting: Iterable[torch.Tensor]) -> None:
         """A training forward starts. `lasting`: tensors of the storages that stay."""
 
-    @abstractmethod
     def end(self) -> None:
         """It is over, or an exception has ended it. May be called without `begin`."""
-
-
-class ActivationsOnDevice(Activations):
-    """They stay where they are made."""
-
-    def begin(self, lasting: Iterable[torch.Tensor]) -> None:
-        """Autograd keeps them."""
-
-    def end(self) -> None:
-        """Autograd keeps them."""
 
 
 class ActivationsInHostMemory(Activations):

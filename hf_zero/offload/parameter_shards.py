@@ -1,6 +1,5 @@
 """Where a bucket's parameter shard lives when it is not on the training device."""
 
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,11 +9,10 @@ import torch
 
 from ..device import allocate, enter_thread, passing_host_bytes
 from ..layout.intervals import Interval
-from .host import HostTier
+from .host import HostTier, NvmeTier
 from .host_cores import HostCores
-from .nvme import NvmeTier
 from .stored import Kind, StoredShard
-from .tier import DeviceTier, StateFiles, Tier
+from .tier import StateFiles, Tier
 
 PARAMETER = "parameter"
 """The kind of a parameter shard in a file of its own."""
@@ -26,76 +24,47 @@ _READERS = 2
 """Threads: what is read ahead, and what another rank's edit asks for meanwhile."""
 
 
-class ParameterShard(ABC):
-    """The values of one bucket's shard, (numel,) of the param dtype, read ahead of their use and written after a step.
+class ParameterShard:
+    """The values of one bucket's shard, (numel,) of the param dtype, in host memory all the time.
 
     Attributes:
         values: live, in host memory; where they are in a file, their shape without memory, reading as NaN.
         is_master: they are the copy that the optimizer updates, so that nobody writes them after a step.
     """
 
-    values: torch.Tensor
     is_master = False
-
-    @abstractmethod
-    def rest(self, master: Region | None) -> None:
-        """Called when the values are in. `master`: where a copy lies that the optimizer keeps up, in equal digits."""
-
-    @abstractmethod
-    def start_fetch(self) -> None:
-        """Begins to bring the values into host memory."""
-
-    @abstractmethod
-    def fetched(self) -> torch.Tensor:
-        """The values in host memory, once they are there. The tensor is the caller's to keep as long as it copies."""
-
-    @abstractmethod
-    def forget(self) -> None:
-        """Gives up what has been fetched and not been taken."""
-
-    @abstractmethod
-    def write(self, values: torch.Tensor) -> None:
-        """Replaces all values by (numel,) of any float dtype on any device. A file of its own is written behind the caller."""
-
-    @abstractmethod
-    def write_part(self, interval: Interval, values: torch.Tensor) -> None:
-        """Replaces the elements `interval` by the 1-D `values`."""
-
-    @abstractmethod
-    def part(self, interval: Interval) -> torch.Tensor:
-        """The elements `interval`, live: read when they are looked at."""
-
-
-class HostShard(ParameterShard):
-    """In host memory all the time."""
 
     def __init__(self, values: torch.Tensor):
         self.values = values
 
     def rest(self, master: Region | None) -> None:
-        """They are where they belong."""
+        """Called when the values are in. `master`: where a copy lies that the optimizer keeps up, in equal digits."""
 
     def start_fetch(self) -> None:
-        """They are there."""
+        """Begins to bring the values into host memory."""
 
     def fetched(self) -> torch.Tensor:
+        """The values in host memory, once they are there. The tensor is the caller's to keep as long as it copies."""
         return self.values
 
     def forget(self) -> None:
-        """Nothing was fetched."""
+        """Gives up what has been fetched and not been taken."""
 
     def write(self, values: torch.Tensor) -> None:
+        """Replaces all values by (numel,) of any float dtype on any device. A file of its own is written behind the caller."""
         self.values.copy_(values)
 
     def write_part(self, interval: Interval, values: torch.Tensor) -> None:
+        """Replaces the elements `interval` by the 1-D `values`."""
         self.part(interval).copy_(values)
 
     def part(self, interval: Interval) -> torch.Tensor:
+        """The elements `interval`, live: read when they are looked at."""
         return self.values[interval.start : interval.stop]
 
 
 class FileShard(ParameterShard):
-    """In a file, and in host memory from a fetch to its use.
+    """In a file, and in host memory from a fetch to its use: read ahead of that, and written after a step.
 
     Until `rest` the values are in ordinary memory, where the shard is put together.
 
@@ -111,7 +80,7 @@ class FileShard(ParameterShard):
         store: Callable[[Kind], StoredShard],
         mover: "FileMover",
     ):
-        self.values = allocate(numel, dtype, torch.device("cpu"))
+        super().__init__(allocate(numel, dtype, torch.device("cpu")))
         self._store = store
         self._mover = mover
         self._stored: StoredShard | None = None
@@ -216,54 +185,33 @@ class FileMover:
         self._threads.shutdown()
 
 
-class ParameterTier(ABC):
-    """A kind of memory for shards of parameters.
+class ParameterTier:
+    """Memory for shards of parameters: here the training device's.
 
     Attributes:
         name: what reports call it.
         files: who makes the files, where it is files.
     """
 
-    name: str
+    name = Tier.name
     files: StateFiles | None = None
 
-    @abstractmethod
     def masters_apart(self, tier: Tier) -> bool:
         """Whether an fp32 shard here needs a master of its own where the optimizer's state is in `tier`."""
+        return tier.is_apart
 
-    @abstractmethod
+    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard | None:
+        """A shard whose values are to be put in; `name` is the bucket's. None where it is beside what is gathered from it."""
+        return None
+
     def end_step(self) -> None:
         """Called when a step's parameters have been handed over."""
 
-    @abstractmethod
     def close(self) -> None:
         """Ends what runs on, and gives back what does not go with its last tensor."""
 
 
-class DeviceParameters(ParameterTier):
-    """The training device itself."""
-
-    name = DeviceTier.name
-
-    def masters_apart(self, tier: Tier) -> bool:
-        return tier.is_apart
-
-    def end_step(self) -> None:
-        """Nothing has moved on its own."""
-
-    def close(self) -> None:
-        """Memory goes with its last tensor."""
-
-
-class OffloadedParameters(ParameterTier):
-    """Another memory, from which a layer is fetched."""
-
-    @abstractmethod
-    def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
-        """A shard whose values are to be put in; `name` is the bucket's."""
-
-
-class HostParameters(OffloadedParameters):
+class HostParameters(ParameterTier):
     """Host memory, pinned beside an accelerator: where the optimizer steps, if its state is not on the device.
 
     Args:
@@ -276,19 +224,13 @@ class HostParameters(OffloadedParameters):
         self._tier = HostTier(device, cores)
 
     def masters_apart(self, tier: Tier) -> bool:
-        return isinstance(tier, DeviceTier)
+        return not isinstance(tier, HostTier)
 
     def shard(self, name: str, numel: int, dtype: torch.dtype) -> ParameterShard:
-        return HostShard(self._tier.empty(numel, dtype))
-
-    def end_step(self) -> None:
-        """Nothing has moved on its own."""
-
-    def close(self) -> None:
-        """Memory goes with its last tensor."""
+        return ParameterShard(self._tier.empty(numel, dtype))
 
 
-class FileParameters(OffloadedParameters):
+class FileParameters(ParameterTier):
     """Files, beside those of the optimizer's state where that is in files too.
 
     Args:

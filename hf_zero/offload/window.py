@@ -4,12 +4,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from ..device import allocate, enter_thread
 from .host_cores import HostCores
+from .stored import ReadRegion, StoredShard
 
 WINDOW = 2
 """Shards on their way from or to files while another is stepped: one that is read ahead, one that is written."""
@@ -17,17 +18,7 @@ WINDOW = 2
 _HOST = torch.device("cpu")
 
 
-class Passing(Protocol):
-    """What passes through memory: read into a buffer (uint8) of at least `nbytes`, and written from it."""
-
-    nbytes: int
-
-    def read(self, buffer: torch.Tensor) -> None: ...
-
-    def write(self, buffer: torch.Tensor) -> None: ...
-
-
-_Passing = TypeVar("_Passing", bound=Passing)
+_Passing = TypeVar("_Passing", StoredShard, ReadRegion)
 _Result = TypeVar("_Result")
 
 
@@ -48,7 +39,7 @@ class Window:
         enter = partial(enter_thread, device)
         self._threads = ThreadPoolExecutor(size + 1, thread_name_prefix="hf_zero-nvme", initializer=enter)
 
-    def nbytes(self, shards: Sequence[Passing]) -> int:
+    def nbytes(self, shards: Sequence[StoredShard]) -> int:
         """Bytes that the buffers of a walk over these take at most."""
         return min(self.size + 1, len(shards)) * max((shard.nbytes for shard in shards), default=0)
 

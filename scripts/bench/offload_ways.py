@@ -75,7 +75,7 @@ class Ours(Plain):
         traffic = self._engine.memory_report().traffic
         if traffic is None:
             return super().traffic()
-        direct = all(shard.file.is_direct for shard in self._engine.tier.shards)
+        direct = all(shard.file.is_direct for shard in self._engine.tier.files.shards)
         return {
             "written_bytes_a_step": traffic.written_bytes_a_step,
             "window_bytes": traffic.window_bytes,

@@ -27,7 +27,8 @@ from training import gpt2, gpt2_batch
 import hf_zero
 from hf_zero import ZeroEngine, engine_of
 from hf_zero.comm.control.collective_log import CollectiveLog
-from hf_zero.comm.control.late import DeviceQueue, LateWatch, is_to_end, others_are_behind
+from hf_zero.comm.control.late import DeviceQueue, is_to_end, others_are_behind
+from hf_zero.comm.control.lookout import LateWatch
 from hf_zero.comm.control.verdict import Absence, Verdict
 from hf_zero.comm.control.watch import SAVE, ScriptCollective, Wait, Watch
 from hf_zero.comm.control.whereabouts import Whereabouts, script_frame
@@ -208,7 +209,7 @@ def test_a_wait_is_ended_where_the_store_is_silent():
 
 def test_the_error_of_a_wait_is_there_before_the_late_rank_hears_of_its_end(monkeypatch):
     """The late rank ends as soon as it hears of it, and the wait then fails for want of its connection."""
-    monkeypatch.setattr("hf_zero.comm.control.late.break_all_groups", lambda: None)
+    monkeypatch.setattr("hf_zero.comm.control.lookout.break_all_groups", lambda: None)
     errors = queue.Queue()
 
     class Lookout:
@@ -273,7 +274,7 @@ def test_of_a_queue_a_rank_is_late_that_has_not_started_as_many(theirs, is_behin
 @pytest.mark.parametrize(("theirs", "ends"), [(0, True), (1, False)])
 def test_in_a_save_a_rank_is_late_that_has_not_begun_it_and_not_one_that_writes_for_long(theirs, ends, monkeypatch):
     broken = threading.Event()
-    monkeypatch.setattr("hf_zero.comm.control.late.break_all_groups", broken.set)
+    monkeypatch.setattr("hf_zero.comm.control.lookout.break_all_groups", broken.set)
     asked = queue.Queue()
 
     class Lookout(Watch):

@@ -94,7 +94,7 @@ def test_a_bucket_is_read_stepped_and_written_while_backward_goes_on_and_nothing
     one_step(model, optimizer)
     weights, state = weights_of(model), state_of(engine)
     written, waited = threading.Event(), []
-    shard = engine.tier.shards[0]
+    shard = engine.tier.files.shards[0]
     stock = shard.write_aside
     monkeypatch.setattr(shard, "write_aside", lambda buffer: (stock(buffer), written.set()))
     model[0][0].weight.register_hook(lambda _: waited.append(written.wait(20)))
@@ -139,7 +139,7 @@ def with_a_disk_that_fails_behind_one_rank(rank: int, world_size: int, path: str
         def fail(_):
             raise OffloadError(errno.EIO, "hf_zero: the disk of one rank is broken")
 
-        engine.tier.shards[1].write_aside = fail
+        engine.tier.files.shards[1].write_aside = fail
     backward(model)
     is_whole = same(weights_of(model), weights) and same(list(state_of(engine).values()), list(state.values()))
     said = []
@@ -178,7 +178,7 @@ def test_second_sides_are_made_as_far_as_asked_and_reported(tmp_path, capsys):
     assert 0 < copies.bytes <= 40 * 2**10
     assert copies.where == "NVMe"
     assert report.traffic.held_bytes == one + copies.bytes
-    assert sum(path.stat().st_size for path in engine.tier.folder.path.glob("*.state")) == one + copies.bytes
+    assert sum(path.stat().st_size for path in engine.tier.files.folder.path.glob("*.state")) == one + copies.bytes
     # What was stepped early is read once more: masters, for their parameters.
     assert report.traffic.written_bytes_a_step == one
     assert one < report.traffic.read_bytes_a_step <= 4 * one // 3 + ALIGNMENT * len(engine.buckets)

@@ -83,7 +83,7 @@ def test_files_hold_and_move_two_bytes_an_element(tmp_path):
     )
     held = 2 * sum(moments)
     report = engine.memory_report()
-    assert sum(path.stat().st_size for path in engine.tier.folder.path.glob("*.state")) == held
+    assert sum(path.stat().st_size for path in engine.tier.files.folder.path.glob("*.state")) == held
     assert report.traffic.held_bytes == report.traffic.written_bytes_a_step == report.traffic.read_bytes_a_step == held
     numel = sum(p.numel() for p in model.parameters())
     rows = {row.kind: row for row in report.rows}

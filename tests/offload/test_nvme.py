@@ -96,7 +96,7 @@ def test_between_steps_state_is_in_files_and_nowhere_else(stage, tmp_path, capsy
             assert state[name].untyped_storage().nbytes() == 4
             assert state[name].isnan().all()
         assert state["step"] == 2
-    found = list(engine.tier.folder.path.glob("*.state"))
+    found = list(engine.tier.files.folder.path.glob("*.state"))
     assert len(found) == len(engine.buckets)
     held = sum(path.stat().st_size for path in found)
     assert held == sum(2 * aligned(4 * bucket.layout.shard_numel) for bucket in engine.buckets)
@@ -199,7 +199,7 @@ def test_a_look_a_save_and_the_end_have_the_values(tmp_path):
         one_step(model, optimizer)
         looked = engine.full_state(model.transformer.wte.weight)
         outcomes.append((looked, state_of_engine(engine)))
-        folder = engine.tier.folder.path if offload else None
+        folder = engine.tier.files.folder.path if offload else None
         engine.close()
         assert same([looked["exp_avg"]], [optimizer.state[model.transformer.wte.weight]["exp_avg"]])
     assert not folder.exists()
@@ -260,7 +260,7 @@ def test_edits_reach_masters_in_files(tmp_path):
 def test_masters_in_files_are_read_and_written_for_edits_only(tmp_path):
     model, optimizer, engine = built(nvme(tmp_path), param_dtype="bfloat16")
     one_step(model, optimizer)
-    moved = lambda: [(shard.read_bytes, shard.written_bytes) for shard in engine.tier.shards]  # noqa: E731
+    moved = lambda: [(shard.read_bytes, shard.written_bytes) for shard in engine.tier.files.shards]  # noqa: E731
     before = moved()
     engine.state.follow_edits()
     assert moved() == before
@@ -288,7 +288,7 @@ def test_direct_io_refused_by_the_file_system_is_ordinary_io(monkeypatch, tmp_pa
     monkeypatch.undo()
     model, optimizer, engine = built(nvme(tmp_path))
     one_step(model, optimizer)
-    assert all(shard.file.is_direct for shard in engine.tier.shards) or sys.platform != "linux"
+    assert all(shard.file.is_direct for shard in engine.tier.files.shards) or sys.platform != "linux"
 
 
 def test_another_file_system_than_the_output_will_do():
@@ -362,7 +362,7 @@ def with_a_disk_that_fails_on_one_rank(rank: int, world_size: int, path: str) ->
         def fail(_):
             raise OffloadError(errno.EIO, "hf_zero: the disk of one rank is broken")
 
-        engine.tier.shards[1].write = fail
+        engine.tier.files.shards[1].write = fail
     said = []
     for _ in range(2):
         with pytest.raises(OffloadError) as caught:
@@ -386,7 +386,7 @@ def test_a_disk_that_fails_on_one_rank_ends_all_with_that_ranks_reason(tmp_path)
 def test_a_file_that_was_cut_between_steps_is_an_error(tmp_path):
     model, optimizer, engine = built(nvme(tmp_path))
     one_step(model, optimizer)
-    path = max(engine.tier.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
+    path = max(engine.tier.files.folder.path.glob("*.state"), key=lambda path: path.stat().st_size)
     os.truncate(path, ALIGNMENT)
     with pytest.raises(OffloadError, match="shorter than it was"):
         list(engine.state.rows())
@@ -415,7 +415,7 @@ def test_a_bit_that_flips_in_a_file_ends_the_run_at_its_next_step_and_reaches_no
     model, optimizer, engine = built({**nvme(tmp_path, **more), "stage": stage, "moments": moments})
     for _ in range(2):
         one_step(model, optimizer)
-    shard = engine.tier.shards[-1]
+    shard = engine.tier.files.shards[-1]
     [offset, kind] = list(shard._regions.values())[-1]
     place = {"first": 0, "middle": kind.nbytes // 2, "last": kind.nbytes - 1}[where]
     flip_a_bit_in(shard.file.path, shard._start + offset + place)
@@ -498,7 +498,7 @@ def test_two_runs_on_one_path_do_not_meet(tmp_path):
             one_step(model, optimizer)
     outcomes = [weights_of(model) for model, _, _ in engines]
     assert same(*outcomes)
-    assert len({engine.tier.folder.path for _, _, engine in engines}) == 2
+    assert len({engine.tier.files.folder.path for _, _, engine in engines}) == 2
     for _, _, engine in engines:
         engine.close()
     assert not list(tmp_path.glob("hf_zero-run-*"))

@@ -17,9 +17,9 @@ from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce, state_plan
 from hf_zero.offload import budget
 from hf_zero.offload.budget import available_host_bytes, host_memory_fault
+from hf_zero.offload.choose import Placement
 from hf_zero.offload.host import HostTier
 from hf_zero.offload.host_cores import HostCores
-from hf_zero.offload.placement import Placement
 from hf_zero.optimizer.state.state_kinds import state_kinds
 
 pytestmark = pytest.mark.timeout(180)

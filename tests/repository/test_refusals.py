@@ -138,7 +138,6 @@ NO_REFUSALS = {
     "a checkpoint of DeepSpeed or FSDP": "a folder that is not there, or is another's",
     "with a scheduler of DeepSpeed": "a folder that is not there, or is another's",
     "was computed while its layer's parameters were sharded": "an error that hf_zero has noticed in time",
-    "keeps no master that a step beside training": "cannot be reached by settings",
 }
 """Words of a message → what it is about, where it refuses nothing that would do elsewhere."""
 

@@ -105,7 +105,7 @@ def train(offload: dict, folder: Path, steps: int) -> None:
             torch.save(model.state_dict(), folder / "weights.pt")
             seal_state(engine, folder, write_state(engine, folder / ZERO_FOLDER))
             print("saved", flush=True)
-    print("files", getattr(engine.tier, "folder", None) and engine.tier.folder.path, flush=True)
+    print("files", engine.tier.files and engine.tier.files.folder.path, flush=True)
     if os.environ.get("WAIT_TO_BE_KILLED"):
         sys.stdin.read()
 

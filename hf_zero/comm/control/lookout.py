@@ -10,6 +10,7 @@ group in which one wait has failed, so that most ranks see the end of a rank tha
 import atexit
 import json
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -24,10 +25,10 @@ from ..groups.groups import Groups
 from ..groups.processes import RankProcesses
 from .control import control_of
 from .end_of_process import end_process
-from .late import LateWatch
+from .late import DeviceQueue, ScriptCall, is_to_end, others_are_behind
 from .store_thread import StoreSilentError, StoreThread
 from .verdict import Absence, Verdict
-from .watch import Wait, Watch
+from .watch import SAVE, Wait, Watch
 from .whereabouts import Whereabouts, main_stack, script_line
 
 _BEAT_S = 0.5
@@ -48,6 +49,11 @@ _FAREWELL_S = 8.0
 """How long the process that keeps the store waits at its end for those that ask why it has left."""
 _CLOSELY = "closely"
 """A question that is answered with stack and last collectives, too."""
+_APART_S = 4.0
+"""After which it is looked whether two ranks wait for each other in vain: no slow rank or link has them do so."""
+_ASK_AGAIN_S = 10.0
+_GRACE_S = 8.0
+"""After which a wait that was made to fail, and has not, ends with its process."""
 _NOTICES_S = (10.0, 60.0, 300.0, 1200.0)
 """After so long a wait, it is said who is waited for."""
 
@@ -398,6 +404,81 @@ class Lookout(Watch):
         if self._processes is None:
             self._processes = RankProcesses(store)
         return self._processes
+
+
+class LateWatch:
+    """Looks at one rank's waits, in a thread of its own: the store's may hang in a call to a host that is gone.
+
+    Args:
+        limit_s: `comm.late_s`.
+        has_queue: collectives run in the queue of an accelerator.
+    """
+
+    def __init__(self, lookout: "Lookout", limit_s: float, *, has_queue: bool = False):
+        self._limit_s = limit_s
+        self._ask_again_s = 0.0
+        self._broken: tuple[Wait, float] | None = None
+        self._call = ScriptCall()
+        self._queue = DeviceQueue(limit_s) if has_queue else None
+        self._is_over = threading.Event()
+        reference = weakref.ref(lookout)
+        self._thread = threading.Thread(target=self._run, args=(reference,), name="hf_zero late", daemon=True)
+        self._thread.start()
+
+    def close(self, within_s: float) -> None:
+        """Ends the thread at its next look, and waits for that: one that is in a call to torch ends Python with an abort."""
+        self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(within_s)
+
+    def _run(self, reference: "weakref.ref[Lookout]") -> None:
+        while not self._is_over.wait(_BEAT_S):
+            lookout = reference()
+            if lookout is None:
+                return
+            self._look(lookout)
+            # Not kept while the next look is waited for.
+            del lookout
+
+    def _look(self, lookout: "Lookout") -> None:
+        own = lookout.longest
+        lookout.script_wait = self._call.look() if own is None else None
+        queued = None if self._queue is None else self._queue.look(lookout.log)
+        wait = own or lookout.script_wait or queued
+        if wait is None or wait.failure is not None:
+            return
+        is_early = wait.seconds < self._limit_s
+        if is_early and (wait.kind is None or wait is queued or wait.seconds < _APART_S):
+            return
+        if wait.end is not None:
+            self._end_if_it_goes_on(wait)
+            return
+        if time.monotonic() < self._ask_again_s:
+            return
+        self._ask_again_s = time.monotonic() + _ASK_AGAIN_S
+        verdict = lookout.judge_late(wait)
+        is_over = is_to_end(verdict)
+        if wait is queued:
+            is_over = (is_over or verdict.in_vain) and others_are_behind(verdict, lookout.begun, wait.kind)
+        else:
+            is_in_save = lookout.kind_of(wait) == SAVE
+            is_over = is_over or (is_in_save and others_are_behind(verdict, lookout.begun, SAVE))
+            is_over = verdict.in_vain or (is_over and not is_early)
+        if not is_over:
+            return
+        # Before the late rank hears of it: its end is the end of its connections, and so of this wait.
+        wait.end = CommunicationError(str(verdict), verdict.culprits)
+        lookout.ended = str(verdict)
+        lookout.sentence(verdict)
+        self._broken = wait, time.monotonic()
+        if wait.is_of_script:
+            # Its error is torch's, of addresses.
+            print(verdict, file=sys.stderr, flush=True)
+        break_all_groups()
+
+    def _end_if_it_goes_on(self, wait: Wait) -> None:
+        if self._broken is not None and self._broken[0] is wait and time.monotonic() > self._broken[1] + _GRACE_S:
+            end_process(str(wait.end))
 
 
 def _beat(reference: "weakref.ref[Lookout]", store: dist.Store) -> bool:

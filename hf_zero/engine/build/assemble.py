@@ -14,14 +14,13 @@ from ...comm.transport import Transport
 from ...config import ConfigError, OffloadConfig, ZeroConfig
 from ...device import with_index
 from ...offload.activations import Activations
-from ...offload.choose import choose_activations, choose_tiers
+from ...offload.choose import Placement, choose_activations, choose_tiers
 from ...offload.parameter_shards import ParameterTier
-from ...offload.placement import Placement
 from ...offload.tier import Tier
 from ...optimizer.state.holder import StateHolder
 from ...optimizer.state.replicas import ReplicaCheck
 from ..gradients.nonfinite import NonFiniteCheck
-from ..gradients.norm import GradientNorm, NormOfCopies, choose_norm
+from ..gradients.norm import GradientNorm, choose_norm
 from ..travel.buffers import ModelBuffers, ignored_parameters, start_buffers
 from ..travel.in_flight import ParameterGather
 from ..travel.outer import OuterSteps, choose_outer
@@ -138,8 +137,7 @@ def _assemble(
     tier, parameter_tier = _choose_tiers(config.offload, device, world)
     needed = bytes_elsewhere(model, config, tier, parameter_tier, owner, optimizers, mesh)
     refuse_unless_it_fits(config, needed, world)
-    among, is_same = mesh.agreement
-    nonfinite = NonFiniteCheck(config, among, replicated=is_same)
+    nonfinite = NonFiniteCheck(config, mesh.agreement)
     holder = choose_holder(config, tier, optimizers, transport, nonfinite=nonfinite, needed=needed)
     wire = choose_wire(config, mesh.dp.groups, device)
     kinds = SplitKinds(parts=split.parts, experts=split.experts, expert_shards=mesh.expert_dp.groups.shard_size)
@@ -212,17 +210,14 @@ def _replica_check(
 def _choose_norm(
     mesh: Mesh, config: ZeroConfig, device: torch.device, buckets: Sequence[Bucket], copies: CopyChecks | None
 ) -> GradientNorm:
-    among, is_same = mesh.agreement
-    norm = choose_norm(config, buckets, among, replicated=is_same, device=device)
-    if copies is None:
-        return norm
     # With experts apart all ranks agree, and of those that hold the same gradient one counts it.
     is_among_all = bool(mesh.split.experts)
 
     def counts(row: Row) -> bool:
-        return copies.is_first_with(row.slot.name) and (row.slot.bucket.group.is_first or not is_among_all)
+        is_first_of_copy = copies is None or copies.is_first_with(row.slot.name)
+        return is_first_of_copy and (row.slot.bucket.group.is_first or not is_among_all)
 
-    return NormOfCopies(norm, counts)
+    return choose_norm(config, buckets, mesh.agreement, device=device, counts=None if copies is None else counts)
 
 
 def _adopting(

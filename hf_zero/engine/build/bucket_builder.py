@@ -10,13 +10,12 @@ from torch import nn
 from ...buckets.bucket import Bucket, BucketKey
 from ...buckets.mapped_parameters import take_from_file, take_rank_0s, wanted_dtype
 from ...buckets.memory import ParameterMemory, UnshardedMemory
-from ...buckets.offloaded_memory import memory_in
+from ...buckets.offloaded_memory import sharded_memory
 from ...buckets.precision import resolve_precision
 from ...config import ZeroConfig
-from ...kernels.quantise import BlockFormat
 from ...layout.slots import BucketLayout
+from ...offload.choose import Placement
 from ...offload.parameter_shards import ParameterTier
-from ...offload.placement import Placement
 from ..travel.buffers import ignored_by_ddp, ignored_parameters
 from ..travel.wire import Wire
 from .bucketing import Division, Part, precision_of
@@ -79,7 +78,6 @@ class BucketBuilder:
             key = cast(BucketKey, layout.key)
             group = self.mesh.expert_dp if key.is_expert else self.mesh.dp
             format = self.wire.weight_format(group)
-            make_memory = self._choose_memory(part, format)
             numel = sum(p.numel() for p in parameters)
             tier = self.placement.next_tier(numel) if key.trained else self.placement.device_tier
             precision = precision_of(
@@ -90,11 +88,16 @@ class BucketBuilder:
                 apart=self.parameter_tier.masters_apart(tier) if part.sharded else tier.is_apart,
             )
             place = (layout, precision.param, self.device, layout.shard(group.groups.shard_rank))
+            memory: ParameterMemory = (
+                sharded_memory(*place, precision.kept, tier=self.parameter_tier, rounded=format is not None)
+                if part.sharded
+                else UnshardedMemory(*place)
+            )
             bucket = Bucket(
                 layout,
                 parameters,
                 precision,
-                make_memory(*place, precision.kept) if part.sharded else make_memory(*place),
+                memory,
                 group=group,
                 rows_are_parameters=are_parameters,
                 tier=tier,
@@ -105,11 +108,6 @@ class BucketBuilder:
 
     def _start_alike(self, parameter: nn.Parameter) -> None:
         take_rank_0s(parameter, device=self.device, transport=self.mesh.group_of(parameter).all_transport)
-
-    def _choose_memory(self, part: Part, format: BlockFormat | None) -> Callable[..., ParameterMemory]:
-        if part.sharded:
-            return memory_in(self.parameter_tier, self.device, rounded=format is not None)
-        return UnshardedMemory
 
     def _rows_are_parameters(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Whether the optimizer steps on the parameters themselves: one rank, which has no master of any and moves none."""

@@ -22,11 +22,9 @@ from ...offload.tier import Tier
 from ...optimizer.holders.early import Early
 from ...optimizer.holders.places import Places
 from ...optimizer.kernel_steps.kernel_choice import KernelSteps
-from ...optimizer.state.holder import StateHolder
-from ...optimizer.state.placeholders import Placeholders
+from ...optimizer.state.bucket_state import Placeholders
+from ...optimizer.state.holder import StateHolder, StepChoice, StepTiming
 from ...optimizer.state.state_kinds import tier_bytes_needed
-from ...optimizer.state.step_choice import OwnSteps
-from ...optimizer.state.step_timing import InTime, StepTiming
 from ..gradients.nonfinite import NonFiniteCheck
 from ..travel.outer import anchor_numel
 from .mesh import Mesh
@@ -62,7 +60,7 @@ def choose_holder(
     return StateHolder(
         place=places.of,
         timing=_choose_timing(config.offload, tier, places.placeholders, needed),
-        choice=KernelSteps(nonfinite) if uses_kernels(config.kernels, tier.device) else OwnSteps(),
+        choice=KernelSteps(lambda: nonfinite.found_inf) if uses_kernels(config.kernels, tier.device) else StepChoice(),
         files=tier.files,
         transport=transport,
     )
@@ -75,7 +73,7 @@ def _choose_timing(
     needed: Elsewhere,
 ) -> StepTiming:
     most_bytes = speculate_bytes(offload, tier.device, needed) if offload.moves_state else 0
-    return Early(tier, tier.files, placeholders, most_bytes=most_bytes) if most_bytes else InTime()
+    return Early(tier, tier.files, placeholders, most_bytes=most_bytes) if most_bytes else StepTiming()
 
 
 def speculate_bytes(config: OffloadConfig, device: torch.device, needed: Elsewhere) -> int:

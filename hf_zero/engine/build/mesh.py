@@ -9,7 +9,7 @@ from ...comm.choose import choose_group, choose_transport
 from ...comm.groups.groups import Groups
 from ...comm.ledger import Ledger
 from ...comm.local import LocalTransport
-from ...comm.model_copies import Agreement, ModelCopies, OverCopies
+from ...comm.model_copies import Agreement, ModelCopies
 from ...comm.transport import DataParallelGroup, Transport
 from ...config import CommConfig, ZeroConfig
 from ..units.split_model import SplitModel
@@ -96,15 +96,13 @@ class Mesh:
         )
 
     @property
-    def agreement(self) -> tuple[Agreement, bool]:
-        """Between the ranks of which each has its share of a step's gradients; and whether each has all."""
-        is_replicated = self.dp.groups.shard_size == 1
-        if self.split.is_empty:
-            return self.dp.transport, is_replicated
+    def agreement(self) -> Agreement:
+        """Between the ranks of which each has its share of a step's gradients."""
         if self.split.experts:
             # Ranks that share the experts are not those that share the rest.
-            return self.world, False
-        return OverCopies(self.dp.transport, self.model_parallel, replicated=is_replicated), False
+            return Agreement(self.world)
+        copy = None if self.split.is_empty else self.model_parallel
+        return Agreement(self.dp.transport, copy, replicated=self.dp.groups.shard_size == 1)
 
 
 def _data_parallel(

@@ -83,7 +83,7 @@ class Gradients:
         # Buckets of this pass that were started before all of their gradients had come; see `_start_passed_over`.
         self._passed_over: set[Bucket] = set()
         self.may_pass_over = True
-        store.start_passed_over_by(WeakHook(self, Gradients._start_passed_over))
+        store.start_passed_over = WeakHook(self, Gradients._start_passed_over)
         self.reducing = True
         self.ended = 0
         self._after_pass = after_pass

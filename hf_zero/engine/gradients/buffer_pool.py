@@ -7,7 +7,7 @@ import torch
 
 from ...buckets.bucket import Bucket
 from ...layout.pool import BufferKind, kind_of_buffer, shared_numel
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 
 
 class OpenBuffer:
@@ -34,7 +34,7 @@ class BufferPool:
     """
 
     def __init__(self, buckets: Sequence[Bucket], limit: int, device: torch.device):
-        self._tier = DeviceTier(device)
+        self._tier = Tier(device)
         self._shared_numel = shared_numel([bucket.layout for bucket in buckets])
         self._limit = limit
         # By kind and dtype: a small buffer that is free does not count against the limit.

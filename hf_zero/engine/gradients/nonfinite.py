@@ -1,7 +1,8 @@
-"""Finding NaN and infinite gradients before a step, unless a loss scaler sees to them."""
+"""Finding NaN and infinite gradients before a step, unless a loss scaler sees to them, and what is done about them."""
 
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,6 +12,8 @@ from ...comm.transport import Label
 from ...config import ZeroConfig
 from ...device import HostValue
 from .norm import Measured
+
+_log = logging.getLogger(__name__)
 
 _OVERFLOW = Label(kind="agreement on overflow", subject="the step")
 
@@ -29,18 +32,16 @@ class NonFiniteCheck:
 
     Args:
         config: with `nonfinite`.
-        replicated: every rank holds the whole gradient, so that all see the same.
 
     Attributes:
         found_inf: one float32 element on the training device, 1 where the gradients that were looked at last are not finite,
             else 0; None where nobody has looked that way, or the step is to be taken whatever they are.
     """
 
-    def __init__(self, config: ZeroConfig, transport: Agreement, *, replicated: bool):
-        self._transport = transport
+    def __init__(self, config: ZeroConfig, among: Agreement):
+        self._among = among
         self._wanted = config.nonfinite != "ignore"
         self._reads_at_once = config.nonfinite == "skip"
-        self._replicated = replicated
         self._last: HostValue | None = None
         self._has_looked = False
         self._unscaled: set[torch.optim.Optimizer] = set()
@@ -57,8 +58,7 @@ class NonFiniteCheck:
         """
         self._unscaled.add(optimizer)
         self.found_inf = None
-        everyone = found_inf if self._replicated else self._transport.agree_sum(found_inf.reshape(1), _OVERFLOW)[0]
-        return (everyone > 0).float()
+        return (self._among.agree_sum(found_inf.reshape(1), _OVERFLOW)[0] > 0).float()
 
     def is_due(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether nobody has looked at the gradients that the optimizer is about to step with."""
@@ -105,3 +105,79 @@ class NonFiniteCheck:
             "Train through accelerate or Trainer, which scale the loss then (prepare model and optimizer in one call), or use "
             "hf_zero.GradScaler as torch.amp.GradScaler; bfloat16 needs neither."
         )
+
+
+class BadSteps:
+    """What is done about a step whose gradients are NaN or infinite: the run stops, or the step is skipped, by `nonfinite`.
+
+    The ranks find the same norm, and so come to the same answers.
+
+    Args:
+        speaks: whether this rank tells of skipped steps.
+
+    Attributes:
+        skipped: steps that were not taken.
+        was_skipped: whether the last step was not taken.
+        skips: whether the step that is about to be taken is to be skipped.
+        has_skipped: whether another optimizer of this engine has come to the same step, and skipped it.
+    """
+
+    def __init__(self, config: ZeroConfig, *, speaks: bool):
+        self._limit = config.nonfinite_limit if config.nonfinite == "skip" else None
+        self._speaks = speaks
+        self._in_a_row = 0
+        self.skipped = 0
+        self.was_skipped = self.skips = self.has_skipped = False
+
+    def found(self, norm: float, said: Callable[[], str]) -> None:
+        """Called when the gradients of the coming step have a norm that is not finite.
+
+        Args:
+            said: where it comes from, in sentences. Collective.
+
+        Raises:
+            NonFiniteGradientError: the run is to end.
+        """
+        if self._limit is None:
+            raise NonFiniteGradientError(
+                f"hf_zero: the gradient norm is {norm}: a gradient is NaN or infinite, so this step is refused and the "
+                f"parameters stay as they were. {said()}Usual reasons: a learning rate too high, a NaN in the data, log or "
+                "division of zero in the loss. `nonfinite: skip` in the hf_zero config leaves such steps out and goes on; to "
+                "step all the same, set `nonfinite: ignore`."
+            )
+        if self.skips:
+            # Measured again, after a clip of some of the parameters.
+            return
+        self.skips = True
+        self._in_a_row += 1
+        where = said()
+        if self._in_a_row > self._limit:
+            raise NonFiniteGradientError(
+                f"hf_zero: the gradient norm is {norm}, and {self._limit} bad steps in a row have been left out before "
+                f"(`nonfinite_limit`). {where}The model is likely to be beyond repair: resume from a checkpoint with a lower "
+                "learning rate, or without the data that brings this."
+            )
+        # The 1st, 2nd, 4th, 8th...: a run with thousands of them is not to drown in them.
+        count = self.skipped + 1
+        if self._speaks and count & (count - 1) == 0:
+            _log.warning(
+                "hf_zero: the gradient norm is %s: this step is skipped and its gradients are dropped (`nonfinite: skip`; %d so "
+                "far). %s",
+                norm,
+                count,
+                where,
+            )
+
+    def forget(self) -> None:
+        """Called behind each backward: the gradients are others."""
+        self.skips = self.has_skipped = False
+
+    def skip(self) -> None:
+        """Called in a step that is skipped, when its gradients have been dropped."""
+        self.skipped += 1
+        self.was_skipped = self.has_skipped = True
+
+    def taken(self) -> None:
+        """Called behind each step that was taken."""
+        self.was_skipped = False
+        self._in_a_row = 0

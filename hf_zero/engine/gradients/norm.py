@@ -1,7 +1,6 @@
 """The norm of sharded gradients, and what follows from it for a step."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,36 +34,42 @@ class Measured:
     found_inf: torch.Tensor | None
 
 
-class GradientNorm(ABC):
-    """Who measures the gradients of a step. Collective."""
+class GradientNorm:
+    """Measures the gradients of a step, by a few of torch's operations for all rows together, and a few for each long one.
 
-    @abstractmethod
+    Args:
+        device: where the scalars go.
+        dtype: of the scalars.
+        counts: of a model that is split over ranks, whether this rank is the one on which a row's gradient counts that several
+            ranks of a copy have; None where each has its own.
+    """
+
+    def __init__(
+        self,
+        among: Agreement,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        counts: Callable[[Row], bool] | None = None,
+    ):
+        self._among = among
+        self._device = device
+        self._dtype = dtype
+        self._counts = counts
+
     def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
         """The norm of the whole gradient from every rank's rows, as torch.nn.utils.get_total_norm gives it under DDP.
+
+        Collective.
 
         Args:
             rows: of which this rank takes the gradients; ones without a gradient count nothing.
             norm_type: p of the p-norm; inf for the largest magnitude.
             max_norm: above which gradients are to be scaled; inf only measures.
         """
+        return self._measure(rows if self._counts is None else list(filter(self._counts, rows)), norm_type, max_norm)
 
-
-class NormByTorch(GradientNorm):
-    """A few of torch's operations for all rows together, and a few for each long one.
-
-    Args:
-        replicated: every rank holds the whole gradient, so nothing is summed over ranks.
-        device: where the scalars go.
-        dtype: of the scalars.
-    """
-
-    def __init__(self, transport: Agreement, *, replicated: bool, device: torch.device, dtype: torch.dtype):
-        self._transport = transport
-        self._replicated = replicated
-        self._device = device
-        self._dtype = dtype
-
-    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+    def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
         norm = self._norm([row.tensor.grad for row in rows if row.tensor.grad is not None], norm_type).to(self._dtype)
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return Measured(norm=norm, coefficient=coefficient, found_inf=None)
@@ -75,35 +80,23 @@ class NormByTorch(GradientNorm):
         if math.isinf(norm_type):
             largest = _each_on(device, [g for g in gradients if g.numel()], _largest)
             mine = largest.max() if largest.numel() else torch.zeros((), dtype=torch.float64, device=device)
-            everyone = mine if self._replicated else max(self._transport.exchange(mine.item()))
-            return torch.as_tensor(everyone, dtype=torch.float64, device=device)
+            return self._among.agree_largest(mine)
         mine = _each_on(device, gradients, partial(_sums_of_powers, norm_type=norm_type)).sum()
-        everyone = mine if self._replicated else self._transport.agree_sum(mine.reshape(1), _NORM)[0]
-        return everyone.pow(1.0 / norm_type)
+        return self._among.agree_sum(mine.reshape(1), _NORM)[0].pow(1.0 / norm_type)
 
 
 class NormByKernels(GradientNorm):
-    """A launch for each run of rows and two for the rest; on an accelerator, all that the host does is to queue them.
+    """The 2-norm by a launch for each run of rows and two for the rest. On an accelerator the host only queues them."""
 
-    For the 2-norm. Other norms are `otherwise`'s.
-    """
-
-    def __init__(self, otherwise: GradientNorm, transport: Agreement, *, replicated: bool, device: torch.device):
-        self._otherwise = otherwise
-        self._transport = transport
-        self._replicated = replicated
-        self._device = device
-
-    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
+    def _measure(self, rows: Sequence[Row], norm_type: float, max_norm: float) -> Measured:
         if norm_type != 2:
-            return self._otherwise.measure(rows, norm_type=norm_type, max_norm=max_norm)
+            return super()._measure(rows, norm_type, max_norm)
         flats = [run.gradient for run in runs_of(row for row in rows if row.tensor.grad is not None)]
         mine = torch.zeros(2, dtype=torch.float64, device=self._device)
         # Gradients in host memory are measured there.
         for memory in {flat.device for flat in flats}:
             mine += gradient_statistics([flat for flat in flats if flat.device == memory]).to(self._device)
-        everyone = mine if self._replicated else self._transport.agree_sum(mine, _NORM)
-        scalars = step_scalars(everyone, max_norm)
+        scalars = step_scalars(self._among.agree_sum(mine, _NORM), max_norm)
         return Measured(
             norm=scalars[NORM],
             coefficient=None if math.isinf(max_norm) else scalars[COEFFICIENT],
@@ -111,32 +104,19 @@ class NormByKernels(GradientNorm):
         )
 
 
-class NormOfCopies(GradientNorm):
-    """Of a model that is split over ranks: a gradient that several ranks of a copy have counts on one of them.
-
-    Args:
-        norm: measures what it is given.
-        counts: whether this rank is the one for a row.
-    """
-
-    def __init__(self, norm: GradientNorm, counts: Callable[[Row], bool]):
-        self._norm = norm
-        self._counts = counts
-
-    def measure(self, rows: Sequence[Row], *, norm_type: float, max_norm: float) -> Measured:
-        return self._norm.measure(list(filter(self._counts, rows)), norm_type=norm_type, max_norm=max_norm)
-
-
 def choose_norm(
-    config: ZeroConfig, buckets: Sequence[Bucket], transport: Agreement, *, replicated: bool, device: torch.device
+    config: ZeroConfig,
+    buckets: Sequence[Bucket],
+    among: Agreement,
+    *,
+    device: torch.device,
+    counts: Callable[[Row], bool] | None,
 ) -> GradientNorm:
-    """By kernels where they run and take the dtypes of all gradients."""
+    """By kernels where they run and take the dtypes of all gradients. `counts`: see `GradientNorm`."""
     dtypes = {bucket.precision.master for bucket in buckets}
     digits = torch.float64 if torch.float64 in dtypes else torch.float32
-    by_torch = NormByTorch(transport, replicated=replicated, device=device, dtype=digits)
-    if uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES):
-        return NormByKernels(by_torch, transport, replicated=replicated, device=device)
-    return by_torch
+    by_kernels = uses_kernels(config.kernels, device) and dtypes <= set(FLOAT_DTYPES)
+    return (NormByKernels if by_kernels else GradientNorm)(among, device=device, dtype=digits, counts=counts)
 
 
 def _each_on(

@@ -8,13 +8,13 @@ from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
-from .store import FlatGradients, Landing, add_or_set, new_buffer
+from .store import GradientStore, Landing, add_or_set, new_buffer
 
 
-class ReplicatedGradients(FlatGradients):
+class ReplicatedGradients(GradientStore):
     """Every rank keeps and reduces whole gradients by all-reduce; `p.grad` is a view of the bucket, as under DDP.
 
     A view that is still there in the next backward has been accumulated into by autograd, so it is divided and reduced
@@ -25,8 +25,7 @@ class ReplicatedGradients(FlatGradients):
     """
 
     def __init__(self, reduction: Reduction, landing: Landing):
-        super().__init__(landing)
-        self._reduction = reduction
+        super().__init__(reduction, landing)
         self._lasting: dict[Bucket, OpenBuffer] = {}
         # Of the parameters' dtype, where gradients travel in another.
         self._reduced: dict[Bucket, torch.Tensor] = {}
@@ -51,9 +50,6 @@ class ReplicatedGradients(FlatGradients):
         self._lasting.pop(bucket, None)
         self._reduced.pop(bucket, None)
 
-    def end_pass(self) -> None:
-        """All of it is in `p.grad`."""
-
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put(slot, gradient)
         slot.parameter.grad = None
@@ -61,12 +57,6 @@ class ReplicatedGradients(FlatGradients):
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         super().put_small(slot, gradient)
         slot.parameter.grad = None
-
-    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        self.put(slot, gradient)
-
-    def finish_slot(self, slot: ParameterSlot) -> None:
-        """`p.grad` is the reduced gradient already."""
 
     def start(self, bucket: Bucket) -> None:
         for slot in bucket.slots:
@@ -95,7 +85,7 @@ class ReplicatedGradients(FlatGradients):
         if precision.reduce == precision.master:
             return add_or_set(bucket, flat, flat, Downlink(), going_on)
         if bucket not in self._reduced:
-            self._reduced[bucket] = DeviceTier(bucket.device).scratch(bucket.layout.numel, precision.master)
+            self._reduced[bucket] = Tier(bucket.device).scratch(bucket.layout.numel, precision.master)
             self._count(bucket)
         return add_or_set(bucket, flat, self._reduced[bucket], Downlink(), going_on)
 

@@ -1,9 +1,8 @@
-"""Gradients that are reduced into shards, from a buffer for each bucket or from a small pool."""
+"""Gradients that are reduced into shards, from a buffer for each bucket or from a small pool; the choice of a stage's store."""
 
-from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import cast
+from collections.abc import Collection, Sequence
+from typing import Literal, cast
 
 import torch
 
@@ -11,27 +10,92 @@ from ...buckets.bucket import Bucket, ParameterSlot, Row
 from ...buckets.padding import clear_padding
 from ...buckets.sharded_gradient import GradientState, ShardedGradient
 from ...comm.transport import Handle
+from ...config import ZeroConfig
 from ...device import Arrival, Reservation, reserve
+from ...layout import pool
 from ...offload.downlink import Downlink
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
-from .store import FlatGradients, Landing, add_or_set
+from .replicated_store import ReplicatedGradients
+from .store import GradientStore, Landing, add_or_set
 
 _KEPT_BELOW_BYTES = 2 << 20
 """Buffers of less keep their memory between steps on the host: it comes back there in small pages, each by a fault."""
 
 
-class ShardedStore(FlatGradients):
-    """The reduced gradient is in rows, and `p.grad` is a `ShardedGradient`."""
+class ShardedGradients(GradientStore):
+    """The reduced gradient is in rows, and `p.grad` is a `ShardedGradient`.
 
-    def __init__(self, reduction: Reduction, landing: Landing):
-        super().__init__(landing)
-        self._reduction = reduction
+    A bucket's buffer is taken from a small pool for its first gradient, and returned when it is reduced.
+
+    Or the buffer lasts, where micro-batches accumulate in it without communication: without accumulation a rank never has all
+    gradients at a time. The reduced shard then stays in this rank's own part of it, where the dtypes allow it. The memory goes
+    with the step, so that the next forward's activations do not come on top of it: the buffer on an accelerator, whose allocator
+    hands out again what is freed, and its pages on the host.
+
+    Args:
+        buffers: which buffers last: "pooled" for none, "accumulated" for those of buckets in which micro-batches have
+            accumulated since the step, "lasting" for all.
+    """
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        landing: Landing,
+        pool: BufferPool,
+        buffers: Literal["pooled", "accumulated", "lasting"],
+    ):
+        super().__init__(reduction, landing)
+        self._pool = pool
+        self._buffers = buffers
+        self._accumulated: set[Bucket] = set()
         self._shards: dict[Bucket, torch.Tensor] = {}
         self._shard_bytes: dict[Bucket, int] = {}
         self._targets: dict[Bucket, torch.Tensor] = {}
+        self._lasting: dict[Bucket, OpenBuffer] = {}
+        self._reservations: dict[Bucket, Reservation] = {}
+        self._lasting_bytes: dict[Bucket, int] = {}
+        # Buffers of the pool, and the buckets that are reduced in them.
+        self._lent: dict[Bucket, torch.Tensor] = {}
+        self._in_flight: deque[Bucket] = deque()
+        self._scratches: dict[Bucket, int] = {}
+        self._beside_bytes = self._most_beside_bytes = 0
+
+    def held_bytes(self) -> dict[str, int]:
+        gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
+        return {
+            "gradients": gradients + self._landing.downlink.sum_bytes,
+            "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
+        }
+
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        is_of_buffer = not isinstance(gradient, ShardedGradient) and gradient.dtype == slot.bucket.precision.reduce
+        if self._buffers == "pooled" or not is_of_buffer:
+            return
+        self._accumulated.add(slot.bucket)
+        lasting = self._lasting_buffer(slot.bucket)
+        view = lasting.views[slot.number]
+        if gradient.data_ptr() != view.data_ptr():
+            self._spill(slot.bucket)
+            view.copy_(gradient)
+            slot.parameter.grad = slot.view_of(lasting.flat)
+
+    def release(self, bucket: Bucket) -> None:
+        lasts = self._lasts(bucket)
+        self._accumulated.discard(bucket)
+        # Activations grow from here to the next backward, which makes another shard as it needs it.
+        if not lasts or bucket.device.type != "cpu" or bucket.tier.is_apart or self._stays_in_place(bucket):
+            self._shards.pop(bucket, None)
+        reservation = self._reservations.get(bucket)
+        if reservation is None:
+            return
+        if bucket.device.type != "cpu":
+            del self._lasting[bucket], self._reservations[bucket]
+        elif not bucket.tier.is_apart and reservation.flat.nbytes >= _KEPT_BELOW_BYTES:
+            # What goes to a tier may still be read. The padding reads as zero afterwards, as before.
+            reservation.release()
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
         parameter, sharded_gradient = slot.parameter, slot.sharded_gradient
@@ -76,16 +140,83 @@ class ShardedStore(FlatGradients):
                     self.put(slot, gradient)
         super().start(bucket)
 
+    def finish_all(self) -> None:
+        super().finish_all()
+        self._pool.rest()
+
+    def discard_open(self) -> None:
+        for bucket in self._open:
+            if bucket in self._lent:
+                self._pool.give_back(bucket, self._lent.pop(bucket))
+        super().discard_open()
+
+    def _lasts(self, bucket: Bucket) -> bool:
+        """Whether the bucket's buffer lasts in this step."""
+        return self._buffers == "lasting" or bucket in self._accumulated
+
+    def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
+        if bucket not in self._lasting:
+            reservation = reserve(bucket.layout.numel, bucket.precision.reduce, bucket.device, kept=slice(0, 0))
+            flat = clear_padding(reservation.flat, bucket.layout)
+            self._reservations[bucket], self._lasting[bucket] = reservation, OpenBuffer(bucket, flat)
+            self._lasting_bytes[bucket] = flat.nbytes
+        return self._lasting[bucket]
+
+    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
+        if self._lasts(bucket):
+            self._spill(bucket)
+            return self._lasting_buffer(bucket)
+        if self._pool.is_last_for(bucket) and not self._in_flight:
+            # It would take the last buffer, and one that is passed over wants a buffer, too.
+            self.start_passed_over(bucket)
+        while self._pool.exhausted_for(bucket) and (self._in_flight or self.start_passed_over(bucket)):
+            if self._in_flight:
+                self.finish(self._in_flight[0])
+        self._lent[bucket] = self._pool.take(bucket)
+        return OpenBuffer(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
+
+    def _spill(self, bucket: Bucket) -> None:
+        """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
+        flat = self._lasting_buffer(bucket).flat
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+        if any(row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end for row in bucket.rows):
+            self._widen(bucket)
+
     def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
         target = self._targets[bucket] = self._target(bucket, flat)
-        return self._reduction.start(bucket, flat, target)
+        handle = self._reduction.start(bucket, flat, target)
+        if bucket in self._lent:
+            self._in_flight.append(bucket)
+        return handle
 
-    def end_pass(self) -> None:
-        self._reduction.end_pass()
-
-    @abstractmethod
     def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         """Where the reduced shard (shard_numel,) lands, of the dtype in which sums arrive."""
+        precision, is_held = bucket.precision, any(row.tensor.grad is not None for row in bucket.rows)
+        own, fits = bucket.own_interval, precision.reduced == precision.reduce
+        if fits and bucket not in self._lent:
+            return flat[own.start : own.stop]
+        if bucket.tier.is_apart:
+            # Copied from there when the buffer has been passed on.
+            return self._scratch(bucket)
+        if precision.reduced == bucket.gradient_dtype and not is_held:
+            return self._shard(bucket)
+        return flat[own.start : own.stop] if fits else self._scratch(bucket)
+
+    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
+        reduced = self._targets.pop(bucket)
+        if bucket not in self._lent:
+            target = reduced if self._stays_in_place(bucket) else self._shard(bucket)
+            return self._leave(bucket, reduced, target, going_on)
+        self._in_flight.remove(bucket)
+        arrival = self._leave(bucket, reduced, self._shard(bucket), going_on)
+        self._beside_bytes -= self._scratches.pop(bucket, 0)
+        self._pool.give_back(bucket, self._lent.pop(bucket))
+        return arrival
+
+    def _stays_in_place(self, bucket: Bucket) -> bool:
+        """Whether the shard that was reduced in a lasting buffer waits for the step there."""
+        precision = bucket.precision
+        return precision.reduce == precision.reduced == bucket.gradient_dtype and not bucket.tier.is_apart
 
     def _shard(self, bucket: Bucket) -> torch.Tensor:
         """Where the gradient of this rank's rows waits for the step: (shard_numel,) of the dtype that is stepped with."""
@@ -118,171 +249,23 @@ class ShardedStore(FlatGradients):
 
     def _scratch(self, bucket: Bucket) -> torch.Tensor:
         """A shard on the training device, until its values have gone where they are wanted."""
-        return DeviceTier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
-
-    @staticmethod
-    def _own_part(bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        return flat[bucket.own_interval.start : bucket.own_interval.stop]
-
-
-class UnshardedGradients(ShardedStore):
-    """A gradient buffer for each bucket, in which micro-batches accumulate without communication.
-
-    The reduced shard stays in this rank's own part of that buffer, where the dtypes allow it. The memory goes with the step, so
-    that the next forward's activations do not come on top of it: the buffer on an accelerator, whose allocator hands out again
-    what is freed, and its pages on the host.
-    """
-
-    def __init__(self, reduction: Reduction, landing: Landing):
-        super().__init__(reduction, landing)
-        self._lasting: dict[Bucket, OpenBuffer] = {}
-        self._reservations: dict[Bucket, Reservation] = {}
-        self._lasting_bytes: dict[Bucket, int] = {}
-
-    def held_bytes(self) -> dict[str, int]:
-        gradients = sum(self._lasting_bytes.values()) + sum(self._shard_bytes.values())
-        return {"gradients": gradients + self._landing.downlink.sum_bytes, "gradient buffers": 0}
-
-    def accumulates(self, slot: ParameterSlot, gradient: torch.Tensor) -> bool:
-        """Whether `hold` keeps this gradient; else autograd itself keeps adding to `p.grad` until the reducing pass."""
-        return not isinstance(gradient, ShardedGradient) and gradient.dtype == slot.bucket.precision.reduce
-
-    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        if not self.accumulates(slot, gradient):
-            return
-        lasting = self._lasting_buffer(slot.bucket)
-        view = lasting.views[slot.number]
-        if gradient.data_ptr() != view.data_ptr():
-            self._spill(slot.bucket)
-            view.copy_(gradient)
-            slot.parameter.grad = slot.view_of(lasting.flat)
-
-    def release(self, bucket: Bucket) -> None:
-        if bucket.device.type != "cpu":
-            self._lasting.pop(bucket, None)
-            self._reservations.pop(bucket, None)
-            self._shards.pop(bucket, None)
-            return
-        # What has gone to a tier may still be read there.
-        if bucket.tier.is_apart or self._stays_in_place(bucket):
-            self._shards.pop(bucket, None)
-        reservation = self._reservations.get(bucket)
-        if reservation is not None and not bucket.tier.is_apart and reservation.flat.nbytes >= _KEPT_BELOW_BYTES:
-            # The padding reads as zero afterwards, as before.
-            reservation.release()
-
-    def _lasting_buffer(self, bucket: Bucket) -> OpenBuffer:
-        if bucket not in self._lasting:
-            reservation = reserve(bucket.layout.numel, bucket.precision.reduce, bucket.device, kept=slice(0, 0))
-            flat = clear_padding(reservation.flat, bucket.layout)
-            self._reservations[bucket], self._lasting[bucket] = reservation, OpenBuffer(bucket, flat)
-            self._lasting_bytes[bucket] = flat.nbytes
-        return self._lasting[bucket]
-
-    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
-        target = self._lasting_buffer(bucket)
-        self._spill(bucket)
-        return target
-
-    def _spill(self, bucket: Bucket) -> None:
-        """Moves a shard reduced earlier out of the buffer that is about to be filled again."""
-        flat = self._lasting_buffer(bucket).flat
-        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        if any(row.tensor.grad is not None and begin <= row.tensor.grad.data_ptr() < end for row in bucket.rows):
-            self._widen(bucket)
-
-    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        if self._reduces_in_place(bucket):
-            return self._own_part(bucket, flat)
-        if bucket.tier.is_apart or any(row.tensor.grad is not None for row in bucket.rows):
-            return self._scratch(bucket)
-        return self._shard(bucket)
-
-    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
-        reduced = self._targets.pop(bucket)
-        target = reduced if self._stays_in_place(bucket) else self._shard(bucket)
-        return self._leave(bucket, reduced, target, going_on)
-
-    def _reduces_in_place(self, bucket: Bucket) -> bool:
-        return bucket.precision.reduce == bucket.precision.reduced
-
-    def _stays_in_place(self, bucket: Bucket) -> bool:
-        """Whether the reduced shard waits for the step where it was reduced."""
-        is_wanted_so = bucket.precision.reduced == bucket.gradient_dtype and not bucket.tier.is_apart
-        return self._reduces_in_place(bucket) and is_wanted_so
-
-
-class PooledGradients(ShardedStore):
-    """A bucket's buffer is taken from a small pool for its first gradient and returned when it is reduced."""
-
-    def __init__(self, reduction: Reduction, landing: Landing, pool: BufferPool):
-        super().__init__(reduction, landing)
-        self._pool = pool
-        self._lent: dict[Bucket, torch.Tensor] = {}
-        self._in_flight: deque[Bucket] = deque()
-        self._scratches: dict[Bucket, int] = {}
-        self._start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
-        self._beside_bytes = self._most_beside_bytes = 0
-
-    def held_bytes(self) -> dict[str, int]:
-        return {
-            "gradients": sum(self._shard_bytes.values()) + self._landing.downlink.sum_bytes,
-            "gradient buffers": self._pool.most_bytes + self._most_beside_bytes,
-        }
-
-    def start_passed_over_by(self, start: Callable[[Bucket], bool | None]) -> None:
-        self._start_passed_over = start
-
-    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """Autograd itself keeps adding to `p.grad` until the reducing pass."""
-
-    def release(self, bucket: Bucket) -> None:
-        # Activations grow from here to the next backward, which makes another shard as it needs it.
-        self._shards.pop(bucket, None)
-
-    def finish_all(self) -> None:
-        super().finish_all()
-        self._pool.rest()
-
-    def discard_open(self) -> None:
-        for bucket in self._open:
-            self._pool.give_back(bucket, self._lent.pop(bucket))
-        super().discard_open()
-
-    def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
-        if self._pool.is_last_for(bucket) and not self._in_flight:
-            # It would take the last buffer, and one that is passed over wants a buffer, too.
-            self._start_passed_over(bucket)
-        while self._pool.exhausted_for(bucket) and (self._in_flight or self._start_passed_over(bucket)):
-            self.finish(self._in_flight[0])
-        self._lent[bucket] = self._pool.take(bucket)
-        return OpenBuffer(bucket, clear_padding(self._lent[bucket][: bucket.layout.numel], bucket.layout))
-
-    def _start_reduction(self, bucket: Bucket, flat: torch.Tensor) -> Handle:
-        handle = super()._start_reduction(bucket, flat)
-        self._in_flight.append(bucket)
-        return handle
-
-    def _target(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        precision, is_held = bucket.precision, any(row.tensor.grad is not None for row in bucket.rows)
-        if bucket.tier.is_apart:
-            # Copied from there when the buffer has been passed on.
-            return self._scratch(bucket)
-        if precision.reduced == bucket.gradient_dtype and not is_held:
-            return self._shard(bucket)
-        return self._own_part(bucket, flat) if precision.reduced == precision.reduce else self._scratch(bucket)
-
-    def _scratch(self, bucket: Bucket) -> torch.Tensor:
-        scratch = super()._scratch(bucket)
-        self._scratches[bucket] = scratch.nbytes
-        self._beside_bytes += scratch.nbytes
-        self._most_beside_bytes = max(self._most_beside_bytes, self._beside_bytes)
+        scratch = Tier(bucket.device).scratch(bucket.layout.shard_numel, bucket.precision.reduced)
+        if bucket in self._lent:
+            self._scratches[bucket] = scratch.nbytes
+            self._beside_bytes += scratch.nbytes
+            self._most_beside_bytes = max(self._most_beside_bytes, self._beside_bytes)
         return scratch
 
-    def _deliver(self, bucket: Bucket, going_on: Collection[Row]) -> Arrival:
-        self._in_flight.remove(bucket)
-        reduced, target = self._targets.pop(bucket), self._shard(bucket)
-        arrival = self._leave(bucket, reduced, target, going_on)
-        self._beside_bytes -= self._scratches.pop(bucket, 0)
-        self._pool.give_back(bucket, self._lent.pop(bucket))
-        return arrival
+
+def choose_store(
+    buckets: Sequence[Bucket], config: ZeroConfig, reduction: Reduction, landing: Landing
+) -> GradientStore:
+    """The store of a stage."""
+    if all(bucket.rows_are_parameters for bucket in buckets):
+        return ReplicatedGradients(reduction, landing)
+    # Where the shard is all of the bucket, there is no smaller place to reduce it into.
+    is_replicated = all(bucket.group.groups.shard_size == 1 for bucket in buckets)
+    is_whole = is_replicated and not any(bucket.tier.is_apart for bucket in buckets)
+    passing = BufferPool(buckets, pool.GRAD_BUFFERS, buckets[0].device)
+    kept: Literal["accumulated", "pooled"] = "accumulated" if config.stage == 1 else "pooled"
+    return ShardedGradients(reduction, landing, passing, "lasting" if is_whole else kept)

@@ -2,8 +2,6 @@
 
 A store keeps a flat gradient buffer a bucket while it fills, starts its reduction, and leaves the result in the `.grad` of
 the bucket's rows. The stores keep those buffers for different times; the pass above them (backward_pass.py) is one.
-ReplicatedGradients is in replicated_store.py, UnshardedGradients and PooledGradients are in sharded_store.py, and
-AccumulatedGradients, which chooses between these two by bucket, is in accumulated_store.py.
 """
 
 from abc import ABC, abstractmethod
@@ -20,8 +18,9 @@ from ...buckets.padding import clear_padding
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
-from ...offload.tier import DeviceTier
+from ...offload.tier import Tier
 from ...optimizer.clipped_gradient import widen
+from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
 
 _AT_ONCE_NUMEL = 1 << 20
@@ -48,75 +47,17 @@ class Landing:
 
 
 class GradientStore(ABC):
-    """What a backward pass asks of whoever keeps gradients until the step."""
-
-    @abstractmethod
-    def held_bytes(self) -> dict[str, int]:
-        """Bytes of gradient memory by kind: "gradients" lasting from backward to step, "gradient buffers" in passing."""
-
-    @abstractmethod
-    def start_passed_over_by(self, start: Callable[[Bucket], bool | None]) -> None:
-        """Sets what starts a bucket that stands before one which wants a buffer, and is passed over.
-
-        Args:
-            start: given the bucket that wants a buffer, it returns whether it has started one.
-        """
-
-    @abstractmethod
-    def release(self, bucket: Bucket) -> None:
-        """Gives back what need not last from the step to the next backward."""
-
-    @abstractmethod
-    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """Keeps a whole gradient, unreduced, until a reducing pass (gradient accumulation without communication)."""
-
-    @abstractmethod
-    def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """The slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already."""
-
-    @abstractmethod
-    def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """`put` of a small slot's first gradient in a pass."""
-
-    @abstractmethod
-    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
-        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing).
-
-        `start_again` reduces it.
-        """
-
-    @abstractmethod
-    def finish_slot(self, slot: ParameterSlot) -> None:
-        """Ends the pass for a slot whose gradient some rank contributed to."""
-
-    @abstractmethod
-    def start(self, bucket: Bucket) -> None:
-        """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
-
-    @abstractmethod
-    def start_again(self, bucket: Bucket) -> None:
-        """Starts the reduction of what came late, on this rank or another; its result is added to that of the first."""
-
-    @abstractmethod
-    def finish_all(self) -> None:
-        """Returns when all gradients are in the rows, or on their way there where another backward adds to them."""
-
-    @abstractmethod
-    def end_pass(self) -> None:
-        """Called on every rank when all gradients of a backward pass are reduced."""
-
-    @abstractmethod
-    def discard_open(self) -> None:
-        """Forgets buffers that a failed backward left half filled."""
-
-
-class FlatGradients(GradientStore):
-    """Fills a flat buffer a bucket, and reduces it into shards.
+    """Keeps gradients until the step: fills a flat buffer a bucket, and starts the buffer's reduction.
 
     A rank's share of the mean is taken of each gradient as it is put, in DDP's order: divided, then summed.
+
+    Attributes:
+        start_passed_over: given a bucket that wants a buffer, starts one that stands before it and is passed over.
+            Returns whether it has.
     """
 
-    def __init__(self, landing: Landing):
+    def __init__(self, reduction: Reduction, landing: Landing):
+        self._reduction = reduction
         self._landing = landing
         self._open: dict[Bucket, OpenBuffer] = {}
         self._started: dict[Bucket, Handle] = {}
@@ -126,6 +67,22 @@ class FlatGradients(GradientStore):
         self._small_gradients: dict[Bucket, list[torch.Tensor]] = {}
         # Whose reduction is the second in its pass.
         self._again: set[Bucket] = set()
+        self.start_passed_over: Callable[[Bucket], bool | None] = lambda bucket: False
+
+    @abstractmethod
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of gradient memory by kind: "gradients" lasting from backward to step, "gradient buffers" in passing."""
+
+    @abstractmethod
+    def release(self, bucket: Bucket) -> None:
+        """Gives back what need not last from the step to the next backward."""
+
+    @abstractmethod
+    def hold(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """Keeps a whole gradient, unreduced, until a reducing pass (gradient accumulation without communication).
+
+        Where it does not, autograd itself keeps adding to `p.grad` until then.
+        """
 
     @abstractmethod
     def _open_buffer(self, bucket: Bucket) -> OpenBuffer:
@@ -143,10 +100,22 @@ class FlatGradients(GradientStore):
             going_on: rows whose gradient it adds to.
         """
 
-    def start_passed_over_by(self, start: Callable[[Bucket], bool | None]) -> None:
-        """No bucket waits for another's buffer."""
+    def put_late(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """A further gradient after the bucket's reduction started (a parameter used twice under reentrant checkpointing).
+
+        `start_again` reduces it.
+        """
+        self.put(slot, gradient)
+
+    def finish_slot(self, slot: ParameterSlot) -> None:  # noqa: B027 (`p.grad` may be the reduced gradient itself)
+        """Ends the pass for a slot whose gradient some rank contributed to."""
+
+    def end_pass(self) -> None:
+        """Called on every rank when all gradients of a backward pass are reduced."""
+        self._reduction.end_pass()
 
     def put(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """The slot's share of a gradient: divided by the number of ranks and cast, added if the slot has one already."""
         bucket = slot.bucket
         # Small ones wait until the bucket starts: most parameters of a model are small, and are put by two calls together.
         if slot.is_small and not slot.arrived:
@@ -168,6 +137,7 @@ class FlatGradients(GradientStore):
         slot.arrived = True
 
     def put_small(self, slot: ParameterSlot, gradient: torch.Tensor) -> None:
+        """`put` of a small slot's first gradient in a pass."""
         slot.arrived = True
         bucket = slot.bucket
         if bucket in self._small:
@@ -176,14 +146,16 @@ class FlatGradients(GradientStore):
         else:
             self._small[bucket], self._small_gradients[bucket] = [slot], [gradient]
 
-    def start(self, bucket: Bucket) -> None:
-        self._start(bucket)
-
     def start_again(self, bucket: Bucket) -> None:
+        """Starts the reduction of what came late, on this rank or another; its result is added to that of the first."""
         self.finish(bucket)
         # The first result may still be on its way out of the buffer that is filled again.
         bucket.await_gradient()
         self._again.add(bucket)
+        self._start(bucket)
+
+    def start(self, bucket: Bucket) -> None:
+        """Starts the bucket's reduction. Slots to which nothing came take part with zeros."""
         self._start(bucket)
 
     def _start(self, bucket: Bucket) -> None:
@@ -213,6 +185,7 @@ class FlatGradients(GradientStore):
             self._landing.landed(bucket, bucket.arrival)
 
     def finish_all(self) -> None:
+        """Returns when all gradients are in the rows, or on their way there where another backward adds to them."""
         for bucket in list(self._started):
             self.finish(bucket)
         arriving, self._arriving = self._arriving, []
@@ -221,6 +194,7 @@ class FlatGradients(GradientStore):
                 bucket.await_gradient()
 
     def discard_open(self) -> None:
+        """Forgets buffers that a failed backward left half filled."""
         for bucket in (*self._open, *self._small):
             for slot in bucket.slots:
                 slot.arrived = False
@@ -257,7 +231,7 @@ class FlatGradients(GradientStore):
 
 def new_buffer(bucket: Bucket) -> OpenBuffer:
     """A flat gradient buffer of the reduce dtype, zero where no parameter lies."""
-    flat = DeviceTier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
+    flat = Tier(bucket.device).scratch(bucket.layout.numel, bucket.precision.reduce)
     return OpenBuffer(bucket, clear_padding(flat, bucket.layout))
 
 

@@ -6,7 +6,6 @@ gone, a - mean(m), is then the gradient of one step of SGD with Nesterov's momen
 rate 1 and no momentum it is local SGD (Stich 2019, arXiv 1805.09767). Optimizer state stays each group's own.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
@@ -29,8 +28,8 @@ _PARTS = 3
 AtHand = Callable[[Bucket], AbstractContextManager[None]]
 
 
-class OuterSteps(ABC):
-    """What is done about models of other groups.
+class OuterSteps:
+    """What is done about models of other groups: nothing where all ranks take each step together.
 
     Attributes:
         replica: which of the groups this rank is in.
@@ -38,51 +37,27 @@ class OuterSteps(ABC):
 
     replica = 0
 
-    @abstractmethod
     def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
         """Called when an optimizer has stepped `buckets`, all that it has; returns those that an outer step changed."""
+        return []
 
-    @abstractmethod
     def finish(self) -> list[Bucket]:
         """Takes the outer steps that local steps are waiting for, before their time; returns the buckets changed. Collective."""
+        return []
 
-    @abstractmethod
     def start_from_masters(self) -> None:
         """Called when masters have been replaced, in all groups by the same: they are the common model now."""
 
-    @abstractmethod
     def held_bytes(self, bucket: Bucket) -> int:
         """Bytes of the bucket's anchor and momentum, which lie where its master does."""
-
-    @abstractmethod
-    def rows(self) -> Iterator[StateRow]:
-        """This rank's part of the momentum."""
-
-    @abstractmethod
-    def fill(self, read: Read, kinds_of: KindsOf) -> None:
-        """Replaces the momentum by a checkpoint's; the arguments are `fill_rows`'s."""
-
-
-class NoOuterSteps(OuterSteps):
-    """All ranks take each step together."""
-
-    def after_step(self, buckets: Sequence[Bucket]) -> list[Bucket]:
-        return []
-
-    def finish(self) -> list[Bucket]:
-        return []
-
-    def start_from_masters(self) -> None:
-        """There is no anchor."""
-
-    def held_bytes(self, bucket: Bucket) -> int:
         return 0
 
     def rows(self) -> Iterator[StateRow]:
+        """This rank's part of the momentum."""
         return iter(())
 
     def fill(self, read: Read, kinds_of: KindsOf) -> None:
-        """There is no momentum."""
+        """Replaces the momentum by a checkpoint's; the arguments are `fill_rows`'s."""
 
 
 class Anchor:
@@ -246,4 +221,4 @@ def choose_outer(
     transport: Transport, among: RankGroup | None, comm: CommConfig, buckets: Sequence[Bucket], at_hand: AtHand
 ) -> OuterSteps:
     """Outer steps where there are groups to bring together. `at_hand`: see `Anchor`."""
-    return NoOuterSteps() if among is None else SyncedEvery(transport, among, comm, buckets, at_hand)
+    return OuterSteps() if among is None else SyncedEvery(transport, among, comm, buckets, at_hand)

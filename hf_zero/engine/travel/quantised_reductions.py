@@ -1,9 +1,9 @@
 """Sums of gradients that travel in blocks, inside a shard group and between shard groups."""
 
-from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,31 +16,20 @@ from ...comm.transport import DataParallelGroup, Handle, Label
 from ...kernels.quantise import BlockFormat
 from ...layout.intervals import Interval
 from .reductions import Reduction
-from .residuals import BETWEEN, OF_SUMS, NoResiduals, Residuals
+from .residuals import BETWEEN, OF_SUMS, Residuals
 
 _SAMPLED_PASSES = 100
 """One bucket is reduced exactly as well in every so many backward passes."""
 
 
-class Route(ABC):
-    """The way of quantised gradients from every rank to those that own their sum.
-
-    Attributes:
-        residuals: of each time that it quantises.
-    """
-
-    residuals: Sequence[Residuals]
-
-    @abstractmethod
-    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """As `Reduction.start`."""
-
-
-class WithinGroup(Route):
-    """A reduce-scatter inside the shard group, which quantises once.
+class Route:
+    """The way of quantised gradients from every rank to those that own their sum: here a reduce-scatter, which quantises once.
 
     Args:
         residuals: laid out as buckets.
+
+    Attributes:
+        residuals: of each time that it quantises.
     """
 
     def __init__(self, format: BlockFormat, residuals: Residuals):
@@ -49,6 +38,7 @@ class WithinGroup(Route):
         self.residuals = [residuals]
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        """As `Reduction.start`."""
         label, group, unsent = bucket.label("reduce-scatter gradients"), bucket.group, self._unsent.of(bucket)
         return reduce_scatter_blocks(group.transport, self._format, flat, out, unsent, group.groups.shard, label)
 
@@ -70,7 +60,7 @@ class BetweenGroups(Route):
         self,
         format: BlockFormat,
         *,
-        within: WithinGroup,
+        within: Route,
         between: Residuals,
         of_sums: Residuals,
         order: StepsInOrder,
@@ -117,9 +107,9 @@ def choose_route(groups: Groups, format: BlockFormat, order: StepsInOrder, *, er
         numel = bucket.own_interval.numel // replicate.size
         return Interval(0, numel).shift(bucket.own_interval.start + replicate.place * numel)
 
-    make = Residuals if error_feedback else NoResiduals
+    make = partial(Residuals, kept=error_feedback)
     whole = make(lambda own: f"{RESIDUAL}{own.rank}", lambda bucket: Interval(0, bucket.layout.numel), of_rank)
-    within = WithinGroup(format, whole)
+    within = Route(format, whole)
     if groups.replicate.size == 1:
         return within
     return BetweenGroups(
@@ -157,6 +147,7 @@ class QuantisedReduction(Reduction):
     """
 
     def __init__(self, route: Route, exact: Reduction):
+        super().__init__()
         self._route = route
         self._exact = exact
         self._passes = 0

@@ -1,6 +1,5 @@
 """Reductions of a bucket's gradients: reduce-scatter, all-reduce, or both over two groups."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -12,57 +11,10 @@ from ...comm.transport import Handle
 from ...device import SideQueue
 
 
-class Reduction(ABC):
-    """Sums buckets over the ranks of their groups. Between passes it may keep state of its own, which goes into checkpoints."""
+class Reduction:
+    """Sums buckets over the ranks: here by a reduce-scatter of the gradients as they are.
 
-    @abstractmethod
-    def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
-        """Starts the sum of `flat` (numel,) over the ranks; this rank's (shard_numel,) of it land in `out`.
-
-        `out` may be this rank's part of `flat`, whose contents are undefined afterwards.
-        """
-
-    @abstractmethod
-    def end_pass(self) -> None:
-        """Called on every rank when all reductions of a backward pass have ended."""
-
-    @property
-    @abstractmethod
-    def held_bytes(self) -> int:
-        """Bytes of lasting state."""
-
-    @property
-    @abstractmethod
-    def error(self) -> float | None:
-        """Relative error of a reduced gradient that was sampled lately; None where nothing is lost."""
-
-    @abstractmethod
-    def rows(self) -> Iterator[StateRow]:
-        """This rank's lasting state, copied."""
-
-    @abstractmethod
-    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """Replaces lasting state by a checkpoint's; the arguments are `fill_rows`'s."""
-
-
-class _Lossless(Reduction):
-    """Nothing is lost, and nothing has to be kept."""
-
-    held_bytes = 0
-    error = None
-
-    def end_pass(self) -> None:
-        """There is nothing to measure."""
-
-    def rows(self) -> Iterator[StateRow]:
-        return iter(())
-
-    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """What another run has not sent stays unsent: at most half a step of its blocks."""
-
-
-class ExactReduction(_Lossless):
-    """A reduce-scatter of the gradients as they are.
+    Other ways may lose something, and keep state between passes, which goes into checkpoints.
 
     Args:
         of: what is summed, for the ledger.
@@ -72,10 +24,37 @@ class ExactReduction(_Lossless):
         self._kind = f"reduce-scatter {of}"
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
+        """Starts the sum of `flat` (numel,) over the ranks; this rank's (shard_numel,) of it land in `out`.
+
+        `out` may be this rank's part of `flat`, whose contents are undefined afterwards.
+        """
         return bucket.group.transport.start_reduce_scatter(flat, out, bucket.label(self._kind))
 
+    def end_pass(self) -> None:
+        """Called on every rank when all reductions of a backward pass have ended."""
 
-class ReplicatedReduction(_Lossless):
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of lasting state."""
+        return 0
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of a reduced gradient that was sampled lately; None where nothing is lost."""
+        return None
+
+    def rows(self) -> Iterator[StateRow]:
+        """This rank's lasting state, copied."""
+        return iter(())
+
+    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
+        """Replaces lasting state by a checkpoint's; the arguments are `fill_rows`'s.
+
+        Where nothing is kept, what another run has not sent stays unsent: at most half a step of its blocks.
+        """
+
+
+class ReplicatedReduction(Reduction):
     """An all-reduce, where every rank steps all parameters; `out` may be `flat` itself."""
 
     def start(self, bucket: Bucket, flat: torch.Tensor, out: torch.Tensor) -> Handle:
@@ -91,7 +70,7 @@ class ReplicatedReduction(_Lossless):
         return Handle(label, transport.ledger, complete)
 
 
-class HybridReduction(_Lossless):
+class HybridReduction(Reduction):
     """A sum inside the shard group, and then of each shard over its replicate group.
 
     Hybrid sharding: Zhang et al. 2022, "MiCS", arXiv 2205.00119. Of a bucket with n elements in shard groups of S ranks, of
@@ -106,7 +85,7 @@ class HybridReduction(_Lossless):
 
     def __init__(
         self,
-        within: ExactReduction,
+        within: Reduction,
         order: StepsInOrder,
         queue: SideQueue,
         of: str = "shards of gradients",

@@ -32,6 +32,7 @@ class Residuals:
         kind_in: of their rows in a checkpoint, by the ranks that share a bucket.
         interval_of: what of a bucket this rank sends.
         takes: of a saved kind, whether they are added to by it among those ranks.
+        kept: False lets go what quantising loses.
     """
 
     def __init__(
@@ -39,10 +40,13 @@ class Residuals:
         kind_in: Callable[[Groups], str],
         interval_of: Callable[[Bucket], Interval],
         takes: Callable[[str, Groups], bool],
+        *,
+        kept: bool,
     ):
         self._kind_in = kind_in
         self._interval_of = interval_of
         self._takes = takes
+        self._is_kept = kept
         self._of: dict[Bucket, torch.Tensor] = {}
 
     @property
@@ -51,7 +55,7 @@ class Residuals:
 
     def of(self, bucket: Bucket) -> torch.Tensor | None:
         """The bucket's, 1-D bfloat16, zeros at first; None where nothing is kept."""
-        return self._kept(bucket)
+        return self._kept(bucket) if self._is_kept else None
 
     def _kept(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self._of:
@@ -74,7 +78,7 @@ class Residuals:
     def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
         """Replaces them by those of a checkpoint that they are to take; the arguments are `fill_rows`'s."""
         self._of.clear()
-        for bucket in buckets:
+        for bucket in buckets if self._is_kept else ():
             for name, in_parameter, in_residual in self._cuts(bucket):
                 for kind in (kind for kind in kinds_of(name) if self._takes(kind, bucket.group.groups)):
                     place = self._kept(bucket)[in_residual]
@@ -88,18 +92,3 @@ class Residuals:
             if common is not None:
                 here = common.shift(-interval.start)
                 yield slot.name, common.shift(-slot.interval.start), slice(here.start, here.stop)
-
-
-class NoResiduals(Residuals):
-    """What quantising loses is let go."""
-
-    held_bytes = 0
-
-    def of(self, bucket: Bucket) -> torch.Tensor | None:
-        return None
-
-    def rows(self) -> Iterator[StateRow]:
-        return iter(())
-
-    def fill(self, buckets: Iterable[Bucket], read: Read, kinds_of: KindsOf) -> None:
-        """What another run has kept is let go, too."""

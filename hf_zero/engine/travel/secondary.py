@@ -26,6 +26,7 @@ class ForwardGather(Gather):
     takes_edits = False
 
     def __init__(self, whole: Gather, node: RankGroup):
+        super().__init__()
         self._whole = whole
         self.node = node
         self.kept: dict[Bucket, torch.Tensor] = {}
@@ -53,9 +54,9 @@ class BackwardGather(Gather):
     """Gathers inside the node what `forward` has kept, and from all ranks what it has not."""
 
     takes_edits = False
-    held_bytes = 0
 
     def __init__(self, forward: ForwardGather):
+        super().__init__()
         self._forward = forward
 
     def start(self, bucket: Bucket) -> Handle:
@@ -64,6 +65,3 @@ class BackwardGather(Gather):
             return self._forward.start(bucket)
         label = bucket.label("all-gather parameters in the node")
         return bucket.group.transport.start_all_gather(bucket.flat, part, label, among=self._forward.node)
-
-    def forget(self) -> None:
-        """The forward's gather has what is kept."""

@@ -11,9 +11,9 @@ from ...config import ZeroConfig
 from ...device import SideQueue, side_queue
 from ...kernels.quantise import CODES, BlockFormat
 from ...layout.slots import USUAL_ALIGNMENT, Alignment
-from .gathers import CastGather, ExactGather, Gather, QuantisedGather
+from .gathers import Gather, QuantisedGather
 from .quantised_reductions import QuantisedReduction, choose_route
-from .reductions import ExactReduction, HybridReduction, Reduction, ReplicatedReduction
+from .reductions import HybridReduction, Reduction, ReplicatedReduction
 from .secondary import BackwardGather, ForwardGather
 
 
@@ -60,8 +60,8 @@ def choose_wire(config: ZeroConfig, groups: Groups, device: torch.device) -> Wir
         groups: of the most ranks that a bucket is shared between.
         device: that computes.
     """
-    exact = ExactGather()
-    in_passes: Gather = CastGather() if config.gather_dtype == "bfloat16" else exact
+    exact = Gather(is_exact=True)
+    in_passes = Gather() if config.gather_dtype == "bfloat16" else exact
     if groups.shard_size == 1:
         return Wire(reduction=ReplicatedReduction(), gather=exact, forward=in_passes, backward=in_passes, exact=exact)
     weights, gradients = (_format(config, kind) for kind in (config.comm.weights, config.comm.gradients))
@@ -99,7 +99,7 @@ def _exact_reduction(groups: Groups, order: StepsInOrder, queue: SideQueue, **of
     Args:
         of: what is summed, where it is not the gradients.
     """
-    within = ExactReduction(**of)
+    within = Reduction(**of)
     return within if groups.replicate.size == 1 else HybridReduction(within, order, queue, **of)
 
 

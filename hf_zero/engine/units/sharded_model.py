@@ -60,11 +60,11 @@ class ShardedModel:
         self.gathered = GatheredParameters(
             self.unit_of, self.schedule, transport, holder, device, config.comm.meeting_timeout_s
         )
-        guards = self._guard_modules()
-        self._methods = ModuleMethods(model, guards, self.gathered)
-        self._handles = self._install_hooks(layers, guards)
+        self._guards = self._guard_modules()
+        self._methods = ModuleMethods(model, self._guards, self.gathered)
+        self._handles = self._install_hooks(layers)
         if device.type == "cpu":
-            self._handles += cast_norm_inputs(module for module in guards if self._casts_weights_of(module))
+            self._handles += cast_norm_inputs(module for module in self._guards if self._casts_weights_of(module))
 
     @property
     def is_empty(self) -> bool:
@@ -161,9 +161,9 @@ class ShardedModel:
             handle.remove()
         self._methods.remove()
         for unit in self.schedule.units:
-            for guard in unit.guards:
-                guard.remove()
-            unit.guards.clear()
+            unit.followers.clear()
+        for guard in self._guards.values():
+            guard.remove()
         for parameter in self.unit_of:
             show_values(parameter)
 
@@ -174,11 +174,11 @@ class ShardedModel:
             if slots:
                 guard = guards[module] = ModuleGuard(module, slots, self.schedule)
                 for unit in {unit for unit, _ in slots.values()}:
-                    unit.guards.append(guard)
+                    unit.followers.append(guard.update)
                 guard.update()
         return guards
 
-    def _install_hooks(self, layers: Iterable[Unit], guards: Iterable[nn.Module]) -> list[RemovableHandle]:
+    def _install_hooks(self, layers: Iterable[Unit]) -> list[RemovableHandle]:
         handles: list[RemovableHandle] = []
         of_modules = [(self._model.get_submodule(name), unit) for unit in layers for name in unit.modules]
         for module, unit in of_modules:
@@ -190,7 +190,7 @@ class ShardedModel:
             handles.append(module.register_forward_hook(look))
             # always_call: non-reentrant checkpointing leaves the recomputed forward by an exception.
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
-        for module in guards:
+        for module in self._guards:
             if any(p in self.unit_of and self.unit_of[p][0] is self.root for p in module._parameters.values()):
                 # An encoder or embedding may be called by itself, past the model's own forward.
                 hook = WeakHook(self, ShardedModel._before_part_of_root)

@@ -1,10 +1,10 @@
 """Units of stage 3: parameters that are unsharded and resharded together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -26,14 +26,6 @@ class UnitState(Enum):
     UNSHARDED = "unsharded"
 
 
-class Guard(Protocol):
-    """Something that follows a unit's state."""
-
-    def update(self) -> None: ...
-
-    def remove(self) -> None: ...
-
-
 class Unit:
     """Parameters that are unsharded at the same time: those of a layer, or a few layers, or all that are in no layer.
 
@@ -47,7 +39,7 @@ class Unit:
         state: the only way through is SHARDED, UNSHARDING, UNSHARDED and back.
         is_sharded: the state is SHARDED.
         holds: how many users keep it from being resharded.
-        guards: told of each change between whole and sharded.
+        followers: called after each change between whole and sharded.
     """
 
     def __init__(self, modules: Sequence[str], buckets: Sequence[Bucket]):
@@ -59,7 +51,7 @@ class Unit:
         self.state = UnitState.SHARDED
         self.is_sharded = True
         self.holds = 0
-        self.guards: list[Guard] = []
+        self.followers: list[Callable[[], None]] = []
         self.gather: Gather | None = None
         self._handles: list[Handle] = []
         self._parameters = [slot.parameter for slot in self.slots]
@@ -183,8 +175,8 @@ class Unit:
     def _hang_parameters(self) -> None:
         for bucket, memory in self.memories.items():
             memory.hang_all(bucket.parameters, bucket.places)
-        for guard in self.guards:
-            guard.update()
+        for follow in self.followers:
+            follow()
 
     def _take_in_edits(self) -> None:
         before = dict(zip(self._parameters, self._versions))

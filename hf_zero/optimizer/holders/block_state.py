@@ -8,10 +8,8 @@ import torch
 from ...buckets.bucket import Bucket, Row
 from ...buckets.packed_state import PackedPart, PackedState
 from ...layout.blocks import block_bytes, is_in_blocks
-from ..state.bucket_state import Regions, StateCopy, StatePlace
-from ..state.placeholders import States
+from ..state.bucket_state import Regions, StatePlace, States
 from .packed_moments import PackedMoments
-from .register_state import copied
 
 
 class StateInBlocks(StatePlace):
@@ -26,14 +24,13 @@ class StateInBlocks(StatePlace):
     is_away = True
 
     def __init__(self, moments: PackedMoments):
+        super().__init__()
         self._moments = moments
         self._lent: dict[str, torch.Tensor] = {}
         self.packed: dict[str, PackedState] = {}
+        # Of steps aside; they change places with the others when such a step is taken over.
+        self._packed_aside: dict[str, PackedState] = {}
         self.lent_bytes = moments.float_bytes
-
-    @property
-    def in_blocks(self) -> "StateInBlocks":
-        return self
 
     def blocks(self) -> dict[str, PackedState]:
         """The moments by name; zeros at first."""
@@ -67,7 +64,7 @@ class StateInBlocks(StatePlace):
     def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
         """Has the row's moment in blocks, zero if the register has none, or in float32 there if the parameter is too small.
 
-        Returns whether it had values, as `RowStates.make_ready` does.
+        Returns whether it had values.
         """
         had = name in state
         if not is_in_blocks(row.slot.parameter.numel()):
@@ -84,49 +81,21 @@ class StateInBlocks(StatePlace):
         packed = sum(state.nbytes for state in self.packed.values())
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
-    def copy(self) -> StateCopy:
-        return _SecondBlocks(self, self._moments)
+    def end_aside(self, states: States, regions: Regions) -> None:
+        if not self._packed_aside:
+            self._packed_aside = self._moments.zeros()
+        self._moments.pack(states, self._lent, self._packed_aside)
+        self._lent = {}
 
-    def copy_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+    def exchange_aside(self) -> None:
+        self.packed, self._packed_aside = self._packed_aside, self.packed
+
+    @property
+    def aside_bytes(self) -> int:
+        return sum(state.nbytes for state in self._packed_aside.values())
+
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
         return len(self._moments.codes) * block_bytes(bucket.layout.shard_numel)
 
     def close(self) -> None:
         self.packed = {}
-
-
-class _SecondBlocks:
-    """Blocks into which a step packs what it has made of the others; they change places when it is taken over."""
-
-    def __init__(self, state: StateInBlocks, moments: PackedMoments):
-        self._state = state
-        self._moments = moments
-        self._spare: dict[str, PackedState] = {}
-        self._lent: dict[str, torch.Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self._spare.values())
-
-    def begin(self, states: States, regions: Regions) -> dict[Row, dict[str, Any]]:
-        own = {row: dict(state) for row, state in states.items()}
-        self._lent = self._moments.unpack(own, self._state.packed)
-        apart_from_register(own, states)
-        return own
-
-    def end(self, states: dict[Row, dict[str, Any]], regions: Regions) -> None:
-        if not self._spare:
-            self._spare = self._moments.zeros()
-        self._moments.pack(states, self._lent, self._spare)
-        self._lent = {}
-
-    def exchange(self) -> None:
-        self._state.packed, self._spare = self._spare, self._state.packed
-
-    def take_over(self, row: Row, old: dict[str, Any]) -> None:
-        """All of the bucket's rows have changed places."""
-
-
-def apart_from_register(states: dict[Row, dict[str, Any]], registered: States) -> None:
-    """Copies what `states` still shares with the register: scalars, and state of parameters that are too small for blocks."""
-    for row, state in states.items():
-        state |= {name: copied(value) for name, value in state.items() if value is registered[row].get(name)}

@@ -29,8 +29,6 @@ class Double:
     def __init__(self, state: BucketState, optimizer: torch.optim.Optimizer):
         self.state = state
         self.optimizer = optimizer
-        self._master = state.master.copy()
-        self._state = state.state.copy()
         if state.shard is not None:
             state.shard.add_side()
 
@@ -53,28 +51,28 @@ class Double:
             buffer: with the contents of the bucket's file; afterwards what its other side is to have.
         """
         regions = self.state.regions_in(buffer)
-        master = self._master.begin(regions)
-        begun = self._state.begin({row: state for row, _, state in seen.rows}, regions)
+        master = self.state.master.begin_aside(regions)
+        begun = self.state.state.begin_aside({row: state for row, _, state in seen.rows}, regions)
         stepped = step_on(self.optimizer, seen, master, begun, scratch)
-        self._state.end(stepped, regions)
+        self.state.state.end_aside(stepped, regions)
         return stepped
 
     def take_over(self, stepped: Stepped) -> None:
         """Makes the copies the state, and the state the next copies."""
         if self.state.shard is not None:
             self.state.shard.exchange()
-        self._master.take_over()
-        self._state.exchange()
+        self.state.master.take_over_aside()
+        self.state.state.exchange_aside()
         for row, state in stepped.items():
             register = self.optimizer.state[row.tensor]
-            self._state.take_over(row, register)
+            self.state.state.take_over_aside(row, register)
             register.clear()
             register.update(state)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copies in memory, while they wait for the next step."""
-        return self._master.nbytes + self._state.nbytes
+        return self.state.master.aside_bytes + self.state.state.aside_bytes
 
     def _marks(self) -> tuple[tuple[Any, Any], ...]:
         shard = self.state.shard

@@ -8,9 +8,8 @@ from ...buckets.bucket import Bucket
 from ...device import Arrival
 from ...offload.tier import StateFiles, Tier
 from ..reports import EarlyReport
-from ..state.bucket_state import BucketState
-from ..state.placeholders import Placeholders
-from ..state.step_timing import StepTiming
+from ..state.bucket_state import BucketState, Placeholders
+from ..state.holder import StepTiming
 from .early_steps import EarlySteps
 from .seen_step import Seen
 from .steps_beside import StepsBeside, memory_bytes, try_aside

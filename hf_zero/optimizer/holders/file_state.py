@@ -1,19 +1,84 @@
-"""Optimizer state in a file: as it is, or moments in 8-bit blocks."""
+"""Masters and optimizer state in a file: as they are, or moments in 8-bit blocks."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ...buckets.bucket import Bucket, Row
 from ...buckets.packed_state import PackedPart, PackedState
+from ...buckets.rows import MASTER
+from ...device import allocate
 from ...layout.blocks import BLOCK_NUMEL, blocks
 from ...layout.intervals import Interval
+from ...offload.parameter_shards import Region
 from ...offload.stored import Kind, StoredShard
-from ..state.bucket_state import Regions, StateCopy, StatePlace
-from ..state.placeholders import Placeholders, States
-from .block_state import apart_from_register
+from ..state.bucket_state import MasterPlace, Placeholders, Regions, StatePlace, States, is_elementwise
 from .packed_moments import PackedMoments
+
+_HOST = torch.device("cpu")
+
+
+class MasterInFile(MasterPlace):
+    """A region of the bucket's file."""
+
+    is_away = True
+
+    def __init__(self, bucket: Bucket, shard: StoredShard, placeholders: Placeholders):
+        super().__init__(bucket)
+        self._shard = shard
+        self._absent = placeholders.of((), bucket.precision.master)
+
+    @property
+    def region(self) -> Region | None:
+        return None if self._bucket.precision.rounds else (self._shard, MASTER)
+
+    def move_in(self) -> None:
+        self._shard.write_part(MASTER, Interval(0, self._bucket.layout.shard_numel), self._bucket.master)
+        self._bucket.put_away(self._absent)
+
+    def bring(self, regions: Regions) -> None:
+        self._bucket.bring(regions[MASTER])
+        self._bucket.follow_edits()
+
+    def put_away(self) -> None:
+        self._bucket.write_back()
+        self._bucket.put_away(self._absent)
+
+    @contextmanager
+    def at_hand(self) -> Iterator[None]:
+        if not self._bucket.is_away:
+            yield
+            return
+        buffer = allocate(self._shard.region_bytes(MASTER), torch.uint8, _HOST)
+        self._bucket.bring(self._shard.read_region(MASTER, buffer))
+        try:
+            yield
+        finally:
+            self._bucket.put_away(self._absent)
+            self._shard.write_region(MASTER, buffer)
+            self._shard.written_bytes += buffer.nbytes
+
+    def put(self, row: Row, values: torch.Tensor) -> None:
+        if self._bucket.is_away:
+            self._shard.write_part(MASTER, row.layout.in_shard, values.reshape(-1))
+        else:
+            super().put(row, values)
+
+    def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
+        return self._shard.mapped_part(MASTER, row.layout.in_shard) if self._bucket.is_away else tensor
+
+    def begin_aside(self, regions: Regions) -> torch.Tensor:
+        # The buffer goes to the file's other side, and the sides change places.
+        return regions[MASTER]
+
+    def take_over_aside(self) -> None:
+        """The file's sides have changed places."""
+
+    @property
+    def most_aside_bytes(self) -> int:
+        return 0
 
 
 class StateInFile(StatePlace):
@@ -26,9 +91,9 @@ class StateInFile(StatePlace):
     """
 
     is_away = True
-    lent_bytes = 0
 
     def __init__(self, shard: StoredShard, names: Sequence[str], placeholders: Placeholders):
+        super().__init__()
         self._shard = shard
         self._names = names
         self._placeholders = placeholders
@@ -51,29 +116,20 @@ class StateInFile(StatePlace):
         kept = dict(state)
         for name in self._names:
             value = kept.get(name)
-            if _belongs(value, row) and not self._placeholders.has(value):
+            if is_elementwise(value, row) and not self._placeholders.has(value):
                 self._shard.write_part(name, row.layout.in_shard, value.reshape(-1))
                 kept[name] = self._placeholders.of(row.tensor.shape, self._shard.dtypes[name])
         return kept
 
-    def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        return sum(tensor.nbytes for tensor in tensors)
-
-    def copy(self) -> StateCopy:
-        return _InOtherSide(self)
-
-    def copy_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
         return 0
-
-    def close(self) -> None:
-        """The file goes with its tier."""
 
     def _exchange(self, states: States, regions: Regions, instead: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Puts `instead` of its place in the buffer into the register for each state tensor, whose values then are there."""
         for row, state in states.items():
             for name in self._names:
                 value = state.get(name)
-                if not _belongs(value, row):
+                if not is_elementwise(value, row):
                     continue
                 view = row.of(regions[name])
                 if not self._placeholders.has(value) and value.data_ptr() != view.data_ptr():
@@ -87,6 +143,7 @@ class MomentsInFile(StatePlace):
     is_away = True
 
     def __init__(self, bucket: Bucket, shard: StoredShard, moments: PackedMoments):
+        super().__init__()
         self._bucket = bucket
         self._shard = shard
         self._moments = moments
@@ -124,14 +181,8 @@ class MomentsInFile(StatePlace):
         packed = sum(kind.nbytes for kind in kinds_in_blocks(self._moments.codes, self._everything.numel))
         return packed + sum(tensor.nbytes for tensor in tensors if not self._moments.is_placeholder(tensor))
 
-    def copy(self) -> StateCopy:
-        return _InOtherSide(self)
-
-    def copy_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
         return 0
-
-    def close(self) -> None:
-        """The file goes with its tier."""
 
     def _part(self, row: Row, name: str) -> PackedPart:
         codes, scales = (self._shard.mapped_part(region, cut) for region, cut in _regions_of(name, self._everything))
@@ -149,35 +200,6 @@ class MomentsInFile(StatePlace):
             codes, scales = (regions[region] for region, _ in _regions_of(name, self._everything))
             found[name] = PackedState(codes, scales, code)
         return found
-
-
-class _InOtherSide:
-    """A step writes the buffer with the file's contents, which goes to the file's other side."""
-
-    nbytes = 0
-
-    def __init__(self, state: StateInFile | MomentsInFile):
-        self._state = state
-
-    def begin(self, states: States, regions: Regions) -> dict[Row, dict[str, Any]]:
-        own = {row: dict(state) for row, state in states.items()}
-        self._state.lend(own, regions)
-        apart_from_register(own, states)
-        return own
-
-    def end(self, states: dict[Row, dict[str, Any]], regions: Regions) -> None:
-        self._state.take_back(states, regions)
-
-    def exchange(self) -> None:
-        """The file's sides change places."""
-
-    def take_over(self, row: Row, old: dict[str, Any]) -> None:
-        """Placeholders take no memory."""
-
-
-def _belongs(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
-    """Whether this is state with one value an element of the row."""
-    return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
 
 
 def kinds_in_blocks(names: Iterable[str], numel: int) -> list[Kind]:

@@ -10,9 +10,8 @@ from ...buckets.packed_state import PackedState
 from ...config import ConfigError
 from ...kernels.dynamic import SIGNED, UNSIGNED, DynamicCode
 from ...layout.blocks import has_blocks, is_in_blocks
-from ..state.placeholders import Placeholders, States
+from ..state.bucket_state import Placeholders, States, is_elementwise
 from ..state.state_kinds import state_kinds
-from ..state.state_rows import elementwise_state
 
 CODES: dict[str, DynamicCode] = {
     "exp_avg": SIGNED,
@@ -76,7 +75,7 @@ class PackedMoments:
         """What of a row's state in the register is to be packed, or is."""
         if not is_in_blocks(row.slot.parameter.numel()):
             return []
-        return [(name, value) for name, value in elementwise_state(state, row).items() if name in self.codes]
+        return [(name, value) for name, value in state.items() if name in self.codes and is_elementwise(value, row)]
 
     def unpack(self, states: States, packed: Mapping[str, PackedState]) -> dict[str, torch.Tensor]:
         """Puts float32 tensors with the values of `packed` into `states` in place of placeholders.

@@ -9,14 +9,11 @@ from ...buckets.rows import MASTER
 from ...config import ZeroConfig
 from ...offload.stored import Kind, StoredShard
 from ...offload.tier import StateFiles, Tier
-from ..state.bucket_state import BucketState, MasterPlace, StatePlace
-from ..state.placeholders import Placeholders
+from ..state.bucket_state import BucketState, MasterPlace, Placeholders, StatePlace
 from ..state.state_kinds import kinds_by_size, state_kinds
 from .block_state import StateInBlocks
-from .file_state import MomentsInFile, StateInFile, kinds_in_blocks
-from .masters import MasterInFile, MasterInMemory
+from .file_state import MasterInFile, MomentsInFile, StateInFile, kinds_in_blocks
 from .packed_moments import MomentCodes, PackedMoments
-from .register_state import StateInRegister
 from .rounded_master import RoundedMaster
 
 
@@ -63,16 +60,14 @@ class Places:
         has_master = bucket.precision.has_master and (files.holds_state or not bucket.precision.rounds)
         masters = [Kind(MASTER, bucket.precision.master, bucket.layout.shard_numel)] if has_master else []
         if not (masters or kinds):
-            return BucketState(bucket, optimizer, MasterInMemory(bucket), _in_memory(moments))
+            return BucketState(bucket, optimizer, MasterPlace(bucket), _in_memory(moments))
         if masters and any(kind.name == MASTER for kind in kinds):
             raise ValueError(
                 f"hf_zero: {type(optimizer).__name__} keeps state that it calls {MASTER!r}, and so are the fp32 copies of "
                 "parameters called in files. Give it another name, or use `offload.optimizer: cpu`."
             )
         shard = files.store(bucket.name, [*masters, *kinds])
-        master: MasterPlace = MasterInMemory(bucket)
-        if has_master:
-            master = MasterInFile(bucket, shard, self.placeholders)
+        master = MasterInFile(bucket, shard, self.placeholders) if has_master else MasterPlace(bucket)
         state = self._state_in(shard, bucket, kinds, moments) if kinds else _in_memory(moments)
         return BucketState(bucket, optimizer, master, state, shard)
 
@@ -85,11 +80,11 @@ class Places:
 
     def _master_in_memory(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None) -> MasterPlace:
         is_rounded = bucket.trained and bucket.precision.stochastic
-        return RoundedMaster(bucket, optimizer) if is_rounded else MasterInMemory(bucket)
+        return RoundedMaster(bucket, optimizer) if is_rounded else MasterPlace(bucket)
 
 
 def _in_memory(moments: PackedMoments) -> StatePlace:
-    return StateInBlocks(moments) if moments.codes else StateInRegister()
+    return StateInBlocks(moments) if moments.codes else StatePlace()
 
 
 def _kinds_in_file(bucket: Bucket, optimizer: torch.optim.Optimizer, moments: PackedMoments) -> list[Kind]:

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 import torch
 
 from ...buckets.bucket import Bucket, Row
-from ...buckets.packed_state import PackedPart
 from ...kernels.stochastic import REGION_NUMEL, counters_for, round_stochastically
-from ..state.bucket_state import MasterCopy, MasterPlace, Regions
-from .masters import put_into_row
+from ..state.bucket_state import MasterPlace, Regions
 
 STEP = "rounding_step"
 """State of each parameter beside the optimizer's own: how often it has been rounded."""
@@ -35,10 +33,9 @@ class RoundedMaster(MasterPlace):
     """
 
     is_away = True
-    region = None
 
     def __init__(self, bucket: Bucket, optimizer: torch.optim.Optimizer | None):
-        self._bucket = bucket
+        super().__init__(bucket)
         self._optimizer = optimizer
         self._absent = torch.full((), float("nan"), dtype=bucket.precision.master, device=bucket.device)
 
@@ -74,17 +71,7 @@ class RoundedMaster(MasterPlace):
     def put(self, row: Row, values: torch.Tensor) -> None:
         # What the masters of a former run were rounded to has been loaded as the parameters.
         if not self._bucket.is_away:
-            put_into_row(row, values)
-
-    def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
-        return tensor
-
-    def copy(self) -> MasterCopy:
-        raise ValueError("hf_zero: `rounding: stochastic` keeps no master that a step beside training could copy.")
-
-    @property
-    def copy_bytes(self) -> int:
-        return 0
+            super().put(row, values)
 
 
 def round_row(row: Row, master: torch.Tensor, own: torch.Tensor, *, count: int) -> None:

@@ -12,8 +12,7 @@ from ...buckets.rows import MASTER
 from ...device import Arrival
 from ...offload.stored import ReadRegion
 from ...offload.tier import StateFiles, Tier
-from ..state.bucket_state import BucketState
-from ..state.placeholders import Placeholders
+from ..state.bucket_state import BucketState, Placeholders
 from ..state.state_kinds import Trial, try_step
 from .double import Double, Stepped
 from .seen_step import Seen
@@ -173,4 +172,5 @@ def try_aside(optimizer: torch.optim.Optimizer, state: BucketState) -> tuple[Tri
 
 def memory_bytes(state: BucketState, trial: Trial) -> int:
     """Memory that a bucket's copies come to."""
-    return state.master.copy_bytes + state.state.copy_bytes(state.bucket, [dtype for _, dtype in trial.kinds])
+    of_state = state.state.most_aside_bytes(state.bucket, [dtype for _, dtype in trial.kinds])
+    return state.master.most_aside_bytes + of_state

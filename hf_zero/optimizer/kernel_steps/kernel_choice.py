@@ -8,12 +8,13 @@ import torch
 from ...buckets.bucket import Bucket, Row
 from ..clip import scale_gradients
 from ..clipped_gradient import Coefficient, clip_later
+from ..holders.block_state import StateInBlocks
 from ..reports import KernelReport
 from ..state.bucket_state import BucketState
-from ..state.bucket_steps import InPlace, LentStep, OwnStep
-from ..state.step_choice import Assigned, StepChoice
+from ..state.bucket_steps import BucketStep, LentStep
+from ..state.holder import Assigned, StepChoice
 from .kernel_forms import form_in_blocks_of
-from .kernel_step import KernelStep, KernelStepInBlocks, OverflowCheck, kernel_of
+from .kernel_step import FoundInf, KernelStep, KernelStepInBlocks, kernel_of
 
 _log = logging.getLogger(__name__)
 
@@ -89,16 +90,16 @@ class KernelSteps(StepChoice):
     Moments in 8-bit blocks that a kernel can step there never leave them. See [Note: steps by kernels].
 
     Args:
-        nonfinite: what looks at the gradients before a step.
+        found_inf: whether gradients are not finite; see `FoundInf`.
     """
 
-    def __init__(self, nonfinite: OverflowCheck):
-        self._nonfinite = nonfinite
+    def __init__(self, found_inf: FoundInf):
+        self._found_inf = found_inf
         self._share = KernelShare()
 
     def assign(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> list[Assigned]:
         found = [self._in_blocks(optimizer, states), self._at_hand(optimizer, states), self._rounded(optimizer, states)]
-        return [assigned for assigned in found if assigned.passages]
+        return [assigned for assigned in found if assigned.states]
 
     def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
         scale_gradients(self._share.clip_later(rows, coefficient), coefficient)
@@ -110,12 +111,12 @@ class KernelSteps(StepChoice):
         return self._share.report()
 
     def _in_blocks(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
-        there = {b: state.state.in_blocks for b, state in states.items() if not state.master.is_away}
-        blocks = {bucket: found for bucket, found in there.items() if found is not None}
+        there = {bucket: state.state for bucket, state in states.items() if not state.master.is_away}
+        blocks = {bucket: state for bucket, state in there.items() if isinstance(state, StateInBlocks)}
         form, kernel = form_in_blocks_of(optimizer), None
         if form is not None:
-            unpacked = LentStep(OwnStep(optimizer), states)
-            kernel = KernelStepInBlocks(optimizer, form, self._nonfinite, unpacked, blocks)
+            unpacked = LentStep(optimizer, states)
+            kernel = KernelStepInBlocks(optimizer, form, self._found_inf, unpacked, blocks)
         why = f"no kernel does what {type(optimizer).__name__} does on moments in 8 bits"
         return self._assigned(optimizer, list(blocks), kernel, why)
 
@@ -123,13 +124,13 @@ class KernelSteps(StepChoice):
         """Masters and moments in memory, in all their digits."""
         why = f"no kernel does what {type(optimizer).__name__} does"
         buckets = [bucket for bucket, state in states.items() if not state.is_away]
-        return self._assigned(optimizer, buckets, kernel_of(optimizer, self._nonfinite), why)
+        return self._assigned(optimizer, buckets, kernel_of(optimizer, self._found_inf), why)
 
     def _rounded(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> Assigned:
         """Masters that are rounded away, which a kernel steps while they are there."""
-        kernel = kernel_of(optimizer, self._nonfinite)
+        kernel = kernel_of(optimizer, self._found_inf)
         if kernel is None:
-            return Assigned(OwnStep(optimizer), {})
+            return Assigned(BucketStep(optimizer), {})
         away = {bucket: state for bucket, state in states.items() if state.master.is_away and state.shard is None}
         return Assigned(kernel, {bucket: state for bucket, state in away.items() if not state.state.is_away})
 
@@ -137,4 +138,4 @@ class KernelSteps(StepChoice):
         self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], kernel: KernelStep | None, else_why: str
     ) -> Assigned:
         mine = self._share.take(optimizer, buckets, kernel, else_why=else_why)
-        return Assigned(kernel or OwnStep(optimizer), dict.fromkeys(mine, InPlace()))
+        return Assigned(kernel or BucketStep(optimizer), dict.fromkeys(mine))

@@ -12,9 +12,11 @@ from ...kernels.adamw_in_blocks import adamw_in_blocks
 from ...kernels.lion import Lion, lion
 from ...kernels.sgd import SGD, sgd
 from ...kernels.stepping import Place
-from .flat_state import RowStates
 
 Group = Mapping[str, Any]
+
+MakeReady = Callable[[Row, str, dict[str, Any]], bool]
+"""Has a row's state of a name where a kernel wants it, zero if the register, whose entry is given, has none; whether it had."""
 
 
 class KernelForm(ABC):
@@ -47,7 +49,7 @@ class KernelForm(ABC):
         """Kinds of state with one value an element."""
 
     @abstractmethod
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
         """Makes the rows' state ready for their next step.
 
         Returns:
@@ -84,7 +86,7 @@ class AdamWForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg", "exp_avg_sq")
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
         for row, state in states.items():
             if "step" not in state:
                 # Where torch's own step has it, so that either may take the next one.
@@ -92,7 +94,7 @@ class AdamWForm(KernelForm):
                 state["step"] = torch.zeros((), dtype=torch.float32, device=home)
                 self._counts[row] = (state["step"], state["step"]._version, 0)
             for name in self.state_names(group):
-                flat.make_ready(row, name, state)
+                make_ready(row, name, state)
         numbers = {row: self._taken(row, state["step"]) + 1 for row, state in states.items()}
         steps = [state["step"] for state in states.values()]
         torch._foreach_add_(steps, 1)
@@ -132,11 +134,9 @@ class SGDForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
         names = self.state_names(group)
-        return {
-            row: int(not all([flat.make_ready(row, name, state) for name in names])) for row, state in states.items()
-        }
+        return {row: int(not all([make_ready(row, name, state) for name in names])) for row, state in states.items()}
 
     def step(self, group: Group, phase: int, place: Place) -> None:
         settings = SGD(
@@ -159,9 +159,9 @@ class LionForm(KernelForm):
     def state_names(self, group: Group) -> Sequence[str]:
         return ("exp_avg",)
 
-    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], flat: RowStates) -> Mapping[Row, int]:
+    def begin(self, group: Group, states: Mapping[Row, dict[str, Any]], make_ready: MakeReady) -> Mapping[Row, int]:
         for row, state in states.items():
-            flat.make_ready(row, "exp_avg", state)
+            make_ready(row, "exp_avg", state)
         return dict.fromkeys(states, 0)
 
     def step(self, group: Group, phase: int, place: Place) -> None:

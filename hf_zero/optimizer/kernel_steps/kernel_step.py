@@ -1,8 +1,8 @@
 """Steps of optimizers taken by flat kernels: a launch for each run of rows in place of many passes over each."""
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd.graph import increment_version
@@ -12,9 +12,8 @@ from ...buckets.contiguous_rows import Run, runs_of
 from ...kernels.dynamic import Coded
 from ...layout.blocks import is_in_blocks
 from ..clipped_gradient import Coefficient, take_coefficient
-from ..state.bucket_state import Blocks
-from ..state.bucket_steps import BucketStep, OwnStep
-from .flat_state import FlatState
+from ..holders.block_state import StateInBlocks
+from ..state.bucket_steps import BucketStep
 from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
 
 _log = logging.getLogger(__name__)
@@ -22,15 +21,41 @@ _log = logging.getLogger(__name__)
 _Phase = TypeVar("_Phase", bound=Hashable)
 
 
-class OverflowCheck(Protocol):
-    """What looks at the gradients before a step.
+FoundInf = Callable[[], torch.Tensor | None]
+"""One float32 element on the training device, above 0 where gradients are not finite. None where they are known to be, or the
+step is to be taken whatever they are."""
 
-    Attributes:
-        found_inf: one float32 element on the training device, above 0 where they are not finite; None where they are known to
-            be, or the step is to be taken whatever they are.
+
+class FlatState:
+    """For each bucket and kind of state one tensor, laid out as the rank's shard.
+
+    The optimizer's register stays the only place where a row's state is looked for: what it has there, from a checkpoint or
+    from the optimizer's own step, is moved here when the row is next stepped, and what it has not starts at 0.
     """
 
-    found_inf: torch.Tensor | None
+    def __init__(self):
+        self._flats: dict[Bucket, dict[str, torch.Tensor]] = {}
+
+    def of(self, bucket: Bucket, name: str) -> torch.Tensor:
+        """(shard_numel,) of the master dtype. Undefined where no row has been made ready."""
+        flats = self._flats.setdefault(bucket, {})
+        if name not in flats:
+            flats[name] = bucket.tier.empty(bucket.layout.shard_numel, bucket.precision.master)
+        return flats[name]
+
+    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
+        """Makes `state[name]`, the row's in the register, a view of the flat tensor; returns whether it had values."""
+        view, value = row.of(self.of(row.slot.bucket, name)), state.get(name)
+        if value is None:
+            view.zero_()
+        elif value.data_ptr() != view.data_ptr():
+            view.copy_(value)
+        state[name] = view
+        return value is not None
+
+    def forget(self, bucket: Bucket) -> None:
+        """Leaves the memory to the views that are still in the register."""
+        self._flats.pop(bucket, None)
 
 
 class KernelStep(BucketStep):
@@ -44,21 +69,19 @@ class KernelStep(BucketStep):
 
     It also multiplies by the clip coefficient, where nobody has read the gradients since the clip (`ClippedGradient`).
 
-    Where nobody but the device knows yet whether the gradients are finite (`OverflowCheck`), the kernel reads it there and
+    Where nobody but the device knows yet whether the gradients are finite (`FoundInf`), the kernel reads it there and
     writes nothing if they are not; the count of steps, which the host keeps, goes on.
 
     Args:
         optimizer: of a class that `form_of` knows.
-        nonfinite: what has looked at the gradients.
+        found_inf: asked in each step.
         otherwise: steps a bucket whose group has a setting that the kernel has no form for.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, form: KernelForm, nonfinite: OverflowCheck, otherwise: BucketStep
-    ):
+    def __init__(self, optimizer: torch.optim.Optimizer, form: KernelForm, found_inf: FoundInf, otherwise: BucketStep):
         self._optimizer = optimizer
         self._form = form
-        self._nonfinite = nonfinite
+        self._found_inf = found_inf
         self._otherwise = otherwise
         self._flat = FlatState()
         self._said: set[str] = set()
@@ -85,7 +108,9 @@ class KernelStep(BucketStep):
             self._with_copy.add(bucket)
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
-        phase_of = self._form.begin(group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat)
+        phase_of = self._form.begin(
+            group, {row: self._optimizer.state[row.tensor] for row in rows}, self._flat.make_ready
+        )
         flats = {name: self._flat.of(bucket, name) for name in self._form.state_names(group)}
         for run, phase, clip in self._runs(rows, phase_of):
             states = {name: flat[run.interval.start : run.interval.stop] for name, flat in flats.items()}
@@ -109,7 +134,7 @@ class KernelStep(BucketStep):
             states=states,
             copy=None if copy is None else copy[part],
             multiplier=None if clip is None else clip.value,
-            found_inf=self._nonfinite.found_inf,
+            found_inf=self._found_inf(),
         )
 
     def forget(self, bucket: Bucket) -> None:
@@ -139,17 +164,17 @@ class KernelStepInBlocks(KernelStep):
         self,
         optimizer: torch.optim.Optimizer,
         form: AdamWForm,
-        nonfinite: OverflowCheck,
+        found_inf: FoundInf,
         otherwise: BucketStep,
-        blocks: Mapping[Bucket, Blocks],
+        blocks: Mapping[Bucket, StateInBlocks],
     ):
-        super().__init__(optimizer, form, nonfinite, otherwise)
+        super().__init__(optimizer, form, found_inf, otherwise)
         self._form: AdamWForm = form
         self._blocks = blocks
 
     def _launch(self, group: Group, bucket: Bucket, rows: Sequence[Row]) -> None:
         register, blocks = self._optimizer.state, self._blocks[bucket]
-        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, blocks)
+        number_of = self._form.begin(group, {row: register[row.tensor] for row in rows}, blocks.make_ready)
         alone_of = {row: None if is_in_blocks(row.slot.parameter.numel()) else row for row in rows}
         packed, names = blocks.blocks(), self._form.state_names(group)
         for run, (number, alone), clip in self._runs(rows, {row: (number_of[row], alone_of[row]) for row in rows}):
@@ -161,7 +186,7 @@ class KernelStepInBlocks(KernelStep):
                 self._form.step(group, number, self._place(bucket, run, states, clip))
 
 
-def kernel_of(optimizer: torch.optim.Optimizer, nonfinite: OverflowCheck) -> KernelStep | None:
+def kernel_of(optimizer: torch.optim.Optimizer, found_inf: FoundInf) -> KernelStep | None:
     """The kernel's step on state in float32; None where none does what the optimizer does."""
     form = form_of(optimizer)
-    return None if form is None else KernelStep(optimizer, form, nonfinite, OwnStep(optimizer))
+    return None if form is None else KernelStep(optimizer, form, found_inf, BucketStep(optimizer))

@@ -1,181 +1,205 @@
 """Where one bucket's master and optimizer state are between steps, and how they come to memory for one."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeGuard
 
 import torch
 
 from ...buckets.bucket import Bucket, Row
-from ...buckets.packed_state import PackedPart, PackedState
+from ...buckets.packed_state import PackedPart
 from ...offload.parameter_shards import Region
 from ...offload.stored import StoredShard
-from .placeholders import States
+
+_HOST = torch.device("cpu")
+
+States = Mapping[Row, dict[str, Any]]
+"""The state of some of a bucket's rows by name: the optimizer's register of them, or a copy of it."""
 
 Regions = Mapping[str, torch.Tensor]
 """What a file has, by name: flat tensors in a buffer with its contents. Empty for a bucket without a file."""
 
 
-class MasterCopy(Protocol):
-    """A second master, on which a step is taken aside."""
+class Placeholders:
+    """What an optimizer's register has of state that is elsewhere.
 
-    def begin(self, regions: Regions) -> torch.Tensor:
-        """The master's values, (shard_numel,), where a step may write without changing the master."""
-        ...
+    Tensors of any shape without memory: they read as NaN, or 0 where the dtype has none, until the state is back.
+    """
 
-    def take_over(self) -> None:
-        """Makes what `begin` has last returned the master."""
-        ...
+    def __init__(self):
+        self._absent: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes now."""
-        ...
+    def of(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device = _HOST) -> torch.Tensor:
+        """One for a tensor like that."""
+        key = (dtype, device)
+        if key not in self._absent:
+            self._absent[key] = torch.full(
+                (), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device
+            )
+        return self._absent[key].expand(shape)
 
-
-class StateCopy(Protocol):
-    """A second optimizer state, on which a step is taken aside."""
-
-    def begin(self, states: States, regions: Regions) -> dict[Row, dict[str, Any]]:
-        """The rows' state with its values, where a step may write without changing `states`, what the register has."""
-        ...
-
-    def end(self, states: dict[Row, dict[str, Any]], regions: Regions) -> None:
-        """Leaves in `states`, as the step has left them, what the register is to have once they are taken over."""
-        ...
-
-    def take_over(self, row: Row, old: dict[str, Any]) -> None:
-        """Called for each row whose state is taken over. `old`: what the register had."""
-        ...
-
-    def exchange(self) -> None:
-        """Called once, before the rows' state is taken over."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes now."""
-        ...
+    def has(self, value: Any) -> bool:
+        """Whether this is one of them."""
+        absent = self._absent.get((value.dtype, value.device)) if torch.is_tensor(value) else None
+        return absent is not None and value.data_ptr() == absent.data_ptr()
 
 
-class Blocks(Protocol):
-    """Moments in 8-bit blocks that a kernel may step as they lie."""
-
-    def blocks(self) -> dict[str, PackedState]:
-        """The moments by name; zeros at first."""
-        ...
-
-    def make_ready(self, row: Row, name: str, state: dict[str, Any]) -> bool:
-        """Has the row's moment in blocks, as `RowStates.make_ready` has it."""
-        ...
+def is_elementwise(value: Any, row: Row) -> TypeGuard[torch.Tensor]:
+    """Whether this is state with one value an element of the row."""
+    return torch.is_tensor(value) and value.dim() > 0 and value.shape == row.tensor.shape
 
 
-class MasterPlace(ABC):
-    """Where a bucket's master is between steps.
+class MasterPlace:
+    """Where a bucket's master is between steps: here in memory. The bucket has it, or the parameters themselves are it.
+
+    A step may be taken aside, on a second master in the same place. It becomes the master if the step is taken over.
 
     Attributes:
         is_away: it comes to memory for a step alone.
     """
 
-    is_away: bool
+    is_away = False
 
-    @abstractmethod
+    def __init__(self, bucket: Bucket):
+        self._bucket = bucket
+        self._spare: torch.Tensor | None = None
+
     def move_in(self) -> None:
         """Called when the bucket has been built: the master goes where it lives."""
 
-    @abstractmethod
     def bring(self, regions: Regions) -> None:
         """Has the master in memory, and whatever a script has edited in it."""
 
-    @abstractmethod
     def put_away(self) -> None:
         """Called behind a step: the parameters become what the master is, which goes where it lives.
 
-        Rows that have been stepped still have their gradients.
+        Those of a master in memory follow behind the whole step. Rows that have been stepped still have their gradients.
         """
 
-    @abstractmethod
     def at_hand(self) -> AbstractContextManager[None]:
         """A context in which the master may be read and written."""
+        return nullcontext()
 
-    @abstractmethod
+    @torch.no_grad()
     def put(self, row: Row, values: torch.Tensor) -> None:
         """Replaces a row's master."""
+        row.tensor.copy_(values.view(row.tensor.shape))
 
-    @abstractmethod
     def view(self, row: Row, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         """A row's master, live, without taking memory for it. `tensor`: what the row has."""
+        return tensor
 
     @property
-    @abstractmethod
     def region(self) -> Region | None:
         """Where in a file the master lies, if its digits are the parameters' own; None elsewhere."""
+        return None
 
-    @abstractmethod
-    def copy(self) -> MasterCopy:
-        """A second one, for steps that are taken aside."""
+    def begin_aside(self, regions: Regions) -> torch.Tensor:
+        """The master's values, (shard_numel,), where a step may write without changing the master."""
+        if self._spare is None:
+            self._spare = self._bucket.tier.empty(self._bucket.layout.shard_numel, self._bucket.precision.master)
+        # By `data`, which has a version of its own: rows once made as views of this memory count its edits as their own.
+        return self._spare.data.copy_(self._bucket.master)
+
+    def take_over_aside(self) -> None:
+        """Makes what `begin_aside` has last returned the master."""
+        stepped, self._spare = self._spare, self._bucket.master
+        if stepped is not None:
+            self._bucket.exchange_master(stepped.data)
 
     @property
-    @abstractmethod
-    def copy_bytes(self) -> int:
-        """Memory that `copy` comes to take."""
+    def aside_bytes(self) -> int:
+        """Memory that the second master takes now."""
+        return 0 if self._spare is None else self._spare.nbytes
+
+    @property
+    def most_aside_bytes(self) -> int:
+        """Memory that it comes to take."""
+        return self._bucket.layout.shard_numel * self._bucket.precision.master.itemsize
 
 
-class StatePlace(ABC):
-    """Where a bucket's optimizer state is between steps. What is not in the optimizer's register has a placeholder there.
+class StatePlace:
+    """Where a bucket's optimizer state is between steps: here in the optimizer's register, where the optimizer made it.
 
-    What is no placeholder in the register (freshly loaded by the script, or made by the optimizer) is the state itself, and goes
-    to its place with the next step of its bucket.
+    State elsewhere has placeholders in the register. What is no placeholder there (freshly loaded by the script, or made by the
+    optimizer) is the state itself, and goes to its place with the next step of its bucket.
+
+    A step may be taken aside, on second tensors in the same place. They become the state if the step is taken over.
 
     Attributes:
         is_away: it comes to memory for a step alone, or to full digits.
         lent_bytes: memory that it takes then, beside a buffer with a file's contents.
     """
 
-    is_away: bool
-    lent_bytes: int
+    is_away = False
+    lent_bytes = 0
 
-    @property
-    def in_blocks(self) -> Blocks | None:
-        """The moments, where a kernel can step them as they lie; else None."""
-        return None
+    def __init__(self) -> None:
+        self._spare: dict[tuple[Row, str], torch.Tensor] = {}
 
-    @abstractmethod
     def lend(self, states: States, regions: Regions) -> None:
         """Puts values into `states` in place of placeholders."""
 
-    @abstractmethod
     def take_back(self, states: States, regions: Regions) -> None:
         """Leaves placeholders in `states`, and the values where they live."""
 
-    @abstractmethod
     def values(self, row: Row, name: str, value: Any) -> Any:
         """What the register has under `name` for a row, with its values, which may be a copy."""
+        return value
 
-    @abstractmethod
     def view(self, row: Row, kind: str, tensor: torch.Tensor) -> torch.Tensor | PackedPart:
         """A row's state, live, without taking memory for it. `tensor`: what the register has."""
+        return tensor
 
-    @abstractmethod
     def put(self, row: Row, state: dict[str, Any]) -> dict[str, Any]:
         """Takes a row's state that came from elsewhere; returns what belongs in the register."""
+        return state
 
-    @abstractmethod
     def nbytes(self, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes that the state takes where it lives. `tensors`: what the register has of it."""
+        return sum(tensor.nbytes for tensor in tensors)
 
-    @abstractmethod
-    def copy(self) -> StateCopy:
-        """A second one, for steps that are taken aside."""
+    def begin_aside(self, states: States, regions: Regions) -> States:
+        """The rows' state with its values, where a step may write without changing `states`, what the register has."""
+        own = {row: dict(state) for row, state in states.items()}
+        self.lend(own, regions)
+        for row, state in own.items():
+            shared = [(name, value) for name, value in state.items() if value is states[row].get(name)]
+            state |= {name: self._apart(row, name, value) for name, value in shared}
+        return own
 
-    @abstractmethod
-    def copy_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
-        """Memory that `copy` comes to take. `dtypes`: of the state tensors with one value an element."""
+    def end_aside(self, states: States, regions: Regions) -> None:
+        """Leaves in `states`, as the step has left them, what the register is to have once they are taken over."""
+        self.take_back(states, regions)
 
-    @abstractmethod
+    def exchange_aside(self) -> None:
+        """Called once, before the rows' state is taken over."""
+
+    def take_over_aside(self, row: Row, old: dict[str, Any]) -> None:
+        """Called for each row whose state is taken over. `old`: what the register had."""
+        if not self.is_away:
+            self._spare |= {(row, name): value for name, value in old.items() if is_elementwise(value, row)}
+
+    @property
+    def aside_bytes(self) -> int:
+        """Memory that the second state takes now."""
+        return sum(tensor.nbytes for tensor in self._spare.values())
+
+    def most_aside_bytes(self, bucket: Bucket, dtypes: Iterable[torch.dtype]) -> int:
+        """Memory that it comes to take. `dtypes`: of the state tensors with one value an element."""
+        return bucket.layout.shard_numel * sum(dtype.itemsize for dtype in dtypes)
+
     def close(self) -> None:
         """Gives the memory back."""
+
+    def _apart(self, row: Row, name: str, value: Any) -> Any:
+        """A copy of what the register has, for a step to write to."""
+        if self.is_away or not is_elementwise(value, row):
+            return value.clone() if torch.is_tensor(value) else value
+        spare = self._spare.get((row, name))
+        if spare is None or spare.shape != value.shape or spare.dtype != value.dtype:
+            spare = self._spare[row, name] = torch.empty_like(value)
+        return spare.copy_(value)
 
 
 class BucketState:

@@ -1,9 +1,8 @@
 """One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -14,65 +13,10 @@ from ...offload.files import OffloadError
 from ...offload.stored import StoredShard
 from ...offload.window import Window
 from ..clipped_gradient import widen
+from .bucket_state import BucketState
 from .state_kinds import group_with, own_step
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
-
-
-class Passage(Protocol):
-    """How a bucket's state comes to memory for a step, and goes back."""
-
-    def lend(self, buffer: torch.Tensor | None) -> None: ...
-
-    def take_back(self, buffer: torch.Tensor | None) -> None: ...
-
-
-class InPlace:
-    """A step finds the state where it is."""
-
-    def lend(self, buffer: torch.Tensor | None) -> None:
-        """It is at hand."""
-
-    def take_back(self, buffer: torch.Tensor | None) -> None:
-        """It is where it belongs."""
-
-
-class Walk(Protocol):
-    """Visits buckets one after the other, each with a buffer that has its file's contents."""
-
-    def walk(
-        self, buckets: Sequence[Bucket], *, spared: int
-    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]: ...
-
-
-class _WalkInMemory:
-    def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
-        yield from ((bucket, None) for bucket in buckets)
-
-
-NO_FILES = _WalkInMemory()
-"""One bucket after another, with nothing to be fetched."""
-
-
-class WalkOverFiles:
-    """Files are read and written through the buffers of a window, behind the buckets that have none.
-
-    Args:
-        shards: the files of buckets that have one.
-    """
-
-    def __init__(self, window: Window, shards: Mapping[Bucket, StoredShard]):
-        self._window = window
-        self._shards = shards
-
-    def walk(
-        self, buckets: Sequence[Bucket], *, spared: int
-    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
-        yield from ((bucket, None) for bucket in buckets if bucket not in self._shards)
-        bucket_of = {self._shards[bucket]: bucket for bucket in buckets if bucket in self._shards}
-        with closing(self._window.walk(list(bucket_of), spared=spared)) as walk:
-            for shard, buffer in walk:
-                yield bucket_of[shard], buffer
 
 
 def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
@@ -80,24 +24,14 @@ def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
     return ()
 
 
-class BucketStep(ABC):
-    """Who steps the rows of one bucket, by the optimizer's group as it is at that moment."""
-
-    @abstractmethod
-    def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        """Takes one step. `rows`: those of the bucket that have a gradient."""
-
-    def forget(self, bucket: Bucket) -> None:  # noqa: B027 (who keeps nothing has nothing to forget)
-        """Called when state of the bucket in the optimizer's register is replaced by other tensors."""
-
-
-class OwnStep(BucketStep):
-    """The optimizer's own arithmetic."""
+class BucketStep:
+    """Who steps the rows of one bucket, by the optimizer's group as it is at that moment: here the optimizer's own arithmetic."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self._optimizer = optimizer
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
+        """Takes one step. `rows`: those of the bucket that have a gradient."""
         for row in rows:
             widen(row)
         groups = self._optimizer.param_groups
@@ -108,21 +42,21 @@ class OwnStep(BucketStep):
         finally:
             self._optimizer.param_groups = groups
 
+    def forget(self, bucket: Bucket) -> None:
+        """Called when state of the bucket in the optimizer's register is replaced by other tensors."""
+
 
 class LentStep(BucketStep):
     """A step for which the bucket's state is brought to memory, and put away behind it."""
 
-    def __init__(self, step: BucketStep, passages: Mapping[Bucket, Passage]):
-        self._step = step
-        self._passages = passages
+    def __init__(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]):
+        super().__init__(optimizer)
+        self._states = states
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
-        self._passages[bucket].lend(None)
-        self._step.step(bucket, rows)
-        self._passages[bucket].take_back(None)
-
-    def forget(self, bucket: Bucket) -> None:
-        self._step.forget(bucket)
+        self._states[bucket].lend(None)
+        super().step(bucket, rows)
+        self._states[bucket].take_back(None)
 
 
 class BucketSteps:
@@ -141,8 +75,8 @@ class BucketSteps:
     word from all.
 
     Args:
-        passages: of each bucket that is stepped so.
-        walk: in which order they come.
+        states: of each bucket that is stepped so; None where it is stepped as it lies.
+        window: that state in files passes through; None where there is none.
         transport: of the ranks that step together.
         step: of one bucket.
         take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
@@ -151,16 +85,16 @@ class BucketSteps:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        passages: Mapping[Bucket, Passage],
-        walk: Walk,
+        states: Mapping[Bucket, BucketState | None],
+        window: Window | None,
         transport: Transport,
         step: BucketStep,
         *,
         take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
     ):
         self._optimizer = optimizer
-        self._passages = passages
-        self._walk = walk
+        self._states = states
+        self._window = window
         self._step = step
         self._take_over = take_over
         self._transport = transport
@@ -195,7 +129,7 @@ class BucketSteps:
 
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
         self.refuse_broken()
-        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._passages}
+        rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._states}
         try:
             done = self._take_over(self._optimizer)
             self._step_each({bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done})
@@ -209,11 +143,30 @@ class BucketSteps:
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
         makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
-        with closing(self._walk.walk(list(rows_of), spared=int(makes_state))) as walk:
+        with closing(self._walk(rows_of, spared=int(makes_state))) as walk:
             for bucket, buffer in walk:
-                self._passages[bucket].lend(buffer)
+                state = self._states[bucket]
+                if state is not None:
+                    state.lend(buffer)
                 self._step.step(bucket, rows_of[bucket])
-                self._passages[bucket].take_back(buffer)
+                if state is not None:
+                    state.take_back(buffer)
+
+    def _walk(
+        self, buckets: Iterable[Bucket], *, spared: int
+    ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
+        """The buckets one after another, those in files last, each with a buffer that has its file's contents."""
+        in_files: dict[StoredShard, Bucket] = {}
+        for bucket in buckets:
+            state = self._states[bucket]
+            if self._window is None or state is None or state.shard is None:
+                yield bucket, None
+            else:
+                in_files[state.shard] = bucket
+        if self._window is not None:
+            with closing(self._window.walk(list(in_files), spared=spared)) as walk:
+                for shard, buffer in walk:
+                    yield in_files[shard], buffer
 
     def _raise_together(self) -> None:
         """Raises on every rank what has ended this step on one of them. Collective."""

@@ -1,7 +1,9 @@
 """Who holds optimizer state between steps, and has it stepped."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +14,97 @@ from ...comm.local import LocalTransport
 from ...comm.transport import Transport
 from ...device import Arrival
 from ...offload.tier import StateFiles
+from ..clip import scale_gradients
 from ..reports import EarlyReport, KernelReport
 from .bucket_state import BucketState, StatePlace
-from .bucket_steps import NO_FILES, BucketStep, BucketSteps, OwnStep, WalkOverFiles
-from .step_choice import StepChoice
-from .step_timing import StepTiming, without_due
+from .bucket_steps import BucketStep, BucketSteps
+from .state_kinds import DUE
+
+
+class StepTiming:
+    """When buckets are stepped, chosen once for an engine: here all in `optimizer.step()`.
+
+    Attributes:
+        steps_early: it wants to be told of gradients while backward goes on.
+    """
+
+    steps_early = False
+
+    def admit(self, optimizer: torch.optim.Optimizer, state: BucketState) -> None:
+        """Takes a new bucket among those that are not stepped in their time, if it may be."""
+
+    def takes(self, bucket: Bucket) -> bool:
+        """Whether the bucket has been admitted."""
+        return False
+
+    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
+        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
+        """Called in the optimizer's step before any bucket is stepped; returns those that are not to be stepped in it.
+
+        Raises:
+            OffloadError: a file failed.
+        """
+        return ()
+
+    def report(self) -> EarlyReport | None:
+        """What is stepped before its time; None where nothing is."""
+        return None
+
+    def copy_bytes(self) -> int:
+        """Bytes of copies of state in memory, for steps that are not taken in their time."""
+        return 0
+
+    def file_copy_bytes(self) -> int:
+        """Bytes of such copies in files."""
+        return 0
+
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
+        return 0
+
+    def most_beside_bytes(self) -> int:
+        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
+        return 0
+
+    def close(self) -> None:
+        """Ends what is under way."""
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Buckets whose step is not their optimizer's own.
+
+    Attributes:
+        states: of each bucket, what has to come to memory for the step; None where it is stepped as it lies.
+    """
+
+    step: BucketStep
+    states: Mapping[Bucket, BucketState | None]
+
+
+class StepChoice:
+    """What steps buckets, chosen once for an engine: here each optimizer's own arithmetic."""
+
+    def assign(self, optimizer: torch.optim.Optimizer, states: Mapping[Bucket, BucketState]) -> list[Assigned]:
+        """Which of an optimizer's buckets are not stepped by the optimizer itself. `states`: of all its buckets."""
+        return []
+
+    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
+        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
+
+        None leaves them.
+        """
+        scale_gradients(rows, coefficient)
+
+    def unwritten(self, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+        """Those of the buckets whose parameters have not been written beside their masters since the last call."""
+        return buckets
+
+    def report(self) -> KernelReport | None:
+        """What is stepped by kernels; None where nothing is to be."""
+        return None
 
 
 class StateHolder:
@@ -77,18 +165,14 @@ class StateHolder:
         by_others = self._choice.assign(optimizer, states)
         for assigned in by_others:
             # No disk can fail under one rank alone, so none has to wait for a word from the others.
-            self._add(
-                assigned.step, BucketSteps(optimizer, assigned.passages, NO_FILES, LocalTransport(), assigned.step)
-            )
-        left = states.keys() - {bucket for assigned in by_others for bucket in assigned.passages}
+            self._add(assigned.step, BucketSteps(optimizer, assigned.states, None, LocalTransport(), assigned.step))
+        left = states.keys() - {bucket for assigned in by_others for bucket in assigned.states}
         own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
-        step, take_over = OwnStep(optimizer), self._timing.take_over
-        if self._files is not None:
-            shards = {bucket: state.shard for bucket, state in own.items() if state.shard is not None}
-            walk = WalkOverFiles(self._files.window, shards)
-            self._add(step, BucketSteps(optimizer, own, walk, self._transport, step, take_over=take_over))
-        elif own:
-            self._add(step, BucketSteps(optimizer, own, NO_FILES, LocalTransport(), step, take_over=take_over))
+        if own or self._files is not None:
+            step, window = BucketStep(optimizer), None if self._files is None else self._files.window
+            transport = LocalTransport() if window is None else self._transport
+            take_over = self._timing.take_over
+            self._add(step, BucketSteps(optimizer, own, window, transport, step, take_over=take_over))
         self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
         for bucket in buckets:
             if self._states[bucket].state.is_away:
@@ -222,3 +306,15 @@ class StateHolder:
         """What is in files is not the state of any step once one of them has failed."""
         for steps in self._steps:
             steps.refuse_broken()
+
+
+def without_due(state: dict[str, Any]) -> dict[str, Any]:
+    """A row's state without what an old checkpoint has of a step that was one step late."""
+    kept = {name: value for name, value in state.items() if not name.startswith(DUE)}
+    if f"{DUE}gradient" in state:
+        warnings.warn(
+            "The checkpoint was made with `offload.delay: 1`, which was taken out of hf_zero: the gradients of its last step, "
+            "which were due, are dropped.",
+            stacklevel=2,
+        )
+    return kept

@@ -13,7 +13,6 @@ from torch import nn
 from ...buckets.bucket import Row
 from ...buckets.precision import Precision
 from ...layout.blocks import block_bytes, is_in_blocks
-from .step_timing import DUE
 
 _SHAPE = (4, 4)
 """Of the trial parameter: a matrix, for optimizers that are made for those."""
@@ -23,6 +22,8 @@ _PLAIN = (torch.Tensor, int, float, str, type(None))
 """Kinds of state that can be copied, and seen to be as it was."""
 _OF_THE_DEVICE = ("capturable", "fused")
 """Settings that a step on the host may refuse, and that change nothing of what is kept."""
+DUE = "delayed "
+"""Prefix of keys in old checkpoints: gradients, settings and counts of steps that were one step late."""
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -9,6 +9,7 @@ from ...buckets.bucket import Row
 from ...buckets.packed_state import PackedPart
 from ...buckets.rows import MASTER, OUTER, REPLICA, RESIDUAL, KindsOf, Read, StateRow, kind_of, name_of
 from ...layout.intervals import Interval
+from .bucket_state import is_elementwise
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 from .state_kinds import with_dimensions
@@ -126,7 +127,7 @@ def state_of(optimizers: Sequence[ShardedOptimizer], row: Row) -> dict[str, Any]
 
 def elementwise_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:
     """The part of a row's state that has one value an element."""
-    return {n: v for n, v in state.items() if torch.is_tensor(v) and v.dim() > 0 and v.shape == row.tensor.shape}
+    return {name: value for name, value in state.items() if is_elementwise(value, row)}
 
 
 def own_shaped_state(state: dict[str, Any], row: Row) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Clipping that kernels do as they read: no one who looks, edits, adds or steps sees a gradient that is not clipped."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from small_kernel_steps import Small, small
 from torch import nn
 
+from hf_zero.comm.model_copies import Agreement
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.clip import scale_gradients
 from hf_zero.optimizer.clipped_gradient import ClippedGradient
@@ -188,3 +190,8 @@ def test_a_scaler_unscales_what_has_been_clipped():
     scaler.unscale_(optimizer)
     norm = torch.stack([gradient.norm() for gradient in gradients(engine)]).norm()
     assert norm == pytest.approx(0.5, rel=1e-5)
+
+
+def test_the_largest_gradient_of_all_ranks_is_nan_where_one_rank_has_nan():
+    ranks = SimpleNamespace(exchange=lambda value: [1.0, value])
+    assert Agreement(ranks).agree_largest(torch.tensor(float("nan"), dtype=torch.float64)).isnan()

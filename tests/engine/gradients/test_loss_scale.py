@@ -16,6 +16,7 @@ from trainer_job import as_launched, make_trainer
 from training import adamw_in_two_groups, gpt2, gpt2_batch
 
 from hf_zero import GradScaler, ZeroPlugin
+from hf_zero.comm.model_copies import Agreement
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradients.nonfinite import NonFiniteCheck
 from hf_zero.optimizer.state.loss_scale import scale_over_shards
@@ -170,7 +171,7 @@ class Rows:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.engine = ZeroEngine(model, [optimizer], {"stage": 2})
         self.elsewhere = False
-        self.engine.nonfinite = NonFiniteCheck(self.engine.config, self, replicated=False)
+        self.engine.nonfinite = NonFiniteCheck(self.engine.config, Agreement(self))
 
     def agree_sum(self, values: torch.Tensor, _label) -> torch.Tensor:
         return values + float(self.elsewhere)
