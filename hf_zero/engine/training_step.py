@@ -24,7 +24,7 @@ from .gradients.choose_store import choose_store
 from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
 from .rank_allocation import RankAllocation
-from .travel.in_flight import caches_parameters, is_compiled
+from .travel.in_flight import is_compiled
 from .uncounted_edits import UncountedEdits
 from .units.unit import is_in_backward
 
@@ -110,7 +110,7 @@ class TrainingStep:
         self.bad_steps = choose_bad_steps(self._config, speaks=is_first_rank)
         for sharded, buckets in self._by_optimizer():
             self._parts.replicas.after_update(sharded.optimizer, buckets)
-        self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
+        self._waits_at_the_root = is_compiled(entry)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
             *self._gradients.install(),
