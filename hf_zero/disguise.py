@@ -119,31 +119,34 @@ class Disguise:
 
     Args:
         mixin: answers torch in `__torch_function__`.
+
+    Attributes:
+        classes: those that parameters wear.
     """
 
     def __init__(self, mixin: type[Disguised]):
         self._mixin = mixin
         self._made: dict[type, type] = {}
-        self._classes: set[type] = set()
+        self.classes: set[type] = set()
 
     def put_on(self, parameters: Iterable[nn.Parameter]) -> None:
         """Unless they wear it. Each layer of stage 3 comes here twice in a step."""
         for parameter in parameters:
             kind: Any = type(parameter)
-            if kind not in self._classes:
+            if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 
     def take_off(self, parameters: Iterable[nn.Parameter]) -> None:
         """If they wear it."""
         for parameter in parameters:
             kind: Any = type(parameter)
-            if kind in self._classes:
+            if kind in self.classes:
                 parameter.__class__ = kind._own_class
 
     def all_wear_it(self, parameters: Iterable[torch.Tensor]) -> bool:
-        return self._classes.issuperset(map(type, parameters))
+        return self.classes.issuperset(map(type, parameters))
 
     def _make(self, kind: type) -> type:
         made = self._made[kind] = named_as(self._mixin, kind, _own_class=kind)
-        self._classes.add(made)
+        self.classes.add(made)
         return made

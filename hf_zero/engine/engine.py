@@ -150,9 +150,16 @@ class ZeroEngine:
         """Whether a parameter lies in this engine's buckets."""
         return parameter in self._parts.slot_of
 
-    def finish_parameters(self) -> None:
-        """Waits for the parameter all-gathers behind the last step. Reads through the model's modules do so themselves."""
-        self._parts.parameter_gather.finish_all()
+    def finish_parameters(self, parameter: nn.Parameter | None = None) -> None:
+        """Waits for the all-gathers of parameters behind the last step. Reads of parameters do so themselves.
+
+        Args:
+            parameter: wait for the bucket of this one only.
+        """
+        if parameter is None:
+            self._parts.parameter_gather.finish_all()
+        else:
+            self._parts.parameter_gather.finish_of(parameter)
 
     def synchronise(self) -> None:
         """Makes the model the same on all ranks; saves do it. Collective.

@@ -24,7 +24,7 @@ from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.sharded_store import choose_store
 from .gradients.store import GradientStore, Landing
 from .rank_allocation import RankAllocation
-from .travel.in_flight import caches_parameters, is_compiled
+from .travel.in_flight import is_compiled
 from .uncounted_edits import UncountedEdits
 from .units.unit import is_in_backward
 
@@ -116,7 +116,7 @@ class TrainingStep:
         self._entry = entry
         for sharded, buckets in self._by_optimizer():
             self._parts.replicas.after_update(sharded.optimizer, buckets)
-        self._waits_at_the_root = is_compiled(entry) or caches_parameters(self._model)
+        self._waits_at_the_root = is_compiled(entry)
         optimizers = [sharded.optimizer for sharded in self.optimizers]
         return [
             *self.gradients.install(),

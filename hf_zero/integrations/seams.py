@@ -63,7 +63,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_disabled_torch_function_impl",),
-        where=("buckets", "engine/gradients/row_gradients", "engine/travel/arriving_parameter"),
+        where=("buckets", "engine/gradients/row_gradients", "engine/travel/in_flight"),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate_job import make_accelerator
@@ -12,6 +13,7 @@ from cells import short_of
 from ranks import run_ranks
 from shared_ranks import shared_ranks
 from torch import nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
 from trainer_job import as_launched
 from training import bert, bert_batch
@@ -333,16 +335,31 @@ class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(50, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
         self.rnn = nn.LSTM(16, 16, batch_first=True)
         self.head = nn.Linear(16, 1)
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.rnn(nn.functional.embedding(ids, self.table.weight))[0]
+        return self.rnn(self.layer(nn.functional.embedding(ids, self.table.weight)))[0]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         # As where answers start in question answering: a constant added to all positions changes no loss.
         logits = self.head(self.encode(ids)).squeeze(-1)
         return nn.functional.cross_entropy(logits, torch.zeros(len(ids), dtype=torch.long))
+
+
+def read_in_cpp(parameter: torch.Tensor) -> torch.Tensor:
+    """As an extension of a script's own does: torch is not asked whether this is a plain tensor."""
+    read = [torch.empty(parameter.shape) for _ in range(2)]
+    dist.group.WORLD.allgather([read], [parameter]).wait()
+    return read[0]
+
+
+def gradients_by_func(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional_call(model.head, parameters, (torch.ones(2, 16),)).square().sum()
+
+    return grad(loss)(dict(model.head.named_parameters()))["weight"]
 
 
 WAYS_IN = {
@@ -351,6 +368,15 @@ WAYS_IN = {
     "a part": lambda model, ids: model.rnn(torch.ones(1, 2, 16))[0],
     "a weight": lambda model, ids: model.get_submodule("head").weight * 2,
     "a parameter": lambda model, ids: next(iter(model.parameters())) * 2,
+    "attention's fast path": lambda model, ids: model.get_submodule("layer").eval()(torch.ones(1, 2, 16)),
+    "a state dict": lambda model, ids: torch.cat([value.flatten() for value in model.state_dict().values()]),
+    "one vector": lambda model, ids: nn.utils.parameters_to_vector(model.parameters()),
+    "a copy of a part": lambda model, ids: copy.deepcopy(model.get_submodule("head")).weight,
+    "a functional call": lambda model, ids: functional_call(model, dict(model.named_parameters()), (ids,)),
+    "gradients by torch.func": gradients_by_func,
+    "a mapped function": lambda model, ids: vmap(torch.neg)(next(iter(model.parameters()))),
+    "a weight in C++": lambda model, ids: read_in_cpp(model.get_submodule("head").weight),
+    "a parameter in C++": lambda model, ids: read_in_cpp(next(iter(model.parameters()))),
 }
 
 
@@ -408,3 +434,31 @@ def read_like_ddp(rank: int, world_size: int) -> None:
 
 def test_reads_that_bypass_the_models_forward_or_the_model_wait_for_the_step_and_are_ddps():
     run_ranks(read_like_ddp, world_size=2, time_limit_s=60)
+
+
+def waits_for_one_bucket_after_another(rank: int, world_size: int) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = ZeroEngine(model, [optimizer], {"stage": 2, "bucket_bytes": 256})
+    model(torch.ones(2, 8)).sum().backward()
+    arrived, gather = [], engine._parts.parameter_gather._gather
+    start = gather.start
+
+    def start_and_note(bucket):
+        handle = start(bucket)
+        return Arriving(lambda: (arrived.append(bucket), handle.finish()))
+
+    gather.start = start_and_note
+    optimizer.step()
+    model.zero_grad()
+    assert not arrived and len(engine.buckets) > 2
+    hidden = torch.ones(2, 8)
+    for layer in model:
+        hidden = layer(hidden)
+        here = {bucket for bucket in engine.buckets if not set(layer.parameters()).isdisjoint(bucket.parameters)}
+        assert here <= set(arrived) and len(set(arrived)) == len(arrived) < len(engine.buckets) + (layer is model[-1])
+        assert type(layer._parameters) is dict and all(type(each) is nn.Parameter for each in layer.parameters())
+
+
+def test_zero_grad_waits_for_no_parameter_and_each_layer_of_the_next_forward_for_its_own_bucket():
+    run_ranks(waits_for_one_bucket_after_another, world_size=2, time_limit_s=60)

@@ -1,82 +1,90 @@
 """All-gathers of parameters after the step, and reads of parameters that wait for them.
 
 A gather writes into the flat buffer while the script goes on, so a parameter read too early would be old on some ranks. While
-its bucket is in flight, each module that holds one of its parameters has a `_parameters` dict that finishes the gather at the
-first look. Forward, `parameters()`, `state_dict()`, `save_pretrained` and pickling all go through that dict. A list of
-parameters that a script took beforehand does not: of those, torch asks before it reads one.
+its bucket is in flight, a parameter is of a class of which torch asks before it runs an operation on it. Code in C++ that is
+handed a parameter asks nobody: a kernel of the script's own, or `torch.func`. Most often such code has just had it from a
+module. So the modules that hold parameters in flight have dicts as their `_parameters` that wait when they hand one out.
 """
 
-import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket
+from ...buckets.nested import leaves
 from ...comm.transport import Handle
-from ..guarded_parameters import GuardedParameters, ParametersGuard
-from .arriving_parameter import expect, take_as_arrived
+from ...disguise import LOOKS, Disguise, Disguised
+from ...engine_reference import engine_attached_to
 from .gathers import Gather
 
 _FRAMES_TO_ZERO_GRAD = 8
 """zero_grad, parameters, named_parameters, _named_members and its callable lie between; some are generators."""
 
 
-class InFlightParameters(GuardedParameters):
-    """A module's `_parameters` while some are being all-gathered. Reading a value waits for its gather.
+class ArrivingValues(Disguised):
+    """Mixed into the class of a parameter that an all-gather is writing to: whoever reads it waits for its bucket."""
 
-    `before_read` finishes the gather of one name, or of all the module's with None.
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in LOOKS:
+            return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+        for tensor in leaves((args, kwargs)):
+            _wait_for(tensor)
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        # Parameter's own would make a copy of this class.
+        _wait_for(self)
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _wait_for(self)
+        return self.__reduce_ex__(protocol)
+
+
+_ARRIVING = Disguise(ArrivingValues)
+
+
+def _wait_for(value: Any) -> None:
+    if not isinstance(value, ArrivingValues):
+        return
+    parameter = cast(nn.Parameter, value)
+    engine = engine_attached_to(parameter)
+    if engine is not None:
+        engine.finish_parameters(parameter)
+    # Also where the engine has gone, or its all-gather has failed: to ask once more would not end.
+    _ARRIVING.take_off((parameter,))
+
+
+class _HandedOut(dict):
+    """A module's `_parameters` while some are in flight: they are waited for when they are handed out.
+
+    Attributes:
+        own: the module's own dict, which takes this one's place again.
     """
 
-    def __getitem__(self, name: str):
-        self._before_read(name)
-        return self.stock[name]
+    own: dict
 
-    def get(self, name: str, default=None):
-        return self[name] if name in self.stock else default
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        _wait_for(value)
+        return value
 
-    def __iter__(self):
-        self._before_read(None)
-        return iter(self.stock)
-
-    def items(self):
+    def items(self) -> Any:
         if not _only_gradients_are_read():
-            self._before_read(None)
-        return self.stock.items()
+            for value in self.values():
+                _wait_for(value)
+        return super().items()
 
-    def values(self):
-        self._before_read(None)
-        return self.stock.values()
-
-    def keys(self):
-        self._before_read(None)
-        return self.stock.keys()
-
-    def __setitem__(self, name: str, value) -> None:
-        self._before_read(None)
-        self.stock[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        self._before_read(None)
-        del self.stock[name]
-
-    def pop(self, name: str, *default):
-        self._before_read(None)
-        return self.stock.pop(name, *default)
-
-    def copy(self) -> dict:
-        self._before_read(None)
-        return self.stock.copy()
-
-    def __reduce__(self):
-        self._before_read(None)
-        return dict, (dict(self.stock),)
-
-    def __deepcopy__(self, memo: dict):
-        self._before_read(None)
-        return copy.deepcopy(self.stock, memo)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 def _only_gradients_are_read() -> bool:
@@ -91,25 +99,6 @@ def _only_gradients_are_read() -> bool:
     return False
 
 
-class _HoldingModule:
-    """A module that holds parameters which are gathered behind a step.
-
-    Args:
-        held: the bucket of each, by name.
-        finish: waits for the gather of a bucket.
-    """
-
-    def __init__(self, module: nn.Module, held: dict[str, Bucket], finish: Callable[[Bucket], None]):
-        self.buckets = tuple(dict.fromkeys(held.values()))
-        self.guard = ParametersGuard(module, InFlightParameters, self._wait_for)
-        self._held = held
-        self._finish = finish
-
-    def _wait_for(self, name: str | None) -> None:
-        for bucket in self.buckets if name is None else (self._held[name],) if name in self._held else ():
-            self._finish(bucket)
-
-
 class ParameterGather:
     """Starts the all-gathers of updated buckets, and finishes each at the first read of one of its parameters.
 
@@ -122,16 +111,12 @@ class ParameterGather:
     def __init__(self, model: nn.Module, buckets: Iterable[Bucket], gather: Gather):
         self._gather = gather
         self._in_flight: dict[Bucket, Handle] = {}
-        bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-        self._modules: list[_HoldingModule] = []
-        self._modules_of: dict[Bucket, list[_HoldingModule]] = {bucket: [] for bucket in bucket_of.values()}
+        self._bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
+        self._modules_of: dict[Bucket, list[nn.Module]] = {bucket: [] for bucket in self._bucket_of.values()}
         for module in model.modules():
-            held = {name: bucket_of[p] for name, p in module._parameters.items() if p in bucket_of}
-            if held:
-                holding = _HoldingModule(module, held, self.finish)
-                self._modules.append(holding)
-                for bucket in holding.buckets:
-                    self._modules_of[bucket].append(holding)
+            held = (self._bucket_of.get(p) for p in module._parameters.values() if p is not None)
+            for bucket in dict.fromkeys(each for each in held if each is not None):
+                self._modules_of[bucket].append(module)
 
     def start(self, buckets: Iterable[Bucket]) -> None:
         """Starts gathering what the optimizer has just updated in these buckets."""
@@ -140,13 +125,19 @@ class ParameterGather:
             self._in_flight[bucket] = self._gather.start(bucket)
 
     def guard(self) -> None:
-        """Makes every module that holds a parameter in flight wait for it when it is read."""
-        in_flight = self._in_flight.keys()
-        for holding in self._modules if in_flight else ():
-            if not in_flight.isdisjoint(holding.buckets):
-                holding.guard.put()
-        for bucket in in_flight:
-            expect(bucket.parameters)
+        """Makes whoever reads a parameter in flight wait for it."""
+        for bucket in self._in_flight:
+            _ARRIVING.put_on(bucket.parameters)
+            for module in self._modules_of[bucket]:
+                # Past `nn.Module.__getattr__`, for speed. Dicts that stage 3 has put there look after reads themselves.
+                own: Any = module.__dict__["_parameters"]
+                if type(own) is dict:
+                    module.__dict__["_parameters"] = guarded = _HandedOut(own)
+                    guarded.own = own
+
+    def finish_of(self, parameter: nn.Parameter) -> None:
+        """Waits for the bucket of one parameter."""
+        self.finish(self._bucket_of[parameter])
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""
@@ -154,20 +145,19 @@ class ParameterGather:
         if handle is None:
             return
         handle.finish()
-        take_as_arrived(bucket.parameters)
-        in_flight = self._in_flight.keys()
-        for holding in self._modules_of[bucket]:
-            if in_flight.isdisjoint(holding.buckets):
-                holding.guard.remove()
+        _ARRIVING.take_off(bucket.parameters)
+        for module in self._modules_of[bucket]:
+            guarded: Any = module.__dict__["_parameters"]
+            if type(guarded) is _HandedOut and _ARRIVING.classes.isdisjoint(map(type, guarded.values())):
+                own = guarded.own
+                # With what has been set and deleted meanwhile.
+                own.clear()
+                own.update(guarded)
+                module.__dict__["_parameters"] = own
 
     def finish_all(self) -> None:
         for bucket in list(self._in_flight):
             self.finish(bucket)
-
-
-def caches_parameters(model: nn.Module) -> bool:
-    """Whether some module keeps its parameters in a list of its own, past its `_parameters` (torch's RNNs do)."""
-    return any(isinstance(module, nn.RNNBase) for module in model.modules())
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -16,7 +16,6 @@ from ...buckets.bucket import ParameterSlot
 from ...buckets.sharded_parameter import ShardedParametersError, are_hidden, show_values
 from ...disguise import look_only
 from ...engine_reference import engine_attached_to
-from ..guarded_parameters import GuardedParameters, ParametersGuard
 from .gathered import GatheredParameters
 from .schedule import Unsharding
 from .unit import Unit
@@ -26,12 +25,29 @@ _SYNCED = "_is_fsdp_managed_module"
 drawn to drop: it is on a model that generates, for as long as that lasts, and on none of its parts."""
 
 
-class ShardedParameters(GuardedParameters):
+class ShardedParameters(dict):
     """The `_parameters` of a module while some of them are sharded.
 
     Shapes, dtypes and names can be looked at. A value read by another module's forward is gathered first; copying and
     pickling raise.
+
+    Args:
+        parameters: the module's own dict, which takes this one's place again later.
+        before_read: called with the name of what is about to be read.
+
+    Attributes:
+        stock: the module's own dict.
     """
+
+    def __init__(self, parameters: dict, before_read: Callable[[str], None]):
+        super().__init__(parameters)
+        self.stock = parameters
+        self._before_read = before_read
+
+    def follow(self) -> bool:
+        """Takes over what the module's own dict holds now; False where that has lost a name."""
+        dict.update(self, self.stock)
+        return len(self) == len(self.stock)
 
     def __getitem__(self, name: str):
         self._before_read(name)
@@ -72,18 +88,28 @@ class ModuleGuard:
         # Nearly every module's parameters are of one unit.
         self._unit, *self._others = dict.fromkeys(unit for unit, _ in slots.values())
         self._schedule = schedule
-        self._guard = ParametersGuard(module, ShardedParameters, self._before_read)
+        self._module = module
+        self._guarded: ShardedParameters | None = None
 
     def update(self) -> None:
-        """Follows a change of state of one of the units."""
-        if self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others])):
-            self._guard.put()
-        else:
-            self._guard.remove()
+        """Follows a change of state of one of the units. Each module of each unit comes here twice in a pass."""
+        if not (self._unit.is_sharded or (self._others and any([unit.is_sharded for unit in self._others]))):
+            self.remove()
+            return
+        # Past `nn.Module.__getattr__`, for speed.
+        held: Any = self._module.__dict__["_parameters"]
+        if type(held) is ShardedParameters:
+            return
+        guarded = self._guarded
+        if guarded is None or guarded.stock is not held or not guarded.follow():
+            guarded = self._guarded = ShardedParameters(held, self._before_read)
+        self._module.__dict__["_parameters"] = guarded
 
     def remove(self) -> None:
-        """Takes it out, whatever the state."""
-        self._guard.remove()
+        """Leaves the module with its own dict, whatever the state."""
+        held: Any = self._module.__dict__["_parameters"]
+        if type(held) is ShardedParameters:
+            self._module.__dict__["_parameters"] = held.stock
 
     def _before_read(self, name: str) -> None:
         # Outside a pass a read is a look at shape or dtype, maybe on one rank alone. What is whole is read as it is: its layer is
