@@ -21,7 +21,6 @@ from .gradients.backward_pass import Gradients
 from .gradients.bad_steps import BadSteps, Stop, choose_bad_steps
 from .gradients.batch_log import BatchLog
 from .gradients.choose_store import choose_store
-from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.store import GradientStore, Landing
 from .rank_allocation import RankAllocation
 from .travel.in_flight import is_compiled
@@ -176,7 +175,8 @@ class TrainingStep:
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
-        free_norms({row.slot.bucket for row in rows})
+        for bucket in {row.slot.bucket for row in rows}:
+            bucket.allow_norms()
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
@@ -268,7 +268,8 @@ class TrainingStep:
         self._parts.nonfinite.forget()
         self.bad_steps.forget()
         if self._parts.meeting.groups.shard_size > 1:
-            guard_norms(self._parts.buckets)
+            for bucket in self._parts.buckets:
+                bucket.refuse_norms()
 
     def _goes_on(self) -> bool:
         """Whether another backward comes, under no_sync, and adds to what `grad_accumulation: sharded` has reduced."""
@@ -287,7 +288,8 @@ class TrainingStep:
             is_first: the step of the first of the engine's optimizers, which steps are counted by.
         """
         _refuse_inside_backward()
-        free_norms(buckets)
+        for bucket in buckets:
+            bucket.allow_norms()
         nonfinite = self._parts.nonfinite
         self._log.site = "optimizer step"
         self._end_reads()

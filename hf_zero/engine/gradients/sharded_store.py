@@ -8,13 +8,12 @@ from typing import cast
 import torch
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.gradient_tensors import GradientState, ShardedGradient, widen
 from ...buckets.padding import clear_padding
-from ...buckets.sharded_gradient import GradientState, ShardedGradient
 from ...comm.transport import Handle
 from ...device import Arrival, Reservation, reserve
 from ...offload.downlink import Downlink
 from ...offload.tier import DeviceTier
-from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
 from .store import FlatGradients, Landing, add_or_set
@@ -102,7 +101,7 @@ class ShardedStore(FlatGradients):
         held = [row for row in bucket.rows if row.tensor.grad is not None]
         shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
         for row in held:
-            widen(row)
+            widen(row.tensor)
             row.tensor.grad = row.of(shard).copy_(cast(torch.Tensor, row.tensor.grad))
         self._keep_shard(bucket, shard)
 

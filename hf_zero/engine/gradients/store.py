@@ -16,12 +16,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.gradient_tensors import widen
 from ...buckets.padding import clear_padding
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
 from ...offload.tier import DeviceTier
-from ...optimizer.clipped_gradient import widen
 from .buffer_pool import OpenBuffer
 
 _AT_ONCE_NUMEL = 1 << 20
@@ -293,7 +293,7 @@ def _sum_into(
     added, copied = [], []
     for row, view in views:
         if row in going_on:
-            widen(row)
+            widen(row.tensor)
             gradient = cast(torch.Tensor, row.tensor.grad)
             added.append((row, gradient.data))
             increment_version(gradient)

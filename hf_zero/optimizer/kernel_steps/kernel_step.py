@@ -9,9 +9,9 @@ from torch.autograd.graph import increment_version
 
 from ...buckets.bucket import Bucket, Row
 from ...buckets.contiguous_rows import Run, runs_of
+from ...buckets.gradient_tensors import Coefficient, take_coefficient
 from ...kernels.dynamic import Coded
 from ...layout.blocks import is_in_blocks
-from ..clipped_gradient import Coefficient, take_coefficient
 from ..state.bucket_state import Blocks
 from ..state.bucket_steps import BucketStep, OwnStep
 from .flat_state import FlatState
@@ -95,7 +95,7 @@ class KernelStep(BucketStep):
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
-        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row)) for row in rows}):
+        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row.tensor)) for row in rows}):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 

@@ -8,12 +8,12 @@ from typing import Protocol, cast
 import torch
 
 from ...buckets.bucket import Bucket, Row
+from ...buckets.gradient_tensors import widen
 from ...comm.transport import Label, Transport
 from ...hooks import WeakHook
 from ...offload.files import OffloadError
 from ...offload.stored import StoredShard
 from ...offload.window import Window
-from ..clipped_gradient import widen
 from .state_kinds import group_with, own_step
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
@@ -99,7 +99,7 @@ class OwnStep(BucketStep):
 
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         for row in rows:
-            widen(row)
+            widen(row.tensor)
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
         self._optimizer.param_groups = [group_with(groups[bucket.key.group], lambda tensor: id(tensor) in mine)]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.gradient_tensors import widen
 from ...comm.transport import Label, Transport
 from ...config import CommConfig
 from ...device import allocate
-from ..clipped_gradient import widen
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 from .state_rows import elementwise_state, state_of
@@ -50,7 +50,7 @@ class FullTensors:
         if row is None or not row.has_gradient:
             return self._gather(slot, None)
         row.slot.bucket.await_gradient()
-        widen(row)
+        widen(row.tensor)
         return self._gather(slot, row.tensor.grad)
 
     @torch.no_grad()
