@@ -10,7 +10,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
 
 if TYPE_CHECKING:
     # Mixed into classes of tensors: a type checker takes their attributes for inherited.
@@ -64,6 +63,9 @@ LOOKS = _looks()
 EDITS = frozenset([*_existing(torch.Tensor, _EDITS), *_existing(torch, _EDITS)])
 """The operations that edit each element by itself, where what else they take are numbers."""
 
+ALIASING = frozenset([*_existing(torch.Tensor.data, "__get__"), torch.Tensor.detach, torch.detach])
+"""What hands out the same values under another name; whoever gets it may only want its dtype."""
+
 
 def named_as(mixin: type, kind: type, **members: Any) -> type:
     """A subclass of `kind` with `mixin` before it, which has the name and the module of `kind`."""
@@ -111,11 +113,11 @@ class Disguised(_TensorBase):
 
     __slots__ = ()
 
-    _own_class: ClassVar[type[nn.Parameter]]
+    _own_class: ClassVar[type]
 
 
 class Disguise:
-    """Gives parameters a class that a mixin is part of, and their own one again.
+    """Gives parameters, or other tensors, a class that a mixin is part of, and their own one again.
 
     Args:
         mixin: answers torch in `__torch_function__`.
@@ -129,14 +131,14 @@ class Disguise:
         self._made: dict[type, type] = {}
         self.classes: set[type] = set()
 
-    def put_on(self, parameters: Iterable[nn.Parameter]) -> None:
+    def put_on(self, parameters: Iterable[torch.Tensor]) -> None:
         """Unless they wear it. Each layer of stage 3 comes here twice in a step."""
         for parameter in parameters:
             kind: Any = type(parameter)
             if kind not in self.classes:
                 parameter.__class__ = self._made.get(kind) or self._make(kind)
 
-    def take_off(self, parameters: Iterable[nn.Parameter]) -> None:
+    def take_off(self, parameters: Iterable[torch.Tensor]) -> None:
         """If they wear it."""
         for parameter in parameters:
             kind: Any = type(parameter)

@@ -20,11 +20,11 @@ from ..layout.slots import BucketLayout
 from ..offload.parameter_shards import Region
 from ..offload.tier import Tier
 from .flat_views import FlatViews
+from .gradient_tensors import GradientState, ShardedGradient, ShardedGradientError, allow_norms, refuse_norms
 from .mapped_parameters import forget_loaded, wanted_dtype
 from .memory import ParameterMemory
 from .padding import clear_padding
 from .precision import Precision
-from .sharded_gradient import GradientState, ShardedGradient, ShardedGradientError
 
 _SMALL_NUMEL = 1 << 14
 
@@ -375,6 +375,16 @@ class Bucket:
         """Returns when the rows have their reduced gradient. Who reads or writes its values calls this first."""
         arrival, self.arrival = self.arrival, Arrival()
         arrival.wait()
+
+    def refuse_norms(self) -> None:
+        """Has a norm of a row's gradient refused, where rows are parts of parameters."""
+        if not self.rows_are_parameters:
+            refuse_norms([row.tensor.grad for row in self.rows if type(row.tensor.grad) is torch.Tensor])
+
+    def allow_norms(self) -> None:
+        """Has it given again: whoever asks now knows what the rows are."""
+        if not self.rows_are_parameters:
+            allow_norms([row.tensor.grad for row in self.rows if row.tensor.grad is not None])
 
     def end_step(self) -> None:
         """Gives the reduced gradients back. What stands in `p.grad` stays until the script zeroes it."""

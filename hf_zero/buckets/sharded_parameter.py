@@ -12,14 +12,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..disguise import EDITS, LOOKS, Disguise, Disguised, look_only
+from ..disguise import ALIASING, EDITS, LOOKS, Disguise, Disguised, look_only
 from ..engine_reference import engine_attached_to
+from .gradient_tensors import unprepared_step
 from .nested import leaves
-from .sharded_gradient import unprepared_step
 
 _DATA: Any = torch.Tensor.data
-_ALIASING = frozenset({_DATA.__get__, torch.Tensor.detach, torch.detach})
-"""What hands out the same values under another name; whoever gets it may only want its dtype."""
 
 _REPLACING = frozenset({_DATA.__set__, torch.Tensor.set_})
 
@@ -45,7 +43,7 @@ class ShardedValues(Disguised):
         kwargs = kwargs or {}
         if func in LOOKS:
             return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
-        if func in _ALIASING:
+        if func in ALIASING:
             return _alias_of(_parameter_behind(args[0]))
         if func in EDITS and _edit_own(args[0], func, args[1:], kwargs):
             return args[0]

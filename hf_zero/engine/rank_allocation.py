@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.sharded_gradient import ShardedGradient
+from ..buckets.gradient_tensors import ShardedGradient
 from ..engine_reference import engine_attached_to
 
 _NAME = "update_and_allocate"

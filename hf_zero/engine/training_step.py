@@ -20,7 +20,6 @@ from .build.assemble import Parts
 from .gradients.backward_pass import Gradients
 from .gradients.batch_log import BatchLog
 from .gradients.nonfinite import BadSteps
-from .gradients.row_gradients import free_norms, guard_norms
 from .gradients.sharded_store import choose_store
 from .gradients.store import GradientStore, Landing
 from .rank_allocation import RankAllocation
@@ -178,7 +177,8 @@ class TrainingStep:
         # By the parameters asked for, not the rows found: the ranks must come to the same answer.
         wanted = slot_of if parameters is None else {p: None for p in parameters if p in slot_of}
         rows = rows_with_gradient(self._parts.row_of, wanted)
-        free_norms({row.slot.bucket for row in rows})
+        for bucket in {row.slot.bucket for row in rows}:
+            bucket.allow_norms()
         measured = self._parts.norm.measure(rows, norm_type=norm_type, max_norm=max_norm)
         self.last_norm = measured.norm
         bad = nonfinite.look(measured, at_all=len(wanted) == len(slot_of))
@@ -267,7 +267,8 @@ class TrainingStep:
         self._parts.nonfinite.forget()
         self.bad_steps.forget()
         if self._parts.mesh.dp.groups.shard_size > 1:
-            guard_norms(self._parts.buckets)
+            for bucket in self._parts.buckets:
+                bucket.refuse_norms()
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
@@ -283,7 +284,8 @@ class TrainingStep:
             is_first: the step of the first of the engine's optimizers, which steps are counted by.
         """
         _refuse_inside_backward()
-        free_norms(buckets)
+        for bucket in buckets:
+            bucket.allow_norms()
         nonfinite = self._parts.nonfinite
         self._log.site = "optimizer step"
         self._end_reads()

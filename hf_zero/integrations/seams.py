@@ -45,10 +45,9 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 REPLACED_CLASSES: Mapping[str, str] = {
     "disguise": "Trainer and Accelerator, which call a plugin or a callback when they are made, and offer no seat for saving, "
     "resuming and preparing. GradScalers that a script or accelerate holds already. Parameters whose values are not there, or on "
-    "their way: reads raise or wait, and no operation can pass; "
+    "their way: reads raise or wait, and no operation can pass. Gradients in an optimizer's groups, whose norm a script may "
+    "take for that of the whole; "
     "test_accelerator_methods.py::test_objects_whose_class_is_replaced_show_copy_and_pickle_themselves_as_before",
-    "engine/gradients/row_gradients": "Gradients in an optimizer's groups, whose norm a script may take for that of the "
-    "whole; test_uncommon_loops.py::test_a_norm_of_the_rows_in_the_optimizers_groups_is_refused",
 }
 """File → objects of whose class it makes another one, and why; the test behind the semicolon."""
 
@@ -63,7 +62,7 @@ SEAMS = (
     Seam(
         owner="torch._C:",
         names=("_disabled_torch_function_impl",),
-        where=("buckets", "engine/gradients/row_gradients", "engine/travel/in_flight"),
+        where=("buckets", "engine/travel/in_flight"),
         why="Subclasses of Tensor that dispatch as plain tensors do, at no cost for each operation.",
         test="test_zero_grad.py::test_a_step_on_gradients_that_a_step_has_used_is_refused_by_name",
     ),
@@ -126,7 +125,7 @@ SEAMS = (
     Seam(
         owner="torch.ops:aten",
         names=("_to_copy",),
-        where=("buckets/sharded_gradient",),
+        where=("buckets/gradient_tensors",),
         why="`model.to()` converts a gradient without memory by this operation.",
         test="test_zero_grad.py::test_a_trained_model_can_be_moved_before_its_gradients_are_zeroed",
     ),
@@ -169,7 +168,7 @@ SEAMS = (
     Seam(
         owner="torch.utils:_pytree",
         names=("tree_leaves", "tree_map_only"),
-        where=("engine/gradients", "optimizer/clipped_gradient"),
+        where=("engine/gradients", "buckets/gradient_tensors"),
         why="Tensors inside whatever containers models return, as torch itself sees them.",
         test="test_stage3.py::test_outputs_in_dataclasses_and_nested_containers_announce_their_backward",
     ),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from ..buckets.bucket import Row
-from .clipped_gradient import widen
+from ..buckets.gradient_tensors import widen
 
 
 def scale_gradients(rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
@@ -17,7 +17,7 @@ def scale_gradients(rows: Sequence[Row], coefficient: torch.Tensor | None) -> No
     if coefficient is None:
         return
     for row in rows:
-        widen(row)
+        widen(row.tensor)
     gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
     devices = {gradient.device for gradient in gradients}
     for device in devices:
@@ -30,7 +30,7 @@ def scale_gradients(rows: Sequence[Row], coefficient: torch.Tensor | None) -> No
 def clamp_values(rows: Sequence[Row], clip_value: float) -> None:
     """Clamps every element of the rows' gradients to [-clip_value, clip_value]."""
     for row in rows:
-        widen(row)
+        widen(row.tensor)
     gradients = [row.tensor.grad for row in rows if row.tensor.grad is not None]
     if gradients:
         torch._foreach_clamp_min_(gradients, -clip_value)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...buckets.bucket import Bucket, ParameterSlot
-from ...buckets.sharded_gradient import ShardedGradient
+from ...buckets.gradient_tensors import ShardedGradient
 from ...comm.transport import Label, Transport
 from ...disguise import look_only
 from ...hooks import WeakHook

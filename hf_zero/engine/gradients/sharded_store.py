@@ -7,15 +7,14 @@ from typing import Literal, cast
 import torch
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.gradient_tensors import GradientState, ShardedGradient, widen
 from ...buckets.padding import clear_padding
-from ...buckets.sharded_gradient import GradientState, ShardedGradient
 from ...comm.transport import Handle
 from ...config import ZeroConfig
 from ...device import Arrival, Reservation, reserve
 from ...layout import pool
 from ...offload.downlink import Downlink
 from ...offload.tier import Tier
-from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import BufferPool, OpenBuffer
 from .replicated_store import ReplicatedGradients
@@ -233,7 +232,7 @@ class ShardedGradients(GradientStore):
         held = [row for row in bucket.rows if row.tensor.grad is not None]
         shard = bucket.tier.scratch(bucket.layout.shard_numel, bucket.precision.master)
         for row in held:
-            widen(row)
+            widen(row.tensor)
             row.tensor.grad = row.of(shard).copy_(cast(torch.Tensor, row.tensor.grad))
         self._keep_shard(bucket, shard)
 

@@ -14,12 +14,12 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
+from ...buckets.gradient_tensors import widen
 from ...buckets.padding import clear_padding
 from ...comm.transport import Handle
 from ...device import Arrival
 from ...offload.downlink import Downlink
 from ...offload.tier import Tier
-from ...optimizer.clipped_gradient import widen
 from ..travel.reductions import Reduction
 from .buffer_pool import OpenBuffer
 
@@ -267,7 +267,7 @@ def _sum_into(
     added, copied = [], []
     for row, view in views:
         if row in going_on:
-            widen(row)
+            widen(row.tensor)
             gradient = cast(torch.Tensor, row.tensor.grad)
             added.append((row, gradient.data))
             increment_version(gradient)

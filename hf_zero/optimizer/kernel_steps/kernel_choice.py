@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ...buckets.bucket import Bucket, Row
+from ...buckets.gradient_tensors import Coefficient, clip_later
 from ..clip import scale_gradients
-from ..clipped_gradient import Coefficient, clip_later
 from ..holders.block_state import StateInBlocks
 from ..reports import KernelReport
 from ..state.bucket_state import BucketState
@@ -70,7 +70,7 @@ class KernelShare:
         left = []
         for row in rows:
             if row.slot.bucket in self._mine and not row.is_parameter:
-                clip_later(row, one)
+                clip_later(row.tensor, one)
             else:
                 left.append(row)
         return left

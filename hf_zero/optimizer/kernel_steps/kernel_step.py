@@ -9,9 +9,9 @@ from torch.autograd.graph import increment_version
 
 from ...buckets.bucket import Bucket, Row
 from ...buckets.contiguous_rows import Run, runs_of
+from ...buckets.gradient_tensors import Coefficient, take_coefficient
 from ...kernels.dynamic import Coded
 from ...layout.blocks import is_in_blocks
-from ..clipped_gradient import Coefficient, take_coefficient
 from ..holders.block_state import StateInBlocks
 from ..state.bucket_steps import BucketStep
 from .kernel_forms import AdamWForm, Group, KernelForm, Place, form_of
@@ -120,7 +120,7 @@ class KernelStep(BucketStep):
         self, rows: Sequence[Row], phase_of: Mapping[Row, _Phase]
     ) -> Iterator[tuple[Run, _Phase, Coefficient | None]]:
         """Rows to be stepped together: a run, their phase, and what their gradients are to be multiplied by."""
-        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row)) for row in rows}):
+        for run in runs_of(rows, {row: (phase_of[row], take_coefficient(row.tensor)) for row in rows}):
             phase, clip = cast("tuple[_Phase, Coefficient | None]", run.phase)
             yield run, phase, clip
 

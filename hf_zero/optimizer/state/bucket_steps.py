@@ -7,12 +7,12 @@ from typing import cast
 import torch
 
 from ...buckets.bucket import Bucket, Row
+from ...buckets.gradient_tensors import widen
 from ...comm.transport import Label, Transport
 from ...hooks import WeakHook
 from ...offload.files import OffloadError
 from ...offload.stored import StoredShard
 from ...offload.window import Window
-from ..clipped_gradient import widen
 from .bucket_state import BucketState
 from .state_kinds import group_with, own_step
 
@@ -33,7 +33,7 @@ class BucketStep:
     def step(self, bucket: Bucket, rows: Sequence[Row]) -> None:
         """Takes one step. `rows`: those of the bucket that have a gradient."""
         for row in rows:
-            widen(row)
+            widen(row.tensor)
         groups = self._optimizer.param_groups
         mine = {id(row.tensor) for row in rows}
         self._optimizer.param_groups = [group_with(groups[bucket.key.group], lambda tensor: id(tensor) in mine)]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import ParameterSlot
+from ...buckets.gradient_tensors import widen
 from ...comm.transport import Label
 from ...device import allocate
-from ..clipped_gradient import widen
 from .holder import StateHolder
 from .optimizer import ShardedOptimizer
 from .state_rows import elementwise_state, state_of
@@ -26,7 +26,7 @@ def full_gradient(slot: ParameterSlot, timeout_s: float) -> torch.Tensor | None:
     if row is None or not row.has_gradient:
         return _gather(slot, None)
     slot.bucket.await_gradient()
-    widen(row)
+    widen(row.tensor)
     return _gather(slot, row.tensor.grad)
 
 

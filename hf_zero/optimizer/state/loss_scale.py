@@ -12,8 +12,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 
+from ...buckets.gradient_tensors import widen
 from ...disguise import mix_in
-from ..clipped_gradient import widen
 from .optimizer import SCALES_ITSELF, engine_stepped_by
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class _OverShards(_ScalerBase):
                 sharded.refuse_strangers()
                 for row in sharded.rows:
                     row.slot.bucket.await_gradient()
-                    widen(row)
+                    widen(row.tensor)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         scale, clean = inv_scale, found_inf
         if any(gradient.device.type == "cpu" for gradient in gradients):

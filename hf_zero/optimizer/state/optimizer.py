@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...buckets.bucket import Bucket, ParameterSlot, Row
-from ...buckets.sharded_gradient import ShardedGradient
+from ...buckets.gradient_tensors import ShardedGradient
 from ...comm.groups.groups import Groups
 from ...disguise import look_only
 from ...engine_reference import engine_attached_to

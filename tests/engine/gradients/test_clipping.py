@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from small_kernel_steps import Small, small
 from torch import nn
 
+from hf_zero.buckets.gradient_tensors import ClippedGradient
 from hf_zero.comm.model_copies import Agreement
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.optimizer.clip import scale_gradients
-from hf_zero.optimizer.clipped_gradient import ClippedGradient
 from hf_zero.optimizer.state.loss_scale import GradScaler
 
 WITH_ROWS = {

@@ -12,7 +12,7 @@ from shared_ranks import shared_ranks
 from torch import nn
 from training import VOCABULARY, Unruly, bert, gpt2, gpt2_batch
 
-from hf_zero.buckets.sharded_gradient import ShardedGradientError
+from hf_zero.buckets.gradient_tensors import ShardedGradientError
 from hf_zero.comm.control.collective_log import ENDED, LABEL, STARTED
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.engine.gradients.nonfinite import NonFiniteGradientError
