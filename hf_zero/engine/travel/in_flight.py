@@ -8,7 +8,7 @@ parameters that a script took beforehand does not: of those, torch asks before i
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 
 import torch
@@ -123,30 +123,24 @@ class ParameterGather:
         self._gather = gather
         self._in_flight: dict[Bucket, Handle] = {}
         bucket_of = {slot.parameter: bucket for bucket in buckets for slot in bucket.slots}
-        self._modules: list[_HoldingModule] = []
         self._modules_of: dict[Bucket, list[_HoldingModule]] = {bucket: [] for bucket in bucket_of.values()}
         for module in model.modules():
             held = {name: bucket_of[p] for name, p in module._parameters.items() if p in bucket_of}
             if held:
                 holding = _HoldingModule(module, held, self.finish)
-                self._modules.append(holding)
                 for bucket in holding.buckets:
                     self._modules_of[bucket].append(holding)
 
-    def start(self, buckets: Iterable[Bucket]) -> None:
-        """Starts gathering what the optimizer has just updated in these buckets."""
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """Starts gathering what the optimizer has just updated in these buckets; who reads their parameters waits."""
         for bucket in buckets:
             self.finish(bucket)
-            self._in_flight[bucket] = self._gather.start(bucket)
-
-    def guard(self) -> None:
-        """Makes every module that holds a parameter in flight wait for it when it is read."""
-        in_flight = self._in_flight.keys()
-        for holding in self._modules if in_flight else ():
-            if not in_flight.isdisjoint(holding.buckets):
+            with bucket.tier.uplink.aside():
+                self._in_flight[bucket] = self._gather.start(bucket)
+        for started in buckets:
+            for holding in self._modules_of[started]:
                 holding.guard.put()
-        for bucket in in_flight:
-            expect(bucket.parameters)
+            expect(started.parameters)
 
     def finish(self, bucket: Bucket) -> None:
         """Waits for one bucket, and leaves modules whose parameters are all there with their own dicts."""

@@ -34,7 +34,7 @@ class MasterInMemory(MasterPlace):
         """It is at hand."""
 
     def put_away(self) -> None:
-        """It is where it belongs. The parameters follow behind the whole step."""
+        """It is where it belongs. The parameters follow behind the step."""
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:

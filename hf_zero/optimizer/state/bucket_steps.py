@@ -47,11 +47,11 @@ class Walk(Protocol):
 
 class _WalkInMemory:
     def walk(self, buckets: Sequence[Bucket], *, spared: int) -> Generator[tuple[Bucket, None], None, None]:
-        yield from ((bucket, None) for bucket in buckets)
+        yield from ((bucket, None) for bucket in reversed(buckets))
 
 
 NO_FILES = _WalkInMemory()
-"""One bucket after another, with nothing to be fetched."""
+"""One bucket after another, with nothing to be fetched, in forward's order: as they are sent."""
 
 
 class WalkOverFiles:
@@ -73,6 +73,14 @@ class WalkOverFiles:
         with closing(self._window.walk(list(bucket_of), spared=spared)) as walk:
             for shard, buffer in walk:
                 yield bucket_of[shard], buffer
+
+
+def _untold(bucket: Bucket) -> None:
+    """Nobody waits for a bucket's step."""
+
+
+def _always() -> bool:
+    return True
 
 
 def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
@@ -146,6 +154,11 @@ class BucketSteps:
         transport: of the ranks that step together.
         step: of one bucket.
         take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
+        stepped: called with each bucket behind its step, or where it has none to take.
+        wanted: whether a step is to be taken in parts; the optimizer's own call takes it otherwise.
+
+    Attributes:
+        optimizer: whose buckets they are.
     """
 
     def __init__(
@@ -157,8 +170,12 @@ class BucketSteps:
         step: BucketStep,
         *,
         take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
+        stepped: Callable[[Bucket], None] = _untold,
+        wanted: Callable[[], bool] = _always,
     ):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self._stepped = stepped
+        self._wanted = wanted
         self._passages = passages
         self._walk = walk
         self._step = step
@@ -167,6 +184,11 @@ class BucketSteps:
         self._gradients: dict[Row, torch.Tensor] = {}
         self._broken: OffloadError | None = None
         self._hook = self._register()
+
+    @property
+    def hook_id(self) -> int:
+        """Of the hook that takes the steps, among the optimizer's."""
+        return self._hook.id
 
     def come_last(self) -> None:
         """Moves the hook behind those that were registered since."""
@@ -191,14 +213,20 @@ class BucketSteps:
         self._hook.remove()
 
     def _register(self):
-        return self._optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
+        return self.optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
 
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        if not self._wanted():
+            return
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._passages}
         try:
-            done = self._take_over(self._optimizer)
-            self._step_each({bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done})
+            done = self._take_over(self.optimizer)
+            left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
+            for bucket in rows_of:
+                if bucket not in left:
+                    self._stepped(bucket)
+            self._step_each(left)
         except OffloadError as error:
             self._broken = error
         self._raise_together()
@@ -208,12 +236,13 @@ class BucketSteps:
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
-        makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
+        makes_state = any(row.tensor not in self.optimizer.state for rows in rows_of.values() for row in rows)
         with closing(self._walk.walk(list(rows_of), spared=int(makes_state))) as walk:
             for bucket, buffer in walk:
                 self._passages[bucket].lend(buffer)
                 self._step.step(bucket, rows_of[bucket])
                 self._passages[bucket].take_back(buffer)
+                self._stepped(bucket)
 
     def _raise_together(self) -> None:
         """Raises on every rank what has ended this step on one of them. Collective."""

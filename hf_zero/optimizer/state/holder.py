@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,15 +72,26 @@ class StateHolder:
         if state.optimizer is not None:
             self._timing.admit(state.optimizer, state)
 
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Has the optimizer's steps go over these buckets, which are its own."""
+    def step_with(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        *,
+        stepped: Callable[[Bucket], None],
+        sends_early: Callable[[], bool],
+    ) -> None:
+        """Has the optimizer's steps go over these buckets, which are its own.
+
+        Args:
+            stepped: called with each bucket that is stepped by itself, behind its step.
+            sends_early: whether a bucket is sent then. Those in host memory are stepped by themselves for that.
+        """
+        # No disk can fail under one rank alone, so none has to wait for a word from the others.
+        in_memory = partial(BucketSteps, optimizer, walk=NO_FILES, transport=LocalTransport(), stepped=stepped)
         states = {bucket: self._states[bucket] for bucket in buckets}
         by_others = self._choice.assign(optimizer, states)
         for assigned in by_others:
-            # No disk can fail under one rank alone, so none has to wait for a word from the others.
-            self._add(
-                assigned.step, BucketSteps(optimizer, assigned.passages, NO_FILES, LocalTransport(), assigned.step)
-            )
+            self._add(assigned.step, in_memory(assigned.passages, step=assigned.step))
         left = states.keys() - {bucket for assigned in by_others for bucket in assigned.passages}
         own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
         step, take_over = OwnStep(optimizer), self._timing.take_over
@@ -88,7 +100,10 @@ class StateHolder:
             walk = WalkOverFiles(self._files.window, shards)
             self._add(step, BucketSteps(optimizer, own, walk, self._transport, step, take_over=take_over))
         elif own:
-            self._add(step, BucketSteps(optimizer, own, NO_FILES, LocalTransport(), step, take_over=take_over))
+            self._add(step, in_memory(own, step=step, take_over=take_over))
+        at_hand = {bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()}
+        if at_hand:
+            self._add(step, in_memory(at_hand, step=step, wanted=sends_early))
         self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
         for bucket in buckets:
             if self._states[bucket].state.is_away:
@@ -106,13 +121,21 @@ class StateHolder:
         """
         self._choice.scale_gradients(rows, coefficient)
 
-    def after_step(self, buckets: Sequence[Bucket]) -> None:
-        """Called after the optimizer's step, before gradients are given back: the parameters become what their masters are."""
+    def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether no other hook comes between the steps of an optimizer's buckets and its own step."""
+        mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
+        return mine.issuperset(list(optimizer._optimizer_step_pre_hooks)[-len(mine) :])
+
+    def after_step(self) -> None:
+        """Called after the optimizer's step, before gradients are given back."""
         if self._files is not None:
             # Called twice for a class of optimizer whose step calls its parent's.
             self._files.end_step()
         for steps in self._steps:
             steps.give_back_gradients()
+
+    def write_back(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters become what their masters are, which have been stepped."""
         for bucket in self._choice.unwritten(buckets):
             bucket.write_back()
 
