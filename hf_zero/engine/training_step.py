@@ -1,5 +1,6 @@
 """What an engine does around a forward, a backward and `optimizer.step()`."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -80,6 +81,10 @@ class TrainingStep:
         self.bad_steps = BadSteps(self._config, speaks=parts.mesh.dp.all_groups.is_first_of_run)
         self._uncounted_edits = UncountedEdits(parts.buckets, parts.holder)
         self._batches = BatchLog(model, step_transport)
+        # What a step has written back so far, what it has still to send, and whether it sends buckets as they are stepped.
+        self._written: set[Bucket] = set()
+        self._to_send: deque[Bucket] = deque()
+        self._sends_early = False
         self.row_writes = RowWrites(parts.buckets, step_transport, before=self._end_reads, send=self.share)
         self.optimizers = [self._bind(optimizer, index) for index, optimizer in enumerate(optimizers)]
         self.allocations: list[RankAllocation] = []
@@ -103,11 +108,11 @@ class TrainingStep:
             rows=parts.row_of,
             trained=set(parts.slot_of),
             identity=identity_of(parts.mesh.dp.groups, self._config.stage, parts.buckets),
-            before_step=lambda: self._before_step(optimizer, mine, is_first=index == 0),
+            before_step=lambda: self._before_step(sharded, mine, is_first=index == 0),
             after_step=lambda is_taken: self._after_step(optimizer, mine, is_taken=is_taken, is_first=index == 0),
             holder=parts.holder,
         )
-        parts.holder.step_with(optimizer, mine)
+        parts.holder.step_with(optimizer, mine, stepped=self._bucket_stepped, sends_early=lambda: self._sends_early)
         return sharded
 
     def install(self, entry: nn.Module) -> list:
@@ -205,8 +210,7 @@ class TrainingStep:
         """Starts sending this rank's part of some buckets' parameters to the ranks that hold them whole."""
         parts = self._parts
         if parts.mesh.dp.groups.shard_size > 1:
-            parts.parameter_gather.start(bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory))
-            parts.parameter_gather.guard()
+            parts.parameter_gather.start([bucket for bucket in buckets if isinstance(bucket.memory, UnshardedMemory)])
 
     # ---- a pass that fails ----
 
@@ -277,13 +281,14 @@ class TrainingStep:
 
     # ---- the optimizer's step ----
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], *, is_first: bool) -> bool:
+    def _before_step(self, sharded: ShardedOptimizer, buckets: Sequence[Bucket], *, is_first: bool) -> bool:
         """Returns whether the step is to be taken.
 
         Args:
             is_first: the step of the first of the engine's optimizers, which steps are counted by.
         """
         _refuse_inside_backward()
+        optimizer, self._sends_early = sharded.optimizer, False
         for bucket in buckets:
             bucket.allow_norms()
         nonfinite = self._parts.nonfinite
@@ -314,7 +319,11 @@ class TrainingStep:
             self.gradients.drop()
             self.bad_steps.skip()
             return False
+        self._written, self._to_send = set(), deque(reversed(buckets))
+        self._sends_early = self._may_send_early and sharded.keeps_stepped_rows
         self._parts.tier.cores.take()
+        # A clip has left its own name.
+        self._log.site = "optimizer step"
         return True
 
     def _refuse_without_rescue(self) -> None:
@@ -325,8 +334,9 @@ class TrainingStep:
             )
 
     def _end_reads(self) -> None:
-        # The last gathers still send from the shards that the optimizer is about to write.
+        # The last gathers still send from the shards that the optimizer is about to write, and copies read its masters.
         self._parts.parameter_gather.finish_all()
+        self._parts.tier.uplink.wait()
         if self._gathers_layers:
             self._parts.sharded.schedule.reshard_all()
 
@@ -348,10 +358,37 @@ class TrainingStep:
             parts.parameter_gather.finish_all()
             parts.copies.compare_values(self._log.step)
 
+    @property
+    def _may_send_early(self) -> bool:
+        """Whether a bucket may be sent as soon as it has been stepped, while others still are.
+
+        A disk may fail under one rank, behind whose step the others would wait. Outer steps and checksums come before a send.
+        """
+        config = self._config
+        waits = config.check_replicas_every > 0 or self._parts.mesh.dp.all_groups.outer is not None
+        return (
+            config.overlap_param_gather
+            and not waits
+            and "nvme" not in (config.offload.optimizer, config.offload.params)
+        )
+
+    def _bucket_stepped(self, bucket: Bucket) -> None:
+        """Writes a bucket back, and sends all that are stepped, in the order of all ranks: none before one that is not."""
+        if not self._sends_early:
+            return
+        with bucket.tier.uplink.aside():
+            self._parts.holder.write_back([bucket])
+        self.row_writes.follow([bucket])
+        self._written.add(bucket)
+        while self._to_send and self._to_send[0] in self._written:
+            self.share([self._to_send.popleft()])
+
     def _hand_over(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
         parts = self._parts
         self._log.site = "optimizer step"
-        parts.holder.after_step(buckets)
+        parts.holder.after_step()
+        left = [bucket for bucket in buckets if bucket not in self._written]
+        parts.holder.write_back(left)
         parts.tier.cores.give_back()
         parts.outer.after_step(buckets)
         for bucket in buckets:
@@ -359,8 +396,11 @@ class TrainingStep:
                 bucket.end_step()
             self.store.release(bucket)
         parts.replicas.after_update(optimizer, buckets)
-        self.share(reversed(buckets))
-        self.row_writes.follow(buckets)
+        self.share(self._to_send)
+        self.row_writes.follow(left)
+        if any(bucket.layout.shards == 1 or not isinstance(bucket.memory, UnshardedMemory) for bucket in self._written):
+            # No all-gather comes between their copies and those that read them.
+            parts.tier.uplink.hold_up_device()
         if not self._config.overlap_param_gather:
             parts.parameter_gather.finish_all()
         parts.parameter_tier.end_step()

@@ -1,8 +1,10 @@
 """The way of stepped masters back to the parameters."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
-from ..device import Mark, queue_end
+from ..device import Mark, queue_end, side_queue
 
 PART_BYTES = 16 * 2**20
 """Of a pinned buffer, of which there are two. A power of two, which torch's pinned memory does not round up."""
@@ -18,6 +20,16 @@ class Uplink:
         """
         target.copy_(source, non_blocking=True)
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Copies and collectives that are begun inside follow each other, beside what the device is asked for later."""
+        return nullcontext()
+
+    def hold_up_device(self) -> None:
+        """The device goes no further in its own queue before all copies of `aside` have ended."""
+
+    def wait(self) -> None:
+        """Returns when they have: their sources may be written then."""
+
 
 class RoundedUplink(Uplink):
     """From host memory to an accelerator, in the digits of the target: 2 bytes an element for 16-bit parameters.
@@ -31,9 +43,19 @@ class RoundedUplink(Uplink):
 
     def __init__(self, device: torch.device):
         self._device = device
+        self._queue = side_queue(device)
         self._buffers: list[torch.Tensor] = []
         self._sent: list[Mark | None] = [None, None]
         self._turn = 0
+
+    def aside(self) -> AbstractContextManager[None]:
+        return self._queue.aside()
+
+    def hold_up_device(self) -> None:
+        self._queue.mark().hold_up_device()
+
+    def wait(self) -> None:
+        self._queue.mark().wait()
 
     def start_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if source.dtype == target.dtype or source.device.type != "cpu":

@@ -1,7 +1,10 @@
 """State in host memory: the same trajectory as without offload, and no surprise when it does not fit."""
 
 import re
+import time
+from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +14,11 @@ from hypothesis import strategies as st
 from offload_cells import HOST_OF_TWO_RANKS, assert_equal, clipped_at, in_pairs, matrix, one_step, settings_of
 from ranks import run_ranks
 from torch import nn
-from training import Outcome, adamw_in_two_groups, gpt2
+from torch.nn.parallel import DistributedDataParallel
+from training import Outcome, adamw_in_two_groups, gpt2, gpt2_batch
 
+from hf_zero.buckets.bucket import Bucket, Row
+from hf_zero.comm.control.collective_log import LABEL, SITE, STARTED, STEP
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import announce, state_plan
 from hf_zero.offload import budget
@@ -20,6 +26,7 @@ from hf_zero.offload.budget import available_host_bytes, host_memory_fault
 from hf_zero.offload.choose import Placement
 from hf_zero.offload.host import HostTier
 from hf_zero.offload.host_cores import HostCores
+from hf_zero.optimizer.state.bucket_steps import BucketStep
 from hf_zero.optimizer.state.state_kinds import state_kinds
 
 pytestmark = pytest.mark.timeout(180)
@@ -182,3 +189,91 @@ def test_state_is_known_by_a_trial_that_leaves_the_optimizer_alone(make, expecte
     assert [name for name, _ in kinds] == expected
     assert not optimizer.state
     assert not calls
+
+
+def clamp_rows(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for row in group["params"]:
+            row.data.clamp_(-0.05, 0.05)
+
+
+class Clamping(torch.optim.AdamW):
+    """Writes to all rows behind its step."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        clamp_rows(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sends:
+    """What some steps have done.
+
+    Attributes:
+        steps, gathers: of the last step's buckets, in order: the number, and when it had been stepped or its gather was started.
+        buckets: their numbers, in forward's order.
+    """
+
+    losses: list[float]
+    steps: list[tuple[int, float]]
+    gathers: list[tuple[int, float]]
+    buckets: list[int]
+
+
+def sends(rank: int, world_size: int, settings: dict | None, writes: str) -> Sends:
+    """Trains under settings, or with DDP; `writes`: who writes to rows around the optimizer's own step."""
+    torch.manual_seed(0)
+    model, steps, losses, generator = gpt2(), [], [], torch.Generator().manual_seed(rank)
+    optimizer = (Clamping if writes == "class" else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    if writes == "hook behind":
+        optimizer.register_step_post_hook(clamp_rows)
+    engine = None if settings is None else ZeroEngine(model, [optimizer], {"bucket_bytes": "20KiB", **settings})
+    entry, own_step = DistributedDataParallel(model) if engine is None else model, BucketStep.step
+
+    def step(own: BucketStep, bucket: Bucket, rows: list[Row]) -> None:
+        own_step(own, bucket, rows)
+        steps.append((bucket.layout.index, time.monotonic()))
+
+    with mock.patch.object(BucketStep, "step", step):
+        for _ in range(3):
+            steps.clear()
+            loss = entry(**gpt2_batch(generator, 2)).loss
+            loss.backward()
+            losses.append(loss.item())
+            hook = optimizer.register_step_pre_hook(clamp_rows) if writes == "hook ahead" else None
+            optimizer.step()
+            optimizer.zero_grad()
+            if hook is not None:
+                hook.remove()
+    if engine is None:
+        return Sends(losses=losses, steps=[], gathers=[], buckets=[])
+    ended = [each for each in engine.transport.watch.log.entries if (each[STEP], each[SITE]) == (2, "optimizer step")]
+    gathers = [(each[LABEL].channel, each[STARTED]) for each in ended if each[LABEL].kind == "all-gather parameters"]
+    of_ranks = engine.transport.exchange([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, of_ranks[0], of_ranks[1]))
+    assert all(torch.equal(bucket.own, bucket.master) for bucket in engine.buckets)
+    buckets = [bucket.layout.index for bucket in reversed(engine.buckets)]
+    engine.close()
+    return Sends(losses=losses, steps=steps, gathers=gathers, buckets=buckets)
+
+
+def both_ways(rank: int, world_size: int, settings: dict, writes: str) -> tuple[Sends, Sends]:
+    return sends(rank, world_size, None, writes), sends(rank, world_size, settings, writes)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_bucket_is_sent_while_others_are_stepped(stage):
+    arguments = {"settings": {"stage": stage, **CPU}, "writes": ""}
+    for plain, found in run_ranks(both_ways, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+        assert [index for index, _ in found.steps] == [index for index, _ in found.gathers] == found.buckets
+        assert all(sent < stepped for (_, sent), (_, stepped) in zip(found.gathers, found.steps[1:]))
+        assert found.losses == plain.losses
+
+
+@pytest.mark.parametrize("writes", ["class", "hook behind", "hook ahead"])
+def test_a_bucket_that_may_be_written_behind_its_step_is_sent_behind_the_whole_step(writes):
+    arguments = {"settings": {"stage": 2, **CPU}, "writes": writes}
+    for plain, found in run_ranks(both_ways, world_size=2, time_limit_s=100, keyword_arguments=arguments):
+        assert [index for index, _ in found.gathers] == found.buckets
+        assert not found.steps
+        assert found.losses == plain.losses

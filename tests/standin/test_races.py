@@ -12,7 +12,7 @@ import pytest
 import standin_device
 import torch
 import torch.distributed as dist
-from race_clock import Races, traced
+from race_clock import Entry, Races, traced
 from shared_ranks import SharedRanks
 from standin_runs import FILES, HOST, own_device
 from torch import nn
@@ -57,7 +57,14 @@ SETTINGS = {
     "state in host memory": {"stage": 2, "offload": HOST | {"speculate_bytes": 0}},
     "half of it": {"stage": 2, "offload": HOST | {"ratio": 0.5}},
     "early steps": {"stage": 3, "offload": HOST | {"speculate_bytes": "1MiB"}},
-    "bf16, state in host memory": {"stage": 2, **BF16, "offload": HOST | {"speculate_bytes": 0}},
+    **{
+        f"bf16, state in host memory at stage {stage}": {
+            "stage": stage,
+            **BF16,
+            "offload": HOST | {"speculate_bytes": 0},
+        }
+        for stage in (1, 2, 3)
+    },
     "bf16 in host memory": {"stage": 3, **BF16, "offload": BOTH},
     "gathered in bf16 from host memory": {"stage": 3, "gather_dtype": "bfloat16", "offload": BOTH},
     "int8 from host memory": {"stage": 3, "comm": INT8, "offload": BOTH},
@@ -99,7 +106,7 @@ def with_adapters() -> nn.Module:
 
 
 class SometimesIdle(nn.Module):
-    """A part of it is for each second batch. Its gradients are zero otherwise, and its parameters move all the same."""
+    """A part of it is for the first batch. Its gradients are zero behind that, and its parameters move all the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +115,7 @@ class SometimesIdle(nn.Module):
     def forward(self, **batch: torch.Tensor) -> Answer:
         self.calls += 1
         loss = self.inner(**batch).loss
-        return Answer(loss + self.idle.weight.square().mean() if self.calls % 2 else loss)
+        return Answer(loss + self.idle.weight.square().mean() if self.calls == 1 else loss)
 
 
 def in_halves() -> nn.Module:
@@ -300,7 +307,9 @@ SHORT = [
     ("int8 at stage 2", "edited", 2),
     ("int8", "gpt2", 2),
     ("state in host memory", "accumulated", 2),
-    ("bf16, state in host memory", "dropped", 2),
+    ("state in host memory", "idle", 2),
+    ("bf16, state in host memory at stage 2", "dropped", 2),
+    ("bf16, state in host memory at stage 3", "idle", 2),
     ("early steps", "gpt2", 2),
     ("early steps in files", "gpt2", 2),
     ("parameters in cpu, state in cpu", "evaluated", 2),
@@ -326,6 +335,30 @@ def test_everything_is_ordered_in_every_setting(way, world_size, library, tmp_pa
     fewer = [word for word, least in LEAST_RANKS.items() if least > world_size]
     cells = [(name, way) for name in SETTINGS if not any(word in name for word in fewer)]
     look_for_races(world_size, cells, library, tmp_path)
+
+
+def ways_up(rank: int, world_size: int, library: Path, folder: str, name: str) -> tuple[str, list[tuple[str, str]]]:
+    """The stream that computes; and in their order, each copy of a master and each start of a gather, with its stream."""
+    compiled = standin_device.register(library)
+    with standin_device.process_group(rank, world_size, folder):
+        with traced(compiled, f"{Path(hf_zero.__file__).parent}/") as trace:
+            train(placed(SETTINGS[name], folder), WAYS["gpt2"], Path(folder))
+    entries = [entry for entry in map(Entry._make, trace) if entry.actor.startswith("stream")]
+    [computes] = {entry.actor for entry in entries if entry.name == "aten::addmm"}
+    kinds = {"uplink.py": "do", "gathers.py": "give"}
+    return computes, [
+        (file, each.actor)
+        for each in entries
+        for file, kind in kinds.items()
+        if file in each.where and each.kind == kind
+    ]
+
+
+def test_a_master_goes_up_beside_what_the_device_computes_and_is_sent_at_once(library, tmp_path):
+    arguments = {"library": library, "folder": str(tmp_path), "name": "bf16, state in host memory at stage 2"}
+    for computes, found in RANKS[2].run(ways_up, **arguments):
+        assert [file for file, _ in found] == ["uplink.py", "gathers.py"] * (len(found) // 2)
+        assert found and computes not in [actor for _, actor in found]
 
 
 def written_aside(queue: SideQueue, *, is_ordered: bool) -> None:

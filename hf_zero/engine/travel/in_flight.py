@@ -7,7 +7,7 @@ module. So the modules that hold parameters in flight have dicts as their `_para
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any, cast
 
@@ -118,17 +118,15 @@ class ParameterGather:
             for bucket in dict.fromkeys(each for each in held if each is not None):
                 self._modules_of[bucket].append(module)
 
-    def start(self, buckets: Iterable[Bucket]) -> None:
-        """Starts gathering what the optimizer has just updated in these buckets."""
+    def start(self, buckets: Sequence[Bucket]) -> None:
+        """Starts gathering what the optimizer has just updated in these buckets; who reads their parameters waits."""
         for bucket in buckets:
             self.finish(bucket)
-            self._in_flight[bucket] = self._gather.start(bucket)
-
-    def guard(self) -> None:
-        """Makes whoever reads a parameter in flight wait for it."""
-        for bucket in self._in_flight:
-            _ARRIVING.put_on(bucket.parameters)
-            for module in self._modules_of[bucket]:
+            with bucket.tier.uplink.aside():
+                self._in_flight[bucket] = self._gather.start(bucket)
+        for started in buckets:
+            _ARRIVING.put_on(started.parameters)
+            for module in self._modules_of[started]:
                 # Past `nn.Module.__getattr__`, for speed. Dicts that stage 3 has put there look after reads themselves.
                 own: Any = module.__dict__["_parameters"]
                 if type(own) is dict:

@@ -1,6 +1,6 @@
 """One step of a stock optimizer as many steps, a bucket at a time, that come to the same bits."""
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from typing import cast
 
@@ -17,6 +17,14 @@ from .bucket_state import BucketState
 from .state_kinds import group_with, own_step
 
 _WORD = Label(kind="agreement on state in files", subject="the step")
+
+
+def _untold(bucket: Bucket) -> None:
+    """Nobody waits for a bucket's step."""
+
+
+def _always() -> bool:
+    return True
 
 
 def _none_ahead(optimizer: torch.optim.Optimizer) -> Collection[Bucket]:
@@ -80,6 +88,11 @@ class BucketSteps:
         transport: of the ranks that step together.
         step: of one bucket.
         take_over: called before the first; returns the buckets that have been stepped ahead of their time, and wait for none.
+        stepped: called with each bucket behind its step, or where it has none to take.
+        wanted: whether a step is to be taken in parts; the optimizer's own call takes it otherwise.
+
+    Attributes:
+        optimizer: whose buckets they are.
     """
 
     def __init__(
@@ -91,8 +104,12 @@ class BucketSteps:
         step: BucketStep,
         *,
         take_over: Callable[[torch.optim.Optimizer], Collection[Bucket]] = _none_ahead,
+        stepped: Callable[[Bucket], None] = _untold,
+        wanted: Callable[[], bool] = _always,
     ):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
+        self._stepped = stepped
+        self._wanted = wanted
         self._states = states
         self._window = window
         self._step = step
@@ -101,6 +118,11 @@ class BucketSteps:
         self._gradients: dict[Row, torch.Tensor] = {}
         self._broken: OffloadError | None = None
         self._hook = self._register()
+
+    @property
+    def hook_id(self) -> int:
+        """Of the hook that takes the steps, among the optimizer's."""
+        return self._hook.id
 
     def come_last(self) -> None:
         """Moves the hook behind those that were registered since."""
@@ -125,14 +147,20 @@ class BucketSteps:
         self._hook.remove()
 
     def _register(self):
-        return self._optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
+        return self.optimizer.register_step_pre_hook(WeakHook(self, BucketSteps._on_step))
 
     def _on_step(self, _optimizer, _args: tuple, _kwargs: dict) -> None:
+        if not self._wanted():
+            return
         self.refuse_broken()
         rows_of = {bucket: [row for row in bucket.rows if row.tensor.grad is not None] for bucket in self._states}
         try:
-            done = self._take_over(self._optimizer)
-            self._step_each({bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done})
+            done = self._take_over(self.optimizer)
+            left = {bucket: rows for bucket, rows in rows_of.items() if rows and bucket not in done}
+            for bucket in rows_of:
+                if bucket not in left:
+                    self._stepped(bucket)
+            self._step_each(left)
         except OffloadError as error:
             self._broken = error
         self._raise_together()
@@ -142,8 +170,8 @@ class BucketSteps:
 
     def _step_each(self, rows_of: Mapping[Bucket, Sequence[Row]]) -> None:
         # State that the optimizer makes in a first step is beside the buffer until it has been copied there.
-        makes_state = any(row.tensor not in self._optimizer.state for rows in rows_of.values() for row in rows)
-        with closing(self._walk(rows_of, spared=int(makes_state))) as walk:
+        makes_state = any(row.tensor not in self.optimizer.state for rows in rows_of.values() for row in rows)
+        with closing(self._walk(list(rows_of), spared=int(makes_state))) as walk:
             for bucket, buffer in walk:
                 state = self._states[bucket]
                 if state is not None:
@@ -151,13 +179,15 @@ class BucketSteps:
                 self._step.step(bucket, rows_of[bucket])
                 if state is not None:
                     state.take_back(buffer)
+                self._stepped(bucket)
 
     def _walk(
-        self, buckets: Iterable[Bucket], *, spared: int
+        self, buckets: Sequence[Bucket], *, spared: int
     ) -> Generator[tuple[Bucket, torch.Tensor | None], None, None]:
         """The buckets one after another, those in files last, each with a buffer that has its file's contents."""
         in_files: dict[StoredShard, Bucket] = {}
-        for bucket in buckets:
+        # In memory in forward's order, as they are sent.
+        for bucket in reversed(buckets) if self._window is None else buckets:
             state = self._states[bucket]
             if self._window is None or state is None or state.shard is None:
                 yield bucket, None

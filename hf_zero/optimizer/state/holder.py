@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,20 +160,36 @@ class StateHolder:
         if state.optimizer is not None:
             self._timing.admit(state.optimizer, state)
 
-    def step_with(self, optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-        """Has the optimizer's steps go over these buckets, which are its own."""
+    def step_with(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        *,
+        stepped: Callable[[Bucket], None],
+        sends_early: Callable[[], bool],
+    ) -> None:
+        """Has the optimizer's steps go over these buckets, which are its own.
+
+        Args:
+            stepped: called with each bucket that is stepped by itself, behind its step.
+            sends_early: whether a bucket is sent then. Those in host memory are stepped by themselves for that.
+        """
+        # No disk can fail under one rank alone, so none has to wait for a word from the others.
+        in_memory = partial(BucketSteps, optimizer, window=None, transport=LocalTransport(), stepped=stepped)
         states = {bucket: self._states[bucket] for bucket in buckets}
         by_others = self._choice.assign(optimizer, states)
         for assigned in by_others:
-            # No disk can fail under one rank alone, so none has to wait for a word from the others.
-            self._add(assigned.step, BucketSteps(optimizer, assigned.states, None, LocalTransport(), assigned.step))
+            self._add(assigned.step, in_memory(assigned.states, step=assigned.step))
         left = states.keys() - {bucket for assigned in by_others for bucket in assigned.states}
         own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
-        if own or self._files is not None:
-            step, window = BucketStep(optimizer), None if self._files is None else self._files.window
-            transport = LocalTransport() if window is None else self._transport
-            take_over = self._timing.take_over
-            self._add(step, BucketSteps(optimizer, own, window, transport, step, take_over=take_over))
+        step, take_over = BucketStep(optimizer), self._timing.take_over
+        if self._files is not None:
+            self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step, take_over=take_over))
+        elif own:
+            self._add(step, in_memory(own, step=step, take_over=take_over))
+        at_hand = {bucket: states[bucket] for bucket in buckets if bucket.tier.is_apart and bucket in left - own.keys()}
+        if at_hand:
+            self._add(step, in_memory(at_hand, step=step, wanted=sends_early))
         self._lent_bytes = max(self._lent_bytes, *(state.state.lent_bytes for state in own.values()), 0)
         for bucket in buckets:
             if self._states[bucket].state.is_away:
@@ -190,13 +207,21 @@ class StateHolder:
         """
         self._choice.scale_gradients(rows, coefficient)
 
-    def after_step(self, buckets: Sequence[Bucket]) -> None:
-        """Called after the optimizer's step, before gradients are given back: the parameters become what their masters are."""
+    def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether no other hook comes between the steps of an optimizer's buckets and its own step."""
+        mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
+        return mine.issuperset(list(optimizer._optimizer_step_pre_hooks)[-len(mine) :])
+
+    def after_step(self) -> None:
+        """Called after the optimizer's step, before gradients are given back."""
         if self._files is not None:
             # Called twice for a class of optimizer whose step calls its parent's.
             self._files.end_step()
         for steps in self._steps:
             steps.give_back_gradients()
+
+    def write_back(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters become what their masters are, which have been stepped."""
         for bucket in self._choice.unwritten(buckets):
             bucket.write_back()
 

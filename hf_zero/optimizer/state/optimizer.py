@@ -17,7 +17,7 @@ from ...hooks import WeakHook
 from ...layout.intervals import Interval
 from .elementwise import is_of_bitsandbytes, kept_by_parameter
 from .holder import StateHolder
-from .state_kinds import NO_ARGUMENTS, group_with, note_arguments, with_dimensions
+from .state_kinds import NO_ARGUMENTS, group_with, is_of_torch, note_arguments, with_dimensions
 
 SCALES_ITSELF = "_step_supports_amp_scaling"
 """What torch calls the attribute of an optimizer that unscales gradients and skips steps by itself, as fused ones do."""
@@ -109,6 +109,16 @@ class ShardedOptimizer:
                 f"hf_zero: {len(strangers)} parameters were added to the optimizer after it was prepared (first: shape "
                 f"{tuple(strangers[0].shape)}). Add them before accelerator.prepare, or prepare model and optimizer anew."
             )
+
+    @property
+    def keeps_stepped_rows(self) -> bool:
+        """Whether rows keep what the holder steps them to, a bucket at a time, until `after_step`.
+
+        Classes that are not torch's, and hooks in between, may write to any row.
+        """
+        first = next(iter(self.optimizer._optimizer_step_post_hooks))
+        is_next = first == self._hooks[1].id and self._holder.comes_last(self.optimizer)
+        return is_next and is_of_torch(self.optimizer)
 
     @property
     def is_in_files(self) -> bool:

@@ -47,6 +47,12 @@ def note_arguments(optimizer: torch.optim.Optimizer, arguments: Arguments) -> No
         optimizer.__dict__.pop(_ARGUMENTS, None)
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether class and step are torch's own: its step leaves parameters without a gradient alone."""
+    kind: Any = type(optimizer)
+    return all(made.__module__.startswith("torch.optim.") for made in (kind, kind.step))
+
+
 def own_step(optimizer: torch.optim.Optimizer) -> None:
     """The optimizer's arithmetic without the step hooks around it, with the arguments noted for it.
 
@@ -174,7 +180,7 @@ def state_kinds(
 
 def kinds_by_size(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtype: torch.dtype) -> bool:
     """Whether a large parameter has other kinds of state than a small one, as where only large ones have it in blocks."""
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if is_of_torch(optimizer):
         return False
     small, large = (try_step(optimizer, settings, dtype, shape) for shape in (_SHAPE, _LARGE_SHAPE))
     return small is not None and large is not None and (small.kinds, small.names) != (large.kinds, large.names)
@@ -233,7 +239,7 @@ def _try_new(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], dtyp
     So does Adagrad of torch 2.11: a double, which is not built, has no state to step with.
     """
     kind: Any = type(optimizer)
-    if not kind.__module__.startswith("torch.optim."):
+    if not is_of_torch(optimizer):
         return None
     asked = {name: settings[name] for name in inspect.signature(kind).parameters if name in settings}
     parameter = nn.Parameter(torch.zeros(_SHAPE, dtype=dtype))
