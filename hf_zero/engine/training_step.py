@@ -84,7 +84,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts, meeting = self._parts, self._parts.meeting
-        most = pool.GRAD_BUFFERS if parts.holder.steps_early else None
+        most = pool.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(downlink=parts.tier.downlink, landed=self._landed, most_under_way=most, goes_on=self._goes_on)
         return choose_store(parts.buckets, self._config, parts.wire.reduction, landing, meeting.peers)
 
@@ -181,7 +181,7 @@ class TrainingStep:
         if bad is not None:
             self._look_for_flipped_bits()
             self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
-        self._parts.holder.scale_gradients(rows, measured.coefficient)
+        self._parts.holder.choice.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
     def _look_for_flipped_bits(self) -> None:
@@ -274,7 +274,7 @@ class TrainingStep:
 
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         if not self._goes_on():
-            self._parts.holder.landed(bucket, arrival)
+            self._parts.holder.timing.landed(bucket, arrival)
 
     # ---- the optimizer's step ----
 
