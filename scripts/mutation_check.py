@@ -494,7 +494,7 @@ BREAKS = (
     ),
     Break(
         name="clip-forgotten",
-        place="StateHolder.scale_gradients",
+        place="StepChoice.scale_gradients",
         old="scale_gradients(rows, coefficient)",
         new="scale_gradients(rows, None)",
         tests=("test_equivalence.py",),

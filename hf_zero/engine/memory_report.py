@@ -74,9 +74,9 @@ def report_memory(
         ),
         peak_bytes=peak_bytes(device),
         traffic=places.traffic(),
-        most_beside_bytes=places.holder.most_beside_bytes(),
-        early=places.holder.early_report(),
-        kernels=places.holder.kernel_report(),
+        most_beside_bytes=places.holder.timing.most_beside_bytes(),
+        early=places.holder.timing.report(),
+        kernels=places.holder.choice.report(),
     )
 
 
@@ -157,9 +157,9 @@ def _state_rows(
         where = buckets[0].tier.scratch_name
         rows.append(MemoryRow(kind="window, during the step", bytes=window_bytes, ddp_bytes=0, where=where))
     beside = (
-        ("copies of the state", holder.copy_bytes(), "host memory"),
-        ("copies of the state", holder.file_copy_bytes(), IN_FILES),
-        ("gradients of early steps", holder.gradient_bytes(), "host memory"),
+        ("copies of the state", holder.timing.copy_bytes(), "host memory"),
+        ("copies of the state", holder.timing.file_copy_bytes(), IN_FILES),
+        ("gradients of early steps", holder.timing.gradient_bytes(), "host memory"),
     )
     rows += [MemoryRow(kind=kind, bytes=n, ddp_bytes=0, where=where) for kind, n, where in beside if n]
     return rows

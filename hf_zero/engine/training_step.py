@@ -91,7 +91,7 @@ class TrainingStep:
 
     def _make_store(self) -> GradientStore:
         parts = self._parts
-        most = pool.GRAD_BUFFERS if parts.holder.steps_early else None
+        most = pool.GRAD_BUFFERS if parts.holder.timing.steps_early else None
         landing = Landing(
             downlink=parts.tier.downlink,
             landed=self._landed,
@@ -190,7 +190,7 @@ class TrainingStep:
         if bad is not None:
             self._look_for_flipped_bits()
             self.bad_steps.found(bad, lambda: self._batches.where_from(rows))
-        self._parts.holder.scale_gradients(rows, measured.coefficient)
+        self._parts.holder.choice.scale_gradients(rows, measured.coefficient)
         return measured.norm
 
     def _look_for_flipped_bits(self) -> None:
@@ -277,7 +277,7 @@ class TrainingStep:
     def _landed(self, bucket: Bucket, arrival: Arrival) -> None:
         # Else another backward comes, and adds to what `grad_accumulation: sharded` has reduced.
         if not self.is_accumulating:
-            self._parts.holder.landed(bucket, arrival)
+            self._parts.holder.timing.landed(bucket, arrival)
 
     # ---- the optimizer's step ----
 

@@ -64,7 +64,7 @@ def built(offload: dict, make_optimizer, stage: int = 2, model: nn.Module | None
     optimizer = make_optimizer([{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}])
     engine = ZeroEngine(model, [optimizer], {"stage": stage, "bucket_bytes": "5KiB", "offload": offload, **more})
     if offload.get("speculate_bytes") == EARLY["speculate_bytes"]:
-        engine._parts.holder._timing.steps.trust = Always()
+        engine._parts.holder.timing.steps.trust = Always()
     return model, optimizer, engine
 
 

@@ -121,6 +121,9 @@ class StateHolder:
         place: says where a new bucket's state is.
         files: the tier whose files hold state; None where there are none.
         transport: of the ranks that step together.
+
+    Attributes:
+        timing, choice: see the note.
     """
 
     def __init__(
@@ -133,8 +136,8 @@ class StateHolder:
         transport: Transport,
     ):
         self._place = place
-        self._timing = timing
-        self._choice = choice
+        self.timing = timing
+        self.choice = choice
         self._files = files
         self._transport = transport
         self._states: dict[Bucket, BucketState] = {}
@@ -147,18 +150,13 @@ class StateHolder:
         """Whether state lies in files, which go with this."""
         return self._files is not None
 
-    @property
-    def steps_early(self) -> bool:
-        """Whether it wants to be told of gradients while backward goes on."""
-        return self._timing.steps_early
-
     def adopt(self, bucket: Bucket) -> None:
         """Called when a bucket has been built, before the next one is: what it holds goes where it lives."""
         state = self._states[bucket] = self._place(bucket)
         state.master.move_in()
         bucket.rest(state.master.region)
         if state.optimizer is not None:
-            self._timing.admit(state.optimizer, state)
+            self.timing.admit(state.optimizer, state)
 
     def step_with(
         self,
@@ -177,12 +175,12 @@ class StateHolder:
         # No disk can fail under one rank alone, so none has to wait for a word from the others.
         in_memory = partial(BucketSteps, optimizer, window=None, transport=LocalTransport(), stepped=stepped)
         states = {bucket: self._states[bucket] for bucket in buckets}
-        by_others = self._choice.assign(optimizer, states)
+        by_others = self.choice.assign(optimizer, states)
         for assigned in by_others:
             self._add(assigned.step, in_memory(assigned.states, step=assigned.step))
         left = states.keys() - {bucket for assigned in by_others for bucket in assigned.states}
-        own = {b: state for b, state in states.items() if b in left and (state.is_away or self._timing.takes(b))}
-        step, take_over = BucketStep(optimizer), self._timing.take_over
+        own = {b: state for b, state in states.items() if b in left and (state.is_away or self.timing.takes(b))}
+        step, take_over = BucketStep(optimizer), self.timing.take_over
         if self._files is not None:
             self._add(step, BucketSteps(optimizer, own, self._files.window, self._transport, step, take_over=take_over))
         elif own:
@@ -200,13 +198,6 @@ class StateHolder:
         for steps in self._steps:
             steps.come_last()
 
-    def scale_gradients(self, rows: Sequence[Row], coefficient: torch.Tensor | None) -> None:
-        """Clips: whoever reads the rows' gradients from now on finds them multiplied by `coefficient`, a scalar.
-
-        None leaves them.
-        """
-        self._choice.scale_gradients(rows, coefficient)
-
     def comes_last(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether no other hook comes between the steps of an optimizer's buckets and its own step."""
         mine = {steps.hook_id for steps in self._steps if steps.optimizer is optimizer}
@@ -222,7 +213,7 @@ class StateHolder:
 
     def write_back(self, buckets: Sequence[Bucket]) -> None:
         """The parameters become what their masters are, which have been stepped."""
-        for bucket in self._choice.unwritten(buckets):
+        for bucket in self.choice.unwritten(buckets):
             bucket.write_back()
 
     def at_hand(self, bucket: Bucket) -> AbstractContextManager[None]:
@@ -254,13 +245,9 @@ class StateHolder:
         """Replaces the row's master."""
         self._states[row.slot.bucket].master.put(row, values)
 
-    def landed(self, bucket: Bucket, arrival: Arrival) -> None:
-        """Called in the last backward before a step, when a bucket's rows have their gradients, or will have on `arrival`."""
-        self._timing.landed(bucket, arrival)
-
     def close(self) -> None:
         """Gives state that lives elsewhere back to the optimizer's register, and ends."""
-        self._timing.close()
+        self.timing.close()
         for steps in self._steps:
             steps.release()
         for state in self._states.values():
@@ -281,30 +268,6 @@ class StateHolder:
     def state_bytes(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> int:
         """Bytes that a bucket's state takes where it lives. `tensors`: what the optimizer's register has of it."""
         return self._states[bucket].state.nbytes(tensors)
-
-    def copy_bytes(self) -> int:
-        """Bytes of copies of state in memory, for steps that are not taken in their time."""
-        return self._timing.copy_bytes()
-
-    def file_copy_bytes(self) -> int:
-        """Bytes of such copies in files."""
-        return self._timing.file_copy_bytes()
-
-    def gradient_bytes(self) -> int:
-        """Bytes of gradients that such steps read or have still to take, beside those that the next step will take."""
-        return self._timing.gradient_bytes()
-
-    def most_beside_bytes(self) -> int:
-        """Bytes in memory that copies and `gradient_bytes` come to when all steps are taken so."""
-        return self._timing.most_beside_bytes()
-
-    def early_report(self) -> EarlyReport | None:
-        """What is stepped before its time; None where nothing is."""
-        return self._timing.report()
-
-    def kernel_report(self) -> KernelReport | None:
-        """What is stepped by kernels in place of the optimizers' own steps; None where nothing is to be."""
-        return self._choice.report()
 
     def _add(self, step: BucketStep, steps: BucketSteps) -> None:
         self._bucket_steps.append(step)

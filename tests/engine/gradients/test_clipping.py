@@ -160,7 +160,7 @@ def test_any_order_comes_to_the_bits_of_clipping_at_once(acts, setting):
     for at_once in (False, True):
         model, optimizer, engine = small(SIZES, **WITH_ROWS[setting])
         if at_once:
-            engine._parts.holder.scale_gradients = scale_gradients
+            engine._parts.holder.choice.scale_gradients = scale_gradients
         model().backward()
         seen = [ACTS[act](engine, model, optimizer) or [] for act in acts]
         assert not (at_once and any(clipped(engine)))

@@ -82,7 +82,7 @@ def test_a_fault_of_an_early_step_surfaces_at_the_step_and_no_thread_stays(monke
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("hf_zero-step")]
     assert threads
     engine.close()
-    assert not any(thread.is_alive() for thread in engine._parts.holder._timing._beside._thread._thread._threads)
+    assert not any(thread.is_alive() for thread in engine._parts.holder.timing._beside._thread._thread._threads)
 
 
 def test_early_steps_have_their_own_number_of_threads(monkeypatch):
@@ -110,7 +110,7 @@ def test_buckets_beyond_the_memory_for_copies_wait_for_the_step():
     assert same(*runs)
     early = engine.memory_report().early
     assert 0 < early.buckets < early.all_buckets
-    assert 0 < engine._parts.holder.copy_bytes() <= 20 * 2**10
+    assert 0 < engine._parts.holder.timing.copy_bytes() <= 20 * 2**10
     assert early.kept == early.buckets * 3, "the first step is watched"
     assert early.forgotten == 0
     assert "copies of the state" in engine.memory_report().table()
