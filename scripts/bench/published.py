@@ -18,15 +18,11 @@ Exits with status 1 if a predicted point is further than 20 % from the published
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import RESULTS, print_table, read_options, write_record
 
 from hf_zero.config import ZeroConfig
 from hf_zero.plan.machine import Machine
@@ -155,30 +151,20 @@ def predict(point: Point, rates: Rates | None = None) -> Prediction:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "published.json")
-    options = parser.parse_args()
+    options = read_options(__doc__)
     found = [predict(point) for point in POINTS]
-    table = Table(title="TFLOP/s of an accelerator", title_justify="left")
-    for heading in ("software", "model", "GPUs", "rows", "", "published", "simulated", "error", "step", "waits"):
-        table.add_column(heading)
-    for each in found:
-        table.add_row(
-            each.group,
-            each.name,
-            str(each.gpus),
-            str(each.rows),
-            "fitted" if each.fitted else "predicted",
-            f"{each.published_tflops:g}",
-            f"{each.simulated_tflops:.0f}",
-            f"{each.error:+.0%}",
-            f"{each.step_s:.1f} s",
-            f"{each.exposed_s:.1f} s",
+    headings = ("software", "model", "GPUs", "rows", "", "published", "simulated", "error", "step", "waits")
+    rows = (
+        (
+            *(each.group, each.name, each.gpus, each.rows, "fitted" if each.fitted else "predicted"),
+            *(f"{each.published_tflops:g}", f"{each.simulated_tflops:.0f}", f"{each.error:+.0%}"),
+            *(f"{each.step_s:.1f} s", f"{each.exposed_s:.1f} s"),
         )
-    Console(width=120).print(table)
-    options.json.parent.mkdir(exist_ok=True)
+        for each in found
+    )
+    print_table("TFLOP/s of an accelerator", headings, rows)
     figures = {"torch": torch.__version__, "points": [asdict(each) | {"error": each.error} for each in found]}
-    options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    write_record(options.json or RESULTS / "published.json", figures)
     return int(any(abs(each.error) > MOST_ERROR for each in found if not each.fitted))
 
 
