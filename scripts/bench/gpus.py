@@ -28,7 +28,7 @@ from harness import RESULTS, describe_run, keep, print_table, read_options
 from torch import nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hf_zero import ZeroPlugin
 from hf_zero.device import peak_bytes, wait_for_device
@@ -97,68 +97,48 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """`make` builds it in host memory, the same each time; `batch` gives a rank's inputs of a step, in host memory."""
+    """A model in host memory, the same each time, and batches of `rows` x `length` tokens for a rank and step."""
 
-    make: Callable[[], nn.Module]
-    batch: Callable[[int, int], Batch]
+    kind: type[nn.Module]
+    config: PreTrainedConfig
+    rows: int
+    length: int
+
+    def make(self) -> nn.Module:
+        torch.manual_seed(SEED)
+        model = self.kind(self.config).train()
+        if self.kind is GPT2LMHeadModel:
+            # transformers finds no loss by this class's name and warns before it falls back to this one.
+            model.loss_type = "ForCausalLM"
+        return model
+
+    def batch(self, rank: int, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(SEED + 1_000_003 * rank + step)
+        ids = torch.randint(self.config.vocab_size, (self.rows, self.length), generator=generator)
+        return {"input_ids": ids, "labels": ids if self.kind is GPT2LMHeadModel else ids[:, 0] % 2}
 
 
 def bert(rows: int, length: int, **shape: int) -> Model:
     """A classifier of sentences, without dropout."""
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **shape)
-
-    def make() -> nn.Module:
-        torch.manual_seed(SEED)
-        return BertForSequenceClassification(config).train()
-
-    def batch(rank: int, step: int) -> Batch:
-        generator = _generator(rank, step)
-        return {
-            "input_ids": torch.randint(config.vocab_size, (rows, length), generator=generator),
-            "labels": torch.randint(2, (rows,), generator=generator),
-        }
-
-    return Model(make=make, batch=batch)
+    return Model(kind=BertForSequenceClassification, config=config, rows=rows, length=length)
 
 
 def gpt2(rows: int, length: int, **shape: int) -> Model:
     """A language model, without dropout."""
     config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **shape)
-
-    def make() -> nn.Module:
-        torch.manual_seed(SEED)
-        model = GPT2LMHeadModel(config).train()
-        # transformers finds no loss by this class's name and warns before it falls back to this one.
-        model.loss_type = "ForCausalLM"
-        return model
-
-    def batch(rank: int, step: int) -> Batch:
-        ids = torch.randint(config.vocab_size, (rows, length), generator=_generator(rank, step))
-        return {"input_ids": ids, "labels": ids}
-
-    return Model(make=make, batch=batch)
+    return Model(kind=GPT2LMHeadModel, config=config, rows=rows, length=length)
 
 
-def _generator(rank: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(SEED + 1_000_003 * rank + step)
-
-
-_SMALL_BERT = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 128,
-}
-_SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 128, "n_positions": 32}
+_SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS = {
     "bert-base": bert(32, 128),
     "gpt2": gpt2(8, 512),
-    "bert-tiny": bert(2, 16, **_SMALL_BERT),
-    "gpt2-tiny": gpt2(2, 16, **_SMALL_GPT2, bos_token_id=0, eos_token_id=0),
+    "bert-tiny": bert(2, 16, **_SMALL_BERT, vocab_size=128),
+    "gpt2-tiny": gpt2(2, 16, **_SMALL_GPT2, vocab_size=128),
 }
-
 
 EXACT, ROUNDED = 1e-4, 3e-2
 """Most difference of losses, relative to the reference's: where arithmetic is float32's, and where 16 or 8 bits are in it."""

@@ -13,8 +13,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
@@ -256,57 +254,6 @@ def test_offload_keeps_the_runs_before_one_that_the_time_limit_has_cut(monkeypat
 def test_an_exact_way_whose_losses_differ_is_named():
     found = {"none": [[2.0, 1.0]], "cpu": [[2.0, 1.5]], "nvme": [[2.0, 1.0]], "torch": [[2.0, 1.9]]}
     assert offload.differing([{"way": way, "losses": losses} for way, losses in found.items()]) == ["cpu"]
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.slow
-def test_offload_finds_the_largest_that_fits_in_so_much_host_memory(tmp_path):
-    limits = ("--host-gb", 1.0, "--steps", 1, "--minutes", 3.5)
-    figures = offload_figures(tmp_path / "largest.json", "--model", "30m-short", "--largest", *limits)
-    # What has been held for less than a look is not seen.
-    assert figures["largest"]["host_peak_bytes"] <= 1.05e9
-    assert figures["largest"]["parameters"] > 1e6
-    failed = [tried for tried in figures["tries"] if "failed" in tried]
-    assert all(tried["layers"] > figures["largest"]["layers"] for tried in failed)
-    assert failed or not figures["is_narrowed_down"]
-
-
-@pytest.mark.timeout(120)
-def test_a_try_that_takes_more_host_memory_than_allowed_ends_itself():
-    figures = offload.find_largest(WORKLOADS["tiny"], host_bytes=1, steps=1, deadline_s=time.monotonic() + 100)
-    assert figures["largest"] is None and not figures["is_narrowed_down"]
-    assert figures["tries"] == [{"layers": 1, "failed": "more host memory than allowed"}]
-
-
-@given(limit=st.integers(0, 500), first=st.integers(1, 300), resolution=st.integers(1, 20))
-def test_a_search_ends_beside_the_greatest_that_fits(limit, first, resolution):
-    found = offload.search(lambda number: number <= limit, first, resolution)
-    if limit == 0:
-        assert (found.fits, found.fails) == (None, 1)
-    else:
-        assert found.fits <= limit < found.fails <= found.fits + resolution
-
-
-@given(limit=st.integers(1, 100), tries=st.integers(0, 6))
-def test_a_search_that_has_no_time_says_what_it_knows(limit, tries):
-    tried = []
-
-    def fits(number: int) -> bool:
-        if len(tried) == tries:
-            raise offload.OutOfTime
-        tried.append(number)
-        return number <= limit
-
-    found = offload.search(fits, 20, 1)
-    assert found.fits == max((number for number in tried if number <= limit), default=None)
-    assert found.fails == min((number for number in tried if number > limit), default=None)
-
-
-def test_copied_layers_make_a_model_of_their_depth():
-    model = offload.make_deep(WORKLOADS["tiny"], 5)
-    whole = replace(WORKLOADS["tiny"], n_layer=5).make_model()
-    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
-    assert [layer.attn.layer_idx for layer in model.transformer.h] == list(range(5))
 
 
 def test_the_great_model_has_the_size_that_its_comment_says():
