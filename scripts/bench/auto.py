@@ -17,23 +17,17 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import RESULTS, describe_run, print_table, read_options, run_again_with_own_malloc, write_record
+from planned_peaks import bert, gpt2, llama
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -49,22 +43,12 @@ _KILLED = "exit code -9"
 _GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
 
-def _gpt2() -> PreTrainedModel:
-    size = {"n_embd": 512, "n_layer": 12, "n_head": 8, "vocab_size": 4096, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0, use_cache=False))
-
-
-def _bert() -> PreTrainedModel:
-    size = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
-    return BertForMaskedLM(BertConfig(vocab_size=4096, max_position_embeddings=LENGTH, **size))
-
-
-def _llama() -> PreTrainedModel:
-    size = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 1408}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, max_position_embeddings=LENGTH, **size))
-
-
-MODELS = {"gpt2": _gpt2, "bert": _bert, "llama": _llama}
+_SIZE = {"num_hidden_layers": 12, "vocab_size": 4096, "max_position_embeddings": LENGTH}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": partial(gpt2, n_layer=12, vocab_size=4096, n_positions=LENGTH),
+    "bert": partial(bert, **_SIZE),
+    "llama": partial(llama, **_SIZE, num_key_value_heads=8),
+}
 CASES = [
     *(f"{model}:{case}" for model in MODELS for case in ("520:memory:2", "640:memory:2", "450:memory:3")),
     *("gpt2:600:bf16:2", "bert:400:nvme:2", "llama:400:nvme:2"),

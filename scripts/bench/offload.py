@@ -321,7 +321,6 @@ def summarise(runs: list[dict]) -> dict[str, Any]:
         "hashing_ms": median(run["hashing_ms"] for run in runs),
         "host_peak_bytes": max(run["host_peak_bytes"] for run in runs),
         "device_peak_bytes": max((run["device_peak_bytes"] or 0) for run in runs) or None,
-        "masters": WAYS[first["way"]].masters,
     }
 
 

@@ -51,25 +51,25 @@ from hf_zero.plan.room import FORECAST_ERROR
 MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
 
 
-def _gpt2(**more: Any) -> PreTrainedModel:
+def gpt2(**more: Any) -> PreTrainedModel:
     size = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0} | more
     return GPT2LMHeadModel(GPT2Config(**size, use_cache=False))
 
 
 def _recomputing() -> PreTrainedModel:
-    model = _gpt2()
+    model = gpt2()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def _bert() -> PreTrainedModel:
+def bert(**more: Any) -> PreTrainedModel:
     size = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
-    return BertForMaskedLM(BertConfig(vocab_size=12000, **size))
+    return BertForMaskedLM(BertConfig(**{"vocab_size": 12000, **size, **more}))
 
 
-def _llama() -> PreTrainedModel:
+def llama(**more: Any) -> PreTrainedModel:
     size = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1408}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, num_key_value_heads=4, **size))
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 8192, "num_key_value_heads": 4, **size, **more}))
 
 
 def _t5() -> PreTrainedModel:
@@ -78,11 +78,11 @@ def _t5() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt2": _gpt2,
-    "gpt2, eager attention": lambda: _gpt2(attn_implementation="eager"),
+    "gpt2": gpt2,
+    "gpt2, eager attention": lambda: gpt2(attn_implementation="eager"),
     "gpt2, checkpointing": _recomputing,
-    "bert": _bert,
-    "llama": _llama,
+    "bert": bert,
+    "llama": llama,
     "t5": _t5,
 }
 SET_UPS: dict[str, dict[str, Any] | None] = {
