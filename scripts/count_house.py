@@ -83,7 +83,7 @@ LAST = {
     "interfaces (ABC, Protocol)": 40,
     "settings": 47,
     "private names of others": 106,
-    "scripts: lines": 9_522,
+    "scripts: lines": 9_505,
     "scripts: files": 35,
     "tests: lines": 42_936,
     "tests: files": 210,
