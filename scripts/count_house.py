@@ -83,8 +83,8 @@ LAST = {
     "interfaces (ABC, Protocol)": 10,
     "settings": 47,
     "private names of others": 106,
-    "scripts: lines": 10_836,
-    "scripts: files": 81,
+    "scripts: lines": 9_505,
+    "scripts: files": 35,
     "tests: lines": 42_936,
     "tests: files": 210,
 }

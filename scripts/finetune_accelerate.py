@@ -13,24 +13,18 @@ Without `--zero` it runs under stock DDP.
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import recipes
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from finetune_bert import load_model
-from recipes.arguments import ModelArguments, parse_arguments
-from recipes.classification import ClassificationArguments, class_names, load_classification, tokenize
-from recipes.errors import one_paragraph
-from recipes.folders import check_writable, step_to_resume
-from recipes.memory import peak_memory_bytes
-from recipes.ranks import ranks_together
-from recipes.report import report
-from recipes.tokenizer import load_or_train, train_for_classification
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import DataCollatorWithPadding, get_scheduler, set_seed
+from transformers.hf_argparser import HfArg
 
 from hf_zero import ZeroPlugin, engine_of, init, last_good_state, same_global_batch
 
@@ -41,28 +35,23 @@ FROM_SCRATCH = {"learning_rate": 1e-3, "num_train_epochs": 8, "per_device_train_
 class LoopArguments:
     """How it is trained. Batch sizes are those of one process."""
 
-    zero: str | None = field(default=None, metadata={"help": "A stage (0, 1, 2, 3) or a yaml file. Unset: stock DDP."})
-    output_dir: str = field(default="outputs/accelerate", metadata={"help": "Where model and checkpoints go."})
-    per_device_train_batch_size: int = field(default=8, metadata={"help": "Rows of a training batch."})
-    per_device_eval_batch_size: int = field(default=64, metadata={"help": "Rows of an evaluation batch."})
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Batches that make up one step."})
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Rows of a step on all ranks together, by accumulation and smaller batches where need be."},
+    zero: str | None = HfArg(default=None, help="A stage (0, 1, 2, 3) or a yaml file. Unset: stock DDP.")
+    output_dir: str = HfArg(default="outputs/accelerate", help="Where model and checkpoints go.")
+    per_device_train_batch_size: int = HfArg(default=8, help="Rows of a training batch.")
+    per_device_eval_batch_size: int = HfArg(default=64, help="Rows of an evaluation batch.")
+    gradient_accumulation_steps: int = HfArg(default=1, help="Batches that make up one step.")
+    global_batch_size: int | None = HfArg(
+        default=None, help="Rows of a step on all ranks together, by accumulation and smaller batches where need be."
     )
-    num_train_epochs: int = field(default=3, metadata={"help": "Passes over the training data."})
-    learning_rate: float = field(default=5e-5, metadata={"help": "Highest learning rate, after the warm-up."})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's weight decay."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are scaled down to this norm."})
-    lr_scheduler_type: str = field(default="linear", metadata={"help": "Name of a transformers schedule."})
-    num_warmup_steps: int = field(default=0, metadata={"help": "Steps over which the learning rate rises."})
-    seed: int = field(default=42, metadata={"help": "For weights, data order and dropout."})
-    checkpointing_steps: int | None = field(
-        default=None, metadata={"help": "Save the whole state every so many steps."}
-    )
-    resume_from_checkpoint: str | None = field(
-        default=None, metadata={"help": "A folder `step_…` to go on from, or auto."}
-    )
+    num_train_epochs: int = HfArg(default=3, help="Passes over the training data.")
+    learning_rate: float = HfArg(default=5e-5, help="Highest learning rate, after the warm-up.")
+    weight_decay: float = HfArg(default=0.0, help="AdamW's weight decay.")
+    max_grad_norm: float = HfArg(default=1.0, help="Gradients are scaled down to this norm.")
+    lr_scheduler_type: str = HfArg(default="linear", help="Name of a transformers schedule.")
+    num_warmup_steps: int = HfArg(default=0, help="Steps over which the learning rate rises.")
+    seed: int = HfArg(default=42, help="For weights, data order and dropout.")
+    checkpointing_steps: int | None = HfArg(default=None, help="Save the whole state every so many steps.")
+    resume_from_checkpoint: str | None = HfArg(default=None, help="A folder `step_…` to go on from, or auto.")
 
 
 def train(accelerator, run, model, optimizer, scheduler, loader, first_step) -> dict[str, float]:
@@ -131,13 +120,13 @@ def share_global_batch(run: LoopArguments) -> None:
         print(f"{run.global_batch_size} rows cannot be shared evenly by {ranks} ranks: a step takes {batch}.")
 
 
-@one_paragraph()
-@ranks_together()
+@recipes.one_paragraph()
+@recipes.ranks_together()
 def main():
-    model_args, data_args, run = parse_arguments(
-        ModelArguments, ClassificationArguments, LoopArguments, defaults={}, from_scratch=FROM_SCRATCH
+    model_args, data_args, run = recipes.parse_arguments(
+        recipes.ModelArguments, recipes.ClassificationArguments, LoopArguments, defaults={}, from_scratch=FROM_SCRATCH
     )
-    check_writable(run.output_dir)
+    recipes.check_writable(run.output_dir)
     set_seed(run.seed)
     share_global_batch(run)
 
@@ -152,18 +141,18 @@ def main():
     )
     if run.resume_from_checkpoint == "auto":
         run.resume_from_checkpoint = last_good_state(accelerator, run.output_dir)
-    first_step = step_to_resume(run.resume_from_checkpoint)
+    first_step = recipes.step_to_resume(run.resume_from_checkpoint)
 
     with accelerator.local_main_process_first():
-        splits = load_classification(data_args, run.seed)
-    tokenizer = load_or_train(
-        model_args, train_for_classification, splits["train"]["text"], run.output_dir, resuming=first_step > 0
+        splits = recipes.load_classification(data_args, run.seed)
+    tokenizer = recipes.load_or_train(
+        model_args, recipes.train_for_classification, splits["train"]["text"], run.output_dir, resuming=first_step > 0
     )
     with accelerator.local_main_process_first():
-        rows = tokenize(splits, tokenizer, data_args.max_seq_length)
+        rows = recipes.tokenize(splits, tokenizer, data_args.max_seq_length)
     # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
     with init(plugin):
-        model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
+        model = load_model(model_args, tokenizer, data_args.max_seq_length, recipes.class_names(splits))
 
     loader = partial(DataLoader, collate_fn=DataCollatorWithPadding(tokenizer))
     train_loader, eval_loader = accelerator.prepare(
@@ -185,7 +174,7 @@ def main():
     results = {"parameters": accelerator.unwrap_model(model).num_parameters(), "processes": accelerator.num_processes}
     results |= train(accelerator, run, model, optimizer, scheduler, train_loader, first_step)
     results["eval_accuracy"] = evaluate(accelerator, model, eval_loader)
-    results["peak_memory_bytes"] = peak_memory_bytes()
+    results["peak_memory_bytes"] = recipes.peak_memory_bytes()
 
     # Every rank asks for the whole weights, and the main one writes them.
     state_dict = accelerator.get_state_dict(model)
@@ -195,7 +184,7 @@ def main():
     if accelerator.is_main_process:
         tokenizer.save_pretrained(run.output_dir)
         engine = engine_of(accelerator) if run.zero is not None else None
-        report("BERT classification in a plain loop", results, run.output_dir, engine)
+        recipes.report("BERT classification in a plain loop", results, run.output_dir, engine)
 
 
 if __name__ == "__main__":

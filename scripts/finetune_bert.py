@@ -9,16 +9,7 @@ model it trains a small one from scratch. Without `--zero` it runs under stock D
 """
 
 import numpy as np
-from recipes.arguments import ModelArguments, parse_arguments
-from recipes.classification import ClassificationArguments, class_names, load_classification, tokenize
-from recipes.errors import one_paragraph
-from recipes.folders import check_writable, checkpoint_to_resume
-from recipes.last_step import LogLastStep
-from recipes.memory import peak_memory_bytes
-from recipes.models import config_from_scratch
-from recipes.ranks import ranks_together
-from recipes.report import report
-from recipes.tokenizer import load_or_train, train_for_classification
+import recipes
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
@@ -30,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_zero import ZeroTrainingArguments, engine_of, init
+from hf_zero import ZeroTrainingArguments, init
 
 DEFAULTS = {
     "output_dir": "outputs/bert",
@@ -58,13 +49,13 @@ def small_bert(max_seq_length: int) -> BertConfig:
 
 
 def load_model(
-    model_args: ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, names: dict[str, dict]
+    model_args: recipes.ModelArguments, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, names: dict[str, dict]
 ) -> PreTrainedModel:
     """The pretrained model with a new head for these classes, or a model from scratch."""
     if model_args.model_name_or_path:
         return AutoModelForSequenceClassification.from_pretrained(model_args.model_name_or_path, **names)
     small = small_bert(max_seq_length)
-    config = config_from_scratch(
+    config = recipes.config_from_scratch(
         model_args, small, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **names
     )
     return AutoModelForSequenceClassification.from_config(config)
@@ -75,30 +66,34 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float(np.mean(prediction.predictions.argmax(axis=-1) == prediction.label_ids))}
 
 
-@one_paragraph()
-@ranks_together()
+@recipes.one_paragraph()
+@recipes.ranks_together()
 def main():
-    model_args, data_args, training_args = parse_arguments(
-        ModelArguments, ClassificationArguments, ZeroTrainingArguments, defaults=DEFAULTS, from_scratch=FROM_SCRATCH
+    model_args, data_args, training_args = recipes.parse_arguments(
+        recipes.ModelArguments,
+        recipes.ClassificationArguments,
+        ZeroTrainingArguments,
+        defaults=DEFAULTS,
+        from_scratch=FROM_SCRATCH,
     )
-    check_writable(training_args.output_dir)
-    checkpoint = checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
+    recipes.check_writable(training_args.output_dir)
+    checkpoint = recipes.checkpoint_to_resume(training_args.resume_from_checkpoint, training_args.output_dir)
     set_seed(training_args.seed)
 
     with training_args.main_process_first(desc="loading the data"):
-        splits = load_classification(data_args, training_args.seed)
-    tokenizer = load_or_train(
+        splits = recipes.load_classification(data_args, training_args.seed)
+    tokenizer = recipes.load_or_train(
         model_args,
-        train_for_classification,
+        recipes.train_for_classification,
         splits["train"]["text"],
         training_args.output_dir,
         resuming=checkpoint is not None,
     )
     with training_args.main_process_first(desc="tokenizing"):
-        rows = tokenize(splits, tokenizer, data_args.max_seq_length)
+        rows = recipes.tokenize(splits, tokenizer, data_args.max_seq_length)
     # At stage 3 the pretrained weights stay in their files until each rank reads its shard.
     with init(training_args.parallelism_config):
-        model = load_model(model_args, tokenizer, data_args.max_seq_length, class_names(splits))
+        model = load_model(model_args, tokenizer, data_args.max_seq_length, recipes.class_names(splits))
 
     trainer = Trainer(
         model=model,
@@ -108,30 +103,15 @@ def main():
         processing_class=tokenizer,
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=accuracy,
-        callbacks=[LogLastStep()],
     )
     # Classification heads accept the number of items in a batch but average over their own rows all the same, for which
     # the Trainer would multiply the logged loss, and the gradients, by the number of ranks and accumulation steps.
     trainer.model_accepts_loss_kwargs = False
 
-    results = {"parameters": model.num_parameters(), "processes": training_args.world_size}
-    if training_args.do_train:
-        trained = trainer.train(resume_from_checkpoint=checkpoint)
-        trainer.save_model()
-        trainer.save_state()
-        results |= {
-            "train_loss": trained.training_loss,
-            "train_seconds": trained.metrics["train_runtime"],
-            "train_samples_per_second": trained.metrics["train_samples_per_second"],
-        }
-    if training_args.do_eval:
-        evaluated = trainer.evaluate()
-        results |= {"eval_loss": evaluated["eval_loss"], "eval_accuracy": evaluated["eval_accuracy"]}
-    results["peak_memory_bytes"] = peak_memory_bytes()
+    def evaluated(metrics: dict[str, float]) -> dict[str, float]:
+        return {name: metrics[name] for name in ("eval_loss", "eval_accuracy")}
 
-    if trainer.is_world_process_zero():
-        sharded = training_args.zero is not None and training_args.do_train
-        report("BERT classification", results, training_args.output_dir, engine_of(trainer) if sharded else None)
+    recipes.run_trainer("BERT classification", trainer, checkpoint, evaluated)
 
 
 if __name__ == "__main__":

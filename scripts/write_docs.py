@@ -3,18 +3,189 @@
 `python scripts/write_docs.py` writes them; a test fails when one of them is not what this script makes now.
 """
 
-from pathlib import Path
+from __future__ import annotations
 
-from document import configuration, flat_buffer, memory, rooms, timeline
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pictures
+
+from hf_zero import ConfigError, ZeroConfig
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Made by `python scripts/write_docs.py` from the docstrings of hf_zero/config. Edit those, then run it again. -->
+
+A YAML file, a dict, `key=value` text or keyword arguments of `ZeroPlugin` all become one `ZeroConfig`. Every setting is optional:
+
+```yaml
+stage: 2
+grad_accumulation: local
+comm:
+  timeout_s: 600
+```
+
+The same as text, for `--zero` and for `ZeroConfig.of`: `stage=2,grad_accumulation=local,comm.timeout_s=600`.
+
+There is no setting for learning rate, batch size, clipping threshold or scheduler. Those come from your training arguments or
+your script. An unknown setting or a value that is not allowed is a `ConfigError` that names the setting, the value and what is
+allowed.
+Some settings exclude each other: see [what is refused](what-is-refused.md).
+"""
+
+_TITLES = {
+    "": "Sharding, precision and overlap",
+    "offload": "`offload`: state in host memory or in files",
+    "comm": "`comm`: traffic between ranks",
+    "comm.outer": "`comm.outer`: the optimizer of outer steps",
+    "checkpoint": "`checkpoint`: how checkpoints are written",
+}
+
+_PAGES = {
+    "stage": "memory-and-traffic.md",
+    "bucket_bytes": "how-it-works.md#buckets",
+    "grad_accumulation": "memory-and-traffic.md",
+    "param_dtype": "precision.md",
+    "rounding": "precision.md#stochastic-rounding",
+    "moments": "precision.md#8-bit-moments",
+    "reduce_dtype": "precision.md",
+    "split_parameters": "optimizers.md#which-optimizers-work",
+    "overlap_param_gather": "how-it-works.md#overlap",
+    "broadcast_buffers": "how-it-works.md#buffers-of-modules",
+    "check_replicas_every": "troubleshooting.md#copies-of-the-parameters-have-diverged",
+    "nonfinite": "gradients-and-reports.md#bad-steps",
+    "nonfinite_limit": "gradients-and-reports.md#bad-steps",
+    "out_of_memory": "memory-and-traffic.md#when-memory-runs-out",
+    "report": "report.md",
+    "kernels": "optimizers.md#fused-kernels",
+    "prefetch_units": "stage-3.md",
+    "reshard_after_forward": "memory-and-traffic.md",
+    "gather_dtype": "precision.md",
+    "persist_below_numel": "stage-3.md",
+    "unit_modules": "stage-3.md",
+    "unit_bytes": "stage-3.md",
+    "offload": "offload.md",
+    "offload.activations": "offload.md#activations",
+    "comm": "slow-links.md",
+    "comm.sync_every": "slow-links.md#outer-steps",
+    "comm.outer": "slow-links.md#outer-steps",
+    "comm.shard_group_size": "slow-links.md#several-shard-groups",
+    "comm.secondary_shard": "slow-links.md#several-shard-groups",
+    "comm.timeout_s": "troubleshooting.md#waiting-for-a-rank",
+    "comm.late_s": "troubleshooting.md#waiting-for-a-rank",
+    "comm.gather_timeout_s": "stage-3.md#what-changes-in-a-script",
+    "checkpoint": "checkpoints-and-hub.md",
+}
+"""Where a setting is explained at length. One without a page of its own has that of the settings it stands below."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    name: str
+    default: Any
+    text: str
+
+    @property
+    def group(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def settings(config: Any = None, prefix: str = "") -> Iterator[Setting]:
+    """All settings in the order of their classes, those below a key right behind it."""
+    config = ZeroConfig() if config is None else config
+    texts = _argument_texts(type(config)) | _attribute_texts(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from settings(value, f"{prefix}{field.name}.")
+        else:
+            yield Setting(name=f"{prefix}{field.name}", default=value, text=texts[field.name])
+
+
+def allowed(name: str) -> str:
+    """What a setting may be, as the error for a value that it may not be says it."""
+    nested: Any = object()
+    for key in reversed(name.split(".")):
+        nested = {key: nested}
+    try:
+        ZeroConfig.from_dict(nested)
+    except ConfigError as error:
+        said = re.search(r"allowed: (.*)\.$", str(error), flags=re.DOTALL)
+        assert said is not None, error
+        return said[1].replace("True", "true").replace("False", "false")
+    raise AssertionError(f"{name} takes any value")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [_INTRODUCTION]
+    found = list(settings())
+    for group, title in _TITLES.items():
+        parts.append(f"## {title}\n")
+        parts += [_entry(setting) for setting in found if setting.group == group]
+    return "\n".join(parts)
+
+
+def _entry(setting: Setting) -> str:
+    default = "null" if setting.default is None else str(setting.default)
+    default = default.lower() if isinstance(setting.default, bool) else default
+    more = f" [More]({_page_of(setting.name)})."
+    text = textwrap.fill(_sentences(setting.text) + more, width=130, break_long_words=False, break_on_hyphens=False)
+    takes = allowed(setting.name)
+    # Where the word is looked for before the number is.
+    takes = f"{default}, {takes}" if default in ("auto", "null") and not re.search(rf"\b{default}\b", takes) else takes
+    return f"### `{setting.name}`\n\nDefault `{default}`. Allowed: {takes}.\n\n{text}\n"
+
+
+def _page_of(name: str) -> str:
+    above = name
+    while above not in _PAGES:
+        above = above.rpartition(".")[0]
+        if not above:
+            raise KeyError(f"{name} is on no page: say in _PAGES where it is explained.")
+    return _PAGES[above]
+
+
+def _sentences(text: str) -> str:
+    text = " ".join(text.split())
+    return text[0].upper() + text[1:].removesuffix(".") + "."
+
+
+def _argument_texts(kind: type) -> dict[str, str]:
+    """What the class's docstring says of each field under `Args:`."""
+    listed = (inspect.getdoc(kind) or "").partition("Args:\n")[2]
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", listed, flags=re.MULTILINE)
+    return dict(found)
+
+
+def _attribute_texts(kind: type) -> dict[str, str]:
+    """The docstrings that stand right below fields."""
+    [body] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(body, ast.ClassDef)
+    return {
+        field.target.id: below.value.value
+        for field, below in zip(body.body, body.body[1:])
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+    }
+
 
 ROOT = Path(__file__).resolve().parent.parent
 
 MADE = {
-    "docs/configuration.md": configuration.page,
-    "docs/pictures/memory.svg": memory.draw,
-    "docs/pictures/flat_buffer.svg": flat_buffer.draw,
-    "docs/pictures/timeline.svg": timeline.draw,
-    **rooms.pictures(),
+    "docs/configuration.md": page,
+    "docs/pictures/memory.svg": pictures.draw_memory,
+    "docs/pictures/flat_buffer.svg": pictures.draw_flat_buffer,
+    "docs/pictures/timeline.svg": pictures.draw_timeline,
+    **pictures.rooms_pictures(),
 }
 """The files that are made, and what makes their text. There is a picture of rooms for each folder that is divided into some."""
 

@@ -14,33 +14,20 @@ Exits with status 1 if more than one case does not come out so.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from memory import MALLOC_MMAP_THRESHOLD_BYTES
+from harness import RESULTS, describe_run, print_table, read_options, run_again_with_own_malloc, write_record
+from planned_peaks import bert, gpt2, llama
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
-from record import describe_run
-from rich.console import Console
-from rich.table import Table
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from hf_zero.config import ZeroConfig
 from hf_zero.engine.engine import ZeroEngine
@@ -53,57 +40,19 @@ MOST_WRONG = 1
 _KILLED = "exit code -9"
 """How a rank ends that the kernel has killed."""
 
-_MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 _GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
 
-def _gpt2() -> PreTrainedModel:
-    size = {"n_embd": 512, "n_layer": 12, "n_head": 8, "vocab_size": 4096, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0, use_cache=False))
-
-
-def _bert() -> PreTrainedModel:
-    size = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 2048}
-    return BertForMaskedLM(BertConfig(vocab_size=4096, max_position_embeddings=LENGTH, **size))
-
-
-def _llama() -> PreTrainedModel:
-    size = {"hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "intermediate_size": 1408}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=4096, max_position_embeddings=LENGTH, **size))
-
-
-MODELS = {"gpt2": _gpt2, "bert": _bert, "llama": _llama}
+_SIZE = {"num_hidden_layers": 12, "vocab_size": 4096, "max_position_embeddings": LENGTH}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "gpt2": partial(gpt2, n_layer=12, vocab_size=4096, n_positions=LENGTH),
+    "bert": partial(bert, **_SIZE),
+    "llama": partial(llama, **_SIZE, num_key_value_heads=8),
+}
 CASES = [
     *(f"{model}:{case}" for model in MODELS for case in ("520:memory:2", "640:memory:2", "450:memory:3")),
     *("gpt2:600:bf16:2", "bert:400:nvme:2", "llama:400:nvme:2"),
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model and the MB of a rank: what was chosen and left out, and how runs of both ended.
-
-    Attributes:
-        lines: what auto said.
-        chosen_fits: None where all set-ups were too large.
-        rejected_fails: None where none was.
-    """
-
-    model: str
-    mb: int
-    tier: str
-    ranks: int
-    chosen: str
-    rejected: str
-    lines: list[str]
-    chosen_fits: bool | None
-    rejected_fails: bool | None
-
-    @property
-    def is_right(self) -> bool:
-        if self.chosen_fits is None:
-            return self.rejected_fails is True
-        return self.chosen_fits and self.rejected_fails is not False
 
 
 def hierarchy() -> Path | None:
@@ -170,7 +119,12 @@ def train(
     return {"settings": said, "rejected": rejected, "lines": lines}
 
 
-def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_s: float) -> Case:
+def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_s: float) -> dict[str, Any]:
+    """A model and the MB of a rank: what was chosen and left out, and how runs of both ended.
+
+    `chosen_fits` is None where all set-ups were too large, `rejected_fails` where none was; `lines` are what auto said.
+    """
+
     def run(settings: Any, folder: str) -> Any:
         with limited(root, ranks * mb * 10**6) as group:
             arguments = {"model": model, "tier": tier, "settings": settings, "group": str(group), "folder": folder}
@@ -184,65 +138,51 @@ def run_case(model: str, mb: int, tier: str, ranks: int, root: Path, time_limit_
         has_told = isinstance(chosen, dict)
         rejected = chosen["rejected"] if has_told else None
         ended = "" if rejected is None else run(rejected, folder)
-        # Out of time is no proof of too little memory.
-        fails = None if rejected is None else isinstance(ended, str) and _KILLED in ended
-    return Case(
-        model=model,
-        mb=mb,
-        tier=tier,
-        ranks=ranks,
-        chosen=_words(chosen["settings"]) or "nothing" if has_told else chosen.strip().splitlines()[-1][:120],
-        rejected=_words(rejected),
-        lines=chosen["lines"] if has_told else [],
-        chosen_fits=None if has_told and chosen["settings"] is None else has_told,
-        rejected_fails=fails,
-    )
+    # Out of time is no proof of too little memory.
+    fails = None if rejected is None else isinstance(ended, str) and _KILLED in ended
+    fits = None if has_told and chosen["settings"] is None else has_told
+    return {
+        "model": model,
+        "mb": mb,
+        "tier": tier,
+        "ranks": ranks,
+        "chosen": _words(chosen["settings"]) or "nothing" if has_told else chosen.strip().splitlines()[-1][:120],
+        "rejected": _words(rejected),
+        "lines": chosen["lines"] if has_told else [],
+        "chosen_fits": fits,
+        "rejected_fails": fails,
+        "is_right": fails is True if fits is None else fits and fails is not False,
+    }
 
 
 def _words(settings: Any) -> str:
     return "" if settings is None else ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-def table_of(cases: list[Case]) -> Table:
-    table = Table(title="stage: auto in a control group", title_justify="left")
-    for heading in ("model", "MB a rank", "chosen", "it fits", "left out as too large", "that fails"):
-        table.add_column(heading)
-    for case in cases:
-        said = {True: "yes", False: "no", None: ""}
-        table.add_row(
-            case.model,
-            f"{case.mb}, {case.tier}, {case.ranks} ranks",
-            case.chosen,
-            said[case.chosen_fits],
-            case.rejected,
-            said[case.rejected_fails],
-        )
-    return table
+def _row(case: dict[str, Any]) -> list[str]:
+    said = {True: "yes", False: "no", None: ""}
+    limit = f"{case['mb']}, {case['tier']}, {case['ranks']} ranks"
+    fits, fails = said[case["chosen_fits"]], said[case["rejected_fails"]]
+    return [case["model"], limit, case["chosen"], fits, case["rejected"], fails]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL:MB:TIER:RANKS")
-    parser.add_argument("--time-limit-s", type=float, default=300)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "auto.json")
-    options = parser.parse_args()
+    options = read_options(__doc__, cases=(CASES, "MODEL:MB:TIER:RANKS"), time_limit_s=300.0)
     root = hierarchy()
     if root is None:
         print("skipped: memory control groups cannot be made here; they need root")
         return 0
-    if _MALLOC_VARIABLE not in os.environ:
-        settings = os.environ | {_MALLOC_VARIABLE: str(MALLOC_MMAP_THRESHOLD_BYTES)}
-        return subprocess.run([sys.executable, *sys.argv], env=settings).returncode
+    if (status := run_again_with_own_malloc()) is not None:
+        return status
     cases = []
     for text in options.cases:
         model, mb, tier, ranks = text.split(":")
         cases.append(run_case(model, int(mb), tier, int(ranks), root, options.time_limit_s))
         print(cases[-1], file=sys.stderr, flush=True)
-        options.json.parent.mkdir(exist_ok=True)
-        told = [asdict(case) | {"is_right": case.is_right} for case in cases]
-        options.json.write_text(json.dumps(describe_run(options) | {"cases": told}, indent=2) + "\n")
-    Console(width=150).print(table_of(cases))
-    return int(sum(not case.is_right for case in cases) > MOST_WRONG)
+        write_record(options.json or RESULTS / "auto.json", describe_run(options) | {"cases": cases})
+    headings = ("model", "MB a rank", "chosen", "it fits", "left out as too large", "that fails")
+    print_table("stage: auto in a control group", headings, map(_row, cases))
+    return int(sum(not case["is_right"] for case in cases) > MOST_WRONG)
 
 
 if __name__ == "__main__":

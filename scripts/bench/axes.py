@@ -20,12 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from memory import status_bytes
+from harness import describe_run, keep, read_options, status_bytes, tcp_bytes
 from ranks import run_ranks
-from record import BENCH_FOLDER, describe_run, write_record
-from rich.console import Console
-from rich.table import Table
-from wire import tcp_bytes
+from tables import report_of
 
 _RANKS = 4
 _WARM_STEPS = 2
@@ -120,31 +117,20 @@ def summarise(found: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tp", type=int, default=2, help="ranks that compute a batch together")
-    parser.add_argument("--ep", type=int, default=1, help="ranks over which the experts of a mixture are split")
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--json", type=Path, help="where the figures go (default: results/axes-<commit>.json)")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, once")
-    options = parser.parse_args()
-    if options.quick:
-        options.steps, options.rounds = 1, 1
-    numel, found = measure_all(options)
-    run, rows = describe_run(options), summarise(found)
-    table = Table("way", "CPU s a step", "of FSDP2's", "MB sent a step", "peak MiB")
-    table.title = (
-        f"{numel / 1e6:.1f} M parameters, {_RANKS} ranks, tp {options.tp}, ep {options.ep}, commit {run['commit']}"
+    options = read_options(
+        __doc__,
+        quick={"steps": 1, "rounds": 1},
+        steps=8,
+        rounds=3,
+        tp=(2, "ranks that compute a batch together"),
+        ep=(1, "ranks over which the experts of a mixture are split"),
+        stages=[1, 2, 3],
     )
-    for row in rows:
-        figures = (f"{row['cpu_s']:.3f}", f"{row['to_fsdp2']:.2f}", f"{row['sent_bytes'] / 1e6:.1f}")
-        table.add_row(row["name"], *figures, f"{row['peak_bytes'] / 2**20:.0f}")
-    console = Console(width=120)
-    console.print(table)
-    path = options.json or BENCH_FOLDER / "results" / f"axes-{run['commit']}.json"
-    write_record(path, run | {"kind": "axes", "parameters": numel, "engines": rows, "rounds": found})
-    console.print(f"written to {path}")
+    numel, found = measure_all(options)
+    figures = {"kind": "axes", "parameters": numel, "engines": summarise(found), "rounds": found}
+    run = describe_run(options)
+    print(f"{numel / 1e6:.1f} M parameters, {_RANKS} ranks, tp {options.tp}, ep {options.ep}", report_of(run | figures))
+    keep("axes", run, figures, options.json)
     return 0
 
 

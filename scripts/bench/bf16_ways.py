@@ -12,8 +12,6 @@ as it falls, seed by seed; what another seed changes of it is the noise that the
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -23,10 +21,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from engines import say_where_ranks_are
+from harness import RESULTS, describe_run, print_table, write_record
 from ranks import PRELOADED_MODULES, run_ranks
-from record import BENCH_FOLDER, describe_run
-from rich.console import Console
-from rich.table import Table
 from transformers import BertConfig, BertForSequenceClassification
 
 BASELINE = "DDP, autocast"
@@ -83,10 +80,7 @@ def read(path: Path, words: dict[str, int] | None, size: int) -> tuple[torch.Ten
 
 def train(rank: int, world_size: int, folder: str, way: str, seed: int, run: Run) -> Curve:
     """One run, as a rank sees it. Every way has the same weights and batches with the same seed."""
-    # As a launcher sets them. The group has met already; accelerate only asks that an address is there.
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    os.environ.update({name: str(value) for name, value in places.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1")
+    say_where_ranks_are(rank, world_size)
     from accelerate import Accelerator
 
     from hf_zero import ZeroPlugin, engine_of
@@ -178,18 +172,14 @@ def compare(curves: dict[str, list[Curve]]) -> dict[str, dict[str, float]]:
 
 def show(curves: dict[str, list[Curve]], compared: dict[str, dict[str, float]]) -> None:
     columns = ("way", "dev loss at the end", "dev accuracy", "distance from DDP", "between seeds", "MB sent a step")
-    table = Table(*columns, title="bf16 mixed precision: a small BERT on SST-2")
+    rows = []
     for way, of_way in curves.items():
-        mean, last = compared[way], [curve.dev_losses[-1] for curve in of_way]
-        table.add_row(
-            way,
-            ", ".join(f"{loss:.4f}" for loss in last),
-            ", ".join(f"{curve.dev_accuracy:.1%}" for curve in of_way),
-            f"{mean['mean_distance']:.4f} (offset {mean['mean_offset']:+.4f})",
-            f"{mean['between_seeds']:.4f}",
-            f"{sum(of_way[0].sent_bytes.values()) / 1e6:.2f}" if of_way[0].sent_bytes else "",
-        )
-    Console().print(table)
+        mean, sent = compared[way], sum(of_way[0].sent_bytes.values()) / 1e6
+        losses = ", ".join(f"{curve.dev_losses[-1]:.4f}" for curve in of_way)
+        accuracies = ", ".join(f"{curve.dev_accuracy:.1%}" for curve in of_way)
+        apart = f"{mean['mean_distance']:.4f} (offset {mean['mean_offset']:+.4f})"
+        rows.append((way, losses, accuracies, apart, f"{mean['between_seeds']:.4f}", f"{sent:.2f}" if sent else ""))
+    print_table("bf16 mixed precision: a small BERT on SST-2", columns, rows)
 
 
 def main() -> int:
@@ -197,7 +187,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="with train.tsv and dev.tsv")
     parser.add_argument("--steps", type=int, default=Run.steps)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=BENCH_FOLDER / "results" / "bf16_ways.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "bf16_ways.json")
     arguments = parser.parse_args()
     run = Run(steps=arguments.steps, evaluate_every=min(Run.evaluate_every, arguments.steps))
     PRELOADED_MODULES.extend(
@@ -214,9 +204,7 @@ def main() -> int:
     compared = compare(curves)
     show(curves, compared)
     kept = {way: [asdict(curve) for curve in of_way] for way, of_way in curves.items()}
-    arguments.out.write_text(
-        json.dumps({"run": about | asdict(run), "compared": compared, "curves": kept}, indent=1) + "\n"
-    )
+    write_record(arguments.out, {"run": about | asdict(run), "compared": compared, "curves": kept})
     print(f"kept in {arguments.out}")
     # Within noise: no farther from DDP than DDP with another seed is.
     return int(any(found["mean_distance"] > found["between_seeds"] for found in compared.values()))

@@ -10,19 +10,15 @@ one look is timed in a rank. Both are set against the CPU time of a step. Ends w
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from host_time import ClippedSteps, LaunchBound
-from peers import ENGINES
+from engines import ENGINES, ClippedSteps, LaunchBound, adamw_arguments
+from harness import print_table, read_options
 from ranks import run_ranks
-from rich.console import Console
-from rich.table import Table
-from workload import adamw_arguments
 
 from hf_zero import engine_of
 from hf_zero.comm.control.late import ScriptCall
@@ -141,29 +137,25 @@ def seconds_of_one_look() -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["hf_zero1", "hf_zero2", "hf_zero3"])
-    parser.add_argument("--n-layer", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="two layers, few steps")
-    options = parser.parse_args()
-    arguments = {"names": options.engines, "n_layer": options.n_layer, "steps": options.steps, "calls": 50_000}
-    if options.quick:
-        arguments |= {"n_layer": 2, "steps": 5, "calls": 5_000}
+    options = read_options(
+        __doc__,
+        quick={"n_layer": 2, "steps": 5, "calls": 5_000},
+        engines=["hf_zero1", "hf_zero2", "hf_zero3"],
+        n_layer=12,
+        steps=20,
+        calls=(50_000, "that are timed in a turn"),
+    )
+    arguments = {name: getattr(options, name) for name in ("n_layer", "steps", "calls")} | {"names": options.engines}
     costs: list[Cost] = run_ranks(measure, world_size=2, time_limit_s=300, keyword_arguments=arguments)[0]
-    title = f"BERT of {arguments['n_layer']} layers, 2 ranks, a step on rank 0, torch {torch.__version__}"
-    table = Table(title=title, title_justify="left")
-    for column in ("engine", "collectives", "log, us", "step, CPU ms", "a look, us", "share of CPU time"):
-        table.add_column(column, justify="right")
-    for cost in costs:
-        figures = (
-            f"{cost.collectives:.0f}",
-            f"{1e6 * cost.log_s:.1f}",
-            f"{1e3 * cost.step_s:.1f}",
-            f"{1e6 * cost.look_s:.1f}",
+    title = f"BERT of {options.n_layer} layers, 2 ranks, a step on rank 0, torch {torch.__version__}"
+    rows = [
+        (
+            *(cost.name, f"{cost.collectives:.0f}", f"{1e6 * cost.log_s:.1f}", f"{1e3 * cost.step_s:.1f}"),
+            *(f"{1e6 * cost.look_s:.1f}", f"{cost.share:.3%}"),
         )
-        table.add_row(cost.name, *figures, f"{cost.share:.3%}")
-    Console(width=120).print(table)
+        for cost in costs
+    ]
+    print_table(title, ("engine", "collectives", "log, us", "step, CPU ms", "a look, us", "share of CPU time"), rows)
     return int(any(cost.share > MOST_SHARE for cost in costs))
 
 

@@ -10,7 +10,6 @@ the file already and are not measured now stay there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -19,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from compare import Comparison, compare, parameters_of
-from record import BENCH_FOLDER, describe_run, write_record
-from reports import tables_of
-from workload import WORKLOADS
+from engines import WORKLOADS
+from harness import MIB, RESULTS, describe_run, read_options, write_record
+from tables import tables_of
 
 ENGINES = ("ddp", "fsdp2", "hf_zero1", "hf_zero2", "hf_zero3")
 ALSO_IN_PEAKS = ("zero_optimizer", "hf_zero3_no_prefetch")
 """The peer of stage 1, and stage 3 with the least memory."""
-BYTES_IN_MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +44,6 @@ class Curve:
     value_of: Callable[[Comparison, Any], Any] = lambda _comparison, value: value
 
 
-def _of_model(comparison: Comparison, name: str) -> Comparison:
-    return replace(comparison, workload=WORKLOADS[name])
-
-
 def _of_model_and_ranks(comparison: Comparison, value: tuple[str, int]) -> Comparison:
     name, ranks = value
     engines = (*comparison.engines, *(each for each in ALSO_IN_PEAKS if each not in comparison.engines))
@@ -62,7 +56,7 @@ def _of_sequence(comparison: Comparison, length: int) -> Comparison:
 
 def _of_bucket(comparison: Comparison, mebibytes: float) -> Comparison:
     engines = tuple(name for name in comparison.engines if not name.startswith("fsdp2"))
-    return replace(comparison, engines=engines, sizes={"bucket_bytes": int(mebibytes * BYTES_IN_MIB)})
+    return replace(comparison, engines=engines, sizes={"bucket_bytes": int(mebibytes * MIB)})
 
 
 CURVES = {
@@ -70,7 +64,7 @@ CURVES = {
         varied="million parameters",
         values=("4m", "12m", "30m", "60m", "124m", "350m"),
         quick_values=("4m", "12m"),
-        at=_of_model,
+        at=lambda comparison, name: replace(comparison, workload=WORKLOADS[name]),
         value_of=lambda comparison, _name: round(parameters_of(comparison.workload) / 1e6, 1),
     ),
     "ranks": Curve(
@@ -123,39 +117,27 @@ def _note_of(curves: dict[str, Any]) -> dict[str, str]:
     return {"note": f"Each curve is of a commit of its own: {commits}."}
 
 
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("curves", nargs="*", help=f"which: {', '.join(CURVES)} (default: all)")
-    parser.add_argument("--model", choices=WORKLOADS, default="12m", help="for all but the first")
-    parser.add_argument("--largest", choices=WORKLOADS, default="350m", help="of the curve over sizes")
-    parser.add_argument("--starts", type=int, default=2, help="of each engine's processes, with so many rounds each")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2, help="steps of each engine in each round")
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
-    parser.add_argument("--time-limit-s", type=float, default=1800, help="for each set of ranks")
-    parser.add_argument("--json", type=Path, default=BENCH_FOLDER / "results" / "curves.json")
-    parser.add_argument("--quick", action="store_true", help="one round of one step, few values, a tiny model")
-    options = parser.parse_args(arguments)
-    unknown = [name for name in options.curves if name not in CURVES]
-    if unknown:
-        parser.error(f"unknown curves {', '.join(unknown)}; there are {', '.join(CURVES)}")
-    if options.quick:
-        options.model, options.starts, options.rounds, options.steps = "tiny", 1, 1, 1
-    return options
-
-
 def main() -> int:
-    options = parse_options()
-    middle = Comparison(
-        engines=tuple(options.engines),
-        workload=WORKLOADS[options.model],
-        starts=options.starts,
-        rounds=options.rounds,
-        steps=options.steps,
-        time_limit_s=options.time_limit_s,
+    options = read_options(
+        __doc__,
+        quick={"model": "tiny", "starts": 1, "rounds": 1, "steps": 1},
+        words=([], f"which: {', '.join(CURVES)} (default: all)"),
+        model=("12m", "for all but the first", WORKLOADS),
+        largest=("350m", "of the curve over sizes", WORKLOADS),
+        starts=(2, "of each engine's processes, with so many rounds each"),
+        rounds=2,
+        steps=(2, "steps of each engine in each round"),
+        engines=list(ENGINES),
+        time_limit_s=(1800.0, "for each set of ranks"),
     )
-    kept = _kept_in(options.json)
-    for name in options.curves or CURVES:
+    if unknown := [name for name in options.words if name not in CURVES]:
+        print(f"unknown curves {', '.join(unknown)}; there are {', '.join(CURVES)}", file=sys.stderr)
+        return 2
+    settings = {name: getattr(options, name) for name in ("starts", "rounds", "steps", "time_limit_s")}
+    middle = Comparison(engines=tuple(options.engines), workload=WORKLOADS[options.model], **settings)
+    path = options.json or RESULTS / "curves.json"
+    kept = _kept_in(path)
+    for name in options.words or CURVES:
         curve = CURVES[name]
         values = curve.quick_values if options.quick else curve.values
         if name == "size" and not options.quick:
@@ -163,8 +145,8 @@ def main() -> int:
         run = describe_run(options)
         kept[name] = measure(curve, middle, values) | {"commit": run["commit"]}
         # After each curve: a run that is ended has what it measured.
-        write_record(options.json, run | {"kind": "curves", "curves": kept, **_note_of(kept)})
-    print("\n\n".join(tables_of(json.loads(options.json.read_text())).values()))
+        write_record(path, run | {"kind": "curves", "curves": kept, **_note_of(kept)})
+    print("\n\n".join(tables_of(json.loads(path.read_text())).values()))
     return 0
 
 

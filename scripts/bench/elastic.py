@@ -7,7 +7,6 @@ Each agent is a node of its own: in a network namespace where root may make them
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,15 +19,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
+import torch
+from harness import print_table, read_options, write_record
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainerCallback
 
+from hf_zero import ZeroTrainingArguments
 from hf_zero.comm.control.rendezvous_store import keep_store
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = Path(__file__).with_name("elastic_train.py")
 RENDEZVOUS = "is_host=0,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 LIMIT_S = 600.0
 _GLANCE_S = 0.05
@@ -156,7 +157,7 @@ def environment(node: Node) -> dict[str, str]:
 
 
 def script_words(folder: Path, settings: Mapping[str, object]) -> list[str]:
-    return [str(SCRIPT), *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
+    return [__file__, "train", *(word for name, value in settings.items() for word in (f"--{name}", str(value)))]
 
 
 def start_agent(
@@ -304,89 +305,91 @@ def is_each_row_once(steps: list[list[int]], rows: int) -> bool:
     return all(len(set(each)) == len(each) for each in passes)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--agents", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--save_steps", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    options = parser.parse_args()
-    chance = random.Random(options.seed)
-    plain: dict[str, object] = {
-        "max_steps": options.steps,
-        "width": options.width,
-        "save_steps": options.save_steps,
-        "logging_steps": 5,
-        "disable_tqdm": True,
-        "report_to": "none",
-        "step_s": 0.15,
-    }
-    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    figures = []
-    table = Table(title=f"{options.runs} runs of {options.agents} agents, one killed in each", box=None)
-    for name in (
-        "run",
-        "killed agent",
-        "at step",
-        "ended by itself",
-        "goes on at",
-        "ranks",
-        "s to next step",
-        "s of them in train()",
-        "MiB off disk",
-        "as by hand",
-        "rows once",
-    ):
-        table.add_column(name)
-    with own_network(options.agents) as network, tempfile.TemporaryDirectory(prefix="elastic-") as work:
-        for number in range(options.runs):
-            folder = Path(work, f"run{number}")
-            outcome = killed_run(
-                folder,
-                network,
-                plain | shape | {"zero": "stage=2,checkpoint.resume=auto"},
-                killed=chance.randrange(options.agents),
-                after_step=chance.randrange(2, options.steps - 8),
-                pause_s=chance.uniform(0, 0.5),
-            )
-            same = "-"
-            if outcome.ended and outcome.resumed_at >= 0:
-                same = compared(folder, outcome, plain, options.agents)
-            once = is_each_row_once(rows_trained(outcome.starts), 480)
-            figures.append(
-                {
-                    "killed": outcome.killed,
-                    "at_step": outcome.at_step,
-                    "ended": outcome.ended,
-                    "resumed_at": outcome.resumed_at,
-                    "ranks_after": outcome.ranks_after,
-                    "recovery_s": round(outcome.recovery_s, 2),
-                    "ready_s": round(outcome.ready_s, 2),
-                    "disk_mib": round(outcome.disk_bytes / 2**20, 1),
-                    "as_by_hand": same,
-                    "rows_once": once,
-                }
-            )
-            print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
-            table.add_row(str(number), *(str(value) for value in figures[-1].values()))
-            if not outcome.ended:
-                for path in folder.glob("agent-*.log"):
-                    print(path.read_text(errors="replace")[-3000:], file=sys.stderr)
-            shutil.rmtree(folder)
-    Console(width=150).print(table)
-    if options.out:
-        options.out.write_text(
-            json.dumps({"namespaces": network.nodes[0].namespace is not None, "runs": figures}, indent=1)
-        )
+# ---- what is trained ----
+
+ROWS = 480
+VOCABULARY = 500
+LENGTH = 32
+
+
+@dataclass
+class OwnArguments:
+    """What is said of this script alone."""
+
+    rows_log: str = field(metadata={"help": "A folder, in which each rank of each start writes a file."})
+    step_s: float = field(default=0.0, metadata={"help": "Seconds that a step takes longer than it does."})
+    width: int = field(default=64, metadata={"help": "Of the model."})
+
+
+class LoggingTrainer(Trainer):
+    """A Trainer that logs the rows and the loss of each micro-batch."""
+
+    def __init__(self, *args: Any, log: Path, step_s: float, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        log.mkdir(parents=True, exist_ok=True)
+        rank, world = self.args.process_index, self.args.world_size
+        self._log = (log / f"{time.time_ns()}-{rank}-of-{world}.jsonl").open("w", buffering=1)
+        self._say(rank=rank, world_size=world, restarts=os.environ.get("TORCHELASTIC_RESTART_COUNT"))
+        self.add_callback(_Pause(step_s))
+        self._first: dict[str, float] = {}
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._began is not None:
+            seconds, read = time.perf_counter() - self._began, bytes_from_disk() - self._read_before
+            self._first, self._began = {"ready_s": round(seconds, 3), "disk_bytes": read}, None
+        return super().training_step(*args, **kwargs)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._began: float | None = time.perf_counter()
+        self._read_before = bytes_from_disk()
+        return super().train(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        rows = inputs.pop("row").tolist()
+        answer = super().compute_loss(model, inputs, *args, **kwargs)
+        loss = answer[0] if isinstance(answer, tuple) else answer
+        self._say(step=self.state.global_step, rows=rows, loss=loss.item().hex(), at=time.time(), **self._first)
+        self._first = {}
+        return answer
+
+    def _say(self, **said: Any) -> None:
+        self._log.write(json.dumps(said) + "\n")
+
+
+def bytes_from_disk() -> int:
+    """What this process has had the disk read for it."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+class _Pause(TrainerCallback):
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    def on_step_end(self, *_args: Any, **_kwargs: Any) -> None:
+        time.sleep(self._seconds)
+
+
+def train(arguments: list[str]) -> None:
+    """What an agent's worker does: a small GPT-2, by Trainer, each rank with a log of rows and loss of each micro-batch."""
+    own, args = HfArgumentParser((OwnArguments, ZeroTrainingArguments)).parse_args_into_dataclasses(arguments)
+    args.remove_unused_columns = False
+    torch.manual_seed(0)
+    sizes = {"n_embd": own.width, "n_layer": 2, "n_head": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": ids, "labels": ids, "row": number} for number, ids in enumerate(tokens)]
+    trainer = LoggingTrainer(model=model, args=args, train_dataset=rows, log=Path(own.rows_log), step_s=own.step_s)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+
+
+# ---- runs that are killed, and their table ----
 
 
 def compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents: int) -> str:
     """Whether losses and rows after the restart are those of a run that is resumed by hand at that size."""
     a_rank = 4 * 2 * agents // outcome.ranks_after
-    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": a_rank // 4, "zero": 2}
+    shape = SHAPE | {"gradient_accumulation_steps": a_rank // 4, "zero": 2}
     checkpoint = folder / "out" / f"checkpoint-{outcome.resumed_at}"
     if not checkpoint.is_dir():
         return "not on disk"
@@ -400,6 +403,48 @@ def compared(folder: Path, outcome: Outcome, plain: Mapping[str, object], agents
         if (each.loss, each.rows) != (by_hand.steps[key].loss, by_hand.steps[key].rows)
     ]
     return "bit for bit" if not others else f"{len(others)} differ"
+
+
+SHAPE: dict[str, object] = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["train"]:
+        train(sys.argv[2:])
+        return
+    options = read_options(__doc__, runs=10, agents=3, seed=0, steps=30, width=64, save_steps=5)
+    chance, figures = random.Random(options.seed), []
+    plain = {"max_steps": options.steps, "width": options.width, "save_steps": options.save_steps, "step_s": 0.15}
+    plain |= {"logging_steps": 5, "disable_tqdm": True, "report_to": "none"}
+    with own_network(options.agents) as network, tempfile.TemporaryDirectory(prefix="elastic-") as work:
+        for number in range(options.runs):
+            folder = Path(work, f"run{number}")
+            outcome = killed_run(
+                folder,
+                network,
+                plain | SHAPE | {"zero": "stage=2,checkpoint.resume=auto"},
+                killed=chance.randrange(options.agents),
+                after_step=chance.randrange(2, options.steps - 8),
+                pause_s=chance.uniform(0, 0.5),
+            )
+            has_gone_on = outcome.ended and outcome.resumed_at >= 0
+            same = compared(folder, outcome, plain, options.agents) if has_gone_on else "-"
+            names = ("killed", "at_step", "ended", "resumed_at", "ranks_after")
+            figures.append(
+                {name: getattr(outcome, name) for name in names}
+                | {"recovery_s": round(outcome.recovery_s, 2), "ready_s": round(outcome.ready_s, 2)}
+                | {"disk_mib": round(outcome.disk_bytes / 2**20, 1), "as_by_hand": same}
+                | {"rows_once": is_each_row_once(rows_trained(outcome.starts), ROWS)}
+            )
+            print(json.dumps(figures[-1]), file=sys.stderr, flush=True)
+            if not outcome.ended:
+                for path in folder.glob("agent-*.log"):
+                    print(path.read_text(errors="replace")[-3000:], file=sys.stderr)
+            shutil.rmtree(folder)
+    title = f"{options.runs} runs of {options.agents} agents, one killed in each"
+    print_table(title, list(figures[0]), ([*each.values()] for each in figures))
+    if options.json:
+        write_record(options.json, {"namespaces": network.nodes[0].namespace is not None, "runs": figures})
 
 
 if __name__ == "__main__":

@@ -10,22 +10,18 @@ there, and the CPU time of the rank that has used most.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from engines import WORKLOADS, make_trainer
+from harness import describe_run, keep, read_options
 from ranks import PRELOADED_MODULES, run_ranks
-from record import BENCH_FOLDER, describe_run, write_record
-from rich.console import Console
-from rich.table import Table
-from short_trainer import make_trainer
-from workload import WORKLOADS
+from tables import report_of
 
 ENGINES: dict[str, int | None] = {"DDP": None} | {f"stage {stage}": stage for stage in (1, 2, 3)}
 
@@ -70,35 +66,20 @@ def summarise(rows: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=WORKLOADS, default="30m")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--json", type=Path, help="where the figures go (default: results/first_step-<commit>.json)")
-    parser.add_argument("--quick", action="store_true", help="the tiny model, once")
-    options = parser.parse_args()
-    if options.quick:
-        options.model, options.rounds = "tiny", 1
+    quick = {"model": "tiny", "rounds": 1}
+    options = read_options(__doc__, quick=quick, model=("30m", None, WORKLOADS), ranks=2, rounds=8)
     PRELOADED_MODULES.append("transformers.trainer")
     # As in a user's second run, Python has compiled what it imports.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     measure("tiny", 1, 1)
     rounds = measure(options.model, options.ranks, options.rounds)
+    figures = {"kind": "first_step", "model": options.model, "engines": summarise(rounds), "rounds": rounds}
     run = describe_run(options)
-    rows = summarise(rounds)
-    console = Console(width=120)
-    table = Table("engine", "seconds", "later than DDP", "CPU s", "later than DDP")
-    table.title = f"to the end of the first step: {options.model}, {options.ranks} ranks, commit {run['commit']}"
-    for row in rows:
-        figures = (row[what] for what in ("seconds", "seconds_later", "cpu_seconds", "cpu_seconds_later"))
-        table.add_row(row["name"], *(f"{value:.2f}" for value in figures))
-    console.print(table)
-    path = options.json or BENCH_FOLDER / "results" / f"first_step-{run['commit']}.json"
-    write_record(path, run | {"kind": "first_step", "model": options.model, "engines": rows, "rounds": rounds})
-    console.print(f"written to {path}")
-    late = [row["name"] for row in rows if row["seconds_later"] > ALLOWED_S]
+    print(report_of(run | figures))
+    keep("first_step", run, figures, options.json)
+    late = [row["name"] for row in figures["engines"] if row["seconds_later"] > ALLOWED_S]
     if late and not options.quick:
-        console.print(f"more than {ALLOWED_S:g} s later than DDP: {', '.join(late)}")
+        print(f"more than {ALLOWED_S:g} s later than DDP: {', '.join(late)}")
         return 1
     return 0
 

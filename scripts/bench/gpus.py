@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -25,15 +24,121 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from device_trace import DeviceTrace, trace_of
-from gpu_models import MODELS, Batch
-from record import BENCH_FOLDER, describe_run
-from rich.console import Console
-from rich.table import Table
+from harness import RESULTS, describe_run, keep, print_table, read_options
 from torch import nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 
 from hf_zero import ZeroPlugin
 from hf_zero.device import peak_bytes, wait_for_device
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTrace:
+    """Milliseconds of a step on the device.
+
+    Attributes:
+        busy_ms: in which any kernel or copy runs.
+        comm_ms: in which a kernel of NCCL runs.
+        hidden_ms: of those, the ones in which a kernel that is not NCCL's runs, too.
+    """
+
+    busy_ms: float
+    comm_ms: float
+    hidden_ms: float
+
+
+def trace_of(run: Callable[[], object], steps: int) -> DeviceTrace:
+    """Traces `run`, which takes so many steps on the current CUDA device."""
+    with profile(activities=[ProfilerActivity.CUDA]) as traced:
+        run()
+        torch.cuda.synchronize()
+    events = [event for event in traced.events() if event.device_type == DeviceType.CUDA]
+    spans = [(event.name, (event.time_range.start, event.time_range.end)) for event in events]
+    return trace_in(spans, steps)
+
+
+def trace_in(spans: Iterable[tuple[str, Span]], steps: int) -> DeviceTrace:
+    """`spans`: name, begin and end in microseconds of all that ran on the device in so many steps."""
+    comm, other = [], []
+    for name, span in spans:
+        (comm if "nccl" in name.lower() else other).append(span)
+    comm, other = united(comm), united(other)
+    scale = 1e-3 / steps
+    both = length(comm) + length(other) - length(united([*comm, *other]))
+    return DeviceTrace(
+        busy_ms=scale * length(united([*comm, *other])), comm_ms=scale * length(comm), hidden_ms=scale * both
+    )
+
+
+def united(spans: Iterable[Span]) -> list[Span]:
+    """The same time as spans that do not overlap, in order."""
+    out: list[Span] = []
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], end))
+        else:
+            out.append((begin, end))
+    return out
+
+
+def length(spans: Iterable[Span]) -> float:
+    """Of spans that do not overlap."""
+    return sum(end - begin for begin, end in spans)
+
+
+SEED = 1234
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model in host memory, the same each time, and batches of `rows` x `length` tokens for a rank and step."""
+
+    kind: type[nn.Module]
+    config: PreTrainedConfig
+    rows: int
+    length: int
+
+    def make(self) -> nn.Module:
+        torch.manual_seed(SEED)
+        model = self.kind(self.config).train()
+        if self.kind is GPT2LMHeadModel:
+            # transformers finds no loss by this class's name and warns before it falls back to this one.
+            model.loss_type = "ForCausalLM"
+        return model
+
+    def batch(self, rank: int, step: int) -> Batch:
+        generator = torch.Generator().manual_seed(SEED + 1_000_003 * rank + step)
+        ids = torch.randint(self.config.vocab_size, (self.rows, self.length), generator=generator)
+        return {"input_ids": ids, "labels": ids if self.kind is GPT2LMHeadModel else ids[:, 0] % 2}
+
+
+def bert(rows: int, length: int, **shape: int) -> Model:
+    """A classifier of sentences, without dropout."""
+    config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **shape)
+    return Model(kind=BertForSequenceClassification, config=config, rows=rows, length=length)
+
+
+def gpt2(rows: int, length: int, **shape: int) -> Model:
+    """A language model, without dropout."""
+    config = GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False, **shape)
+    return Model(kind=GPT2LMHeadModel, config=config, rows=rows, length=length)
+
+
+_SMALL_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+_SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+
+MODELS = {
+    "bert-base": bert(32, 128),
+    "gpt2": gpt2(8, 512),
+    "bert-tiny": bert(2, 16, **_SMALL_BERT, vocab_size=128),
+    "gpt2-tiny": gpt2(2, 16, **_SMALL_GPT2, vocab_size=128),
+}
 
 EXACT, ROUNDED = 1e-4, 3e-2
 """Most difference of losses, relative to the reference's: where arithmetic is float32's, and where 16 or 8 bits are in it."""
@@ -211,50 +316,47 @@ def tried(way: Way, model: str, reference: list[float] | None, spread: float = 0
     return replace(found, loss_difference=difference, is_as_expected=difference <= allowed)
 
 
-def table(figures: Sequence[Figures], title: str) -> Table:
-    out = Table(title=title, title_justify="left")
-    for heading in ("model", "way"):
-        out.add_column(heading)
-    for heading in ("ms a step", "x first", "host ms", "device busy", "comm hidden", "peak MiB", "last loss", "off by"):
-        out.add_column(heading, justify="right", no_wrap=True)
-    out.add_column("")
-    first: dict[str, float] = {}
-    for each in figures:
-        if each.error is not None:
-            out.add_row(each.model, each.way, *[""] * 8, each.error)
-            continue
-        reference = first.setdefault(each.model, each.step_ms)
-        out.add_row(
-            each.model,
-            each.way,
-            f"{each.step_ms:.1f}",
-            f"{each.step_ms / reference:.2f}",
-            f"{each.host_ms:.1f}",
-            "" if each.trace is None else f"{each.trace.busy_ms / each.step_ms:.0%}",
-            "" if each.trace is None or not each.trace.comm_ms else f"{each.trace.hidden_ms / each.trace.comm_ms:.0%}",
-            f"{each.peak_mib:.0f}",
-            f"{each.losses[-1]:.5f}",
-            f"{each.loss_difference:.1e}",
-            "" if each.is_as_expected else "losses are off",
-        )
-    return out
+HEADINGS = (
+    "way",
+    "ms a step",
+    "x first",
+    "host ms",
+    "device busy",
+    "comm hidden",
+    "peak MiB",
+    "last loss",
+    "off by",
+    "",
+)
+
+
+def row_of(each: Figures, first: Figures) -> tuple[str, ...]:
+    """Of a way; `first` is the first one of its model that has figures."""
+    way = f"{each.model}, {each.way}"
+    if each.error is not None:
+        return (way, *[""] * 8, each.error)
+    trace = each.trace
+    return (
+        *(way, f"{each.step_ms:.1f}", f"{each.step_ms / first.step_ms:.2f}", f"{each.host_ms:.1f}"),
+        "" if trace is None else f"{trace.busy_ms / each.step_ms:.0%}",
+        "" if trace is None or not trace.comm_ms else f"{trace.hidden_ms / trace.comm_ms:.0%}",
+        *(f"{each.peak_mib:.0f}", f"{each.losses[-1]:.5f}", f"{each.loss_difference:.1e}"),
+        "" if each.is_as_expected else "losses are off",
+    )
 
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["bert-base", "gpt2"])
-    parser.add_argument("--ways", nargs="+", help="names, as in the table; the reference is always there")
-    parser.add_argument(
-        "--device", default="cuda", help="or cpu, or another accelerator that torch and accelerate know"
+    return read_options(
+        __doc__,
+        arguments,
+        models=(["bert-base", "gpt2"], None, MODELS),
+        ways=(list, "names, as in the table; the reference is always there"),
+        device=("cuda", "or cpu, or another accelerator that torch and accelerate know"),
+        steps=8,
+        rounds=3,
+        nvme_path=(Path("outputs/nvme"), "a folder on the disk to offload to"),
+        minutes=(9.0, "no way is begun after that"),
     )
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--nvme-path", type=Path, default=Path("outputs/nvme"), help="a folder on the disk to offload to"
-    )
-    parser.add_argument("--minutes", type=float, default=9, help="no way is begun after that")
-    parser.add_argument("--json", type=Path, help="where the figures go (default: results/gpus-<commit>-<ranks>.json)")
-    return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -304,12 +406,10 @@ def report(options: argparse.Namespace, figures: Sequence[Figures], world_size: 
     run = describe_run(options)
     device = "CPU" if options.device == "cpu" else torch.get_device_module(options.device).get_device_name()
     title = f"{world_size} x {device}, commit {run['commit']}, torch {run['torch']}"
-    Console(width=160).print(table(figures, title))
-    path = options.json or BENCH_FOLDER / "results" / f"gpus-{run['commit']}-{world_size}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    firsts = {each.model: each for each in reversed(figures) if each.error is None}
+    print_table(title, HEADINGS, (row_of(each, firsts.get(each.model, each)) for each in figures), width=160)
     measured = {"device": device, "ranks": world_size, "ways": [asdict(each) for each in figures]}
-    path.write_text(json.dumps(run | measured, indent=2, default=str) + "\n")
-    print(f"written to {path}")
+    keep("gpus", run, measured, options.json or RESULTS / f"gpus-{run['commit']}-{world_size}.json")
 
 
 if __name__ == "__main__":

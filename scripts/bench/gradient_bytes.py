@@ -16,27 +16,159 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import wraps
 from itertools import product
-from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from shaped_models import SHAPES, adamw, make_model, run_backward, world_without_memory
+import torch.distributed as dist
+from harness import print_table, read_options, write_record
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_zero.comm.transport import Label
 from hf_zero.engine.engine import ZeroEngine
 from hf_zero.integrations.accelerator.announce import state_plan
+
+DEVICE = torch.device("meta")
+_MASK = torch.ones((), dtype=torch.bool, device=DEVICE)
+
+SHAPES: dict[str, tuple[type[PreTrainedModel], Callable[[], PretrainedConfig]]] = {
+    "llama-7b": (LlamaForCausalLM, lambda: LlamaConfig(use_cache=False)),
+    "llama-3-8b": (
+        LlamaForCausalLM,
+        lambda: LlamaConfig(vocab_size=128256, intermediate_size=14336, num_key_value_heads=8, use_cache=False),
+    ),
+    "gpt2-xl": (GPT2LMHeadModel, lambda: GPT2Config(n_embd=1600, n_layer=48, n_head=25, use_cache=False)),
+    "bert-large": (
+        BertForMaskedLM,
+        lambda: BertConfig(
+            vocab_size=30522,
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+        ),
+    ),
+}
+
+
+def make_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
+    """A model of `SHAPES` on the meta device.
+
+    Args:
+        layers: in place of the published number.
+    """
+    kind, make_config = SHAPES[shape]
+    config = make_config()
+    if layers is not None:
+        config.num_hidden_layers = layers
+    with DEVICE:
+        model = kind(config).to(dtype)
+    # transformers finds no loss by some of these classes' names and warns before it falls back to this one.
+    model.loss_type = "ForCausalLM"
+    return model.train()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """In two groups, as Trainer makes them: decay for matrices, none for the rest."""
+    parameters = list(model.parameters())
+    matrices, others = ([p for p in parameters if (p.dim() > 1) is wanted] for wanted in (True, False))
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
+
+
+def run_backward(model: PreTrainedModel) -> None:
+    """A forward and a backward over two tokens."""
+    ids = torch.zeros((1, 2), dtype=torch.long, device=DEVICE)
+    # With a mask, which has no values to look at either, nobody looks for several texts in one row.
+    model(input_ids=ids, labels=ids, attention_mask=_MASK.expand(1, 1, 2, 2)).loss.backward()
+
+
+@contextmanager
+def world_without_memory(world_size: int, ranks_a_node: int) -> Iterator[None]:
+    """This process is rank 0 of `world_size`, whose collectives send nothing; an engine trains what is on the meta device.
+
+    The meta device passes for an accelerator whose work is done when it has been asked for.
+    """
+    if not hasattr(torch, DEVICE.type):
+        torch._register_device_module(DEVICE.type, _device_module())
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    nothing = _Nothing()
+    patches = [
+        patch("hf_zero.engine.build.assemble.check_parameters"),
+        patch("hf_zero.engine.build.assemble.start_buffers"),
+        # A view without memory is its own alias.
+        patch("hf_zero.buckets.memory.alias", lambda view: view.detach()),
+        patch("hf_zero.comm.collectives.reduce_scatter_flat", nothing.start),
+        patch("hf_zero.comm.collectives.all_gather_flat", nothing.start),
+        patch("hf_zero.comm.collectives.dist.all_reduce", nothing.start),
+        patch("hf_zero.comm.collectives.dist.broadcast", nothing.start),
+        patch.dict("os.environ", LOCAL_WORLD_SIZE=str(min(ranks_a_node, world_size))),
+    ]
+    try:
+        for each in patches:
+            each.start()
+        yield
+    finally:
+        for each in reversed(patches):
+            each.stop()
+        dist.destroy_process_group()
+
+
+class _Nothing:
+    """A collective that has ended, and its end."""
+
+    def start(self, *_args: object, **_settings: object) -> _Nothing:
+        return self
+
+    def wait(self, *_args: object) -> bool:
+        return True
+
+
+class _Moment:
+    """An event or a stream of the device, where everything is over."""
+
+    def __init__(self, *_args: object, **_settings: object):
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _other: _Moment) -> float:
+        return 0.0
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args: None
+
+
+def _device_module() -> ModuleType:
+    module = ModuleType(f"torch.{DEVICE.type}")
+    module.Stream = module.Event = _Moment
+    module.current_stream = lambda device=None: _Moment()
+    module.memory_allocated = module.memory_reserved = module.max_memory_allocated = lambda device=None: 0
+    module.mem_get_info = lambda device=None: (0, 0)
+    return module
+
 
 RANKS_A_NODE = 8
 FILLING_BYTES = 4 * 2**20
@@ -165,17 +297,6 @@ def _note_sizes(engine: ZeroEngine, sizes: dict[str, list[int]]) -> None:
         setattr(engine.transport, name, noted)
 
 
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--ranks", nargs="+", type=int, default=[8, 64])
-    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
-    parser.add_argument("--dtypes", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16", "float32"])
-    parser.add_argument("--bucket-bytes", default="auto", help="the setting of this name")
-    parser.add_argument("--json", type=Path, help="where the figures go, too")
-    return parser.parse_args(arguments)
-
-
 def measure_all(options: argparse.Namespace) -> list[Measured]:
     found = []
     for shape, ranks, dtype, stage in product(options.models, options.ranks, options.dtypes, options.stages):
@@ -186,37 +307,21 @@ def measure_all(options: argparse.Namespace) -> list[Measured]:
     return found
 
 
-def table_of(found: list[Measured]) -> Table:
-    table = Table(title="Gradient bytes of a rank, in MB, and collectives of a step", title_justify="left")
-    for heading in ("model", "dtype"):
-        table.add_column(heading)
-    for heading in ("ranks", "stage", "of the model", "live, at most", "planned", "wait for the step", "planned"):
-        table.add_column(heading, justify="right")
-    table.add_column("buckets", justify="right")
-    table.add_column("collectives a step: calls, smallest to largest MB")
-    for each in found:
-        table.add_row(
-            each.shape,
-            each.dtype,
-            str(each.ranks),
-            str(each.stage),
-            *(
-                f"{nbytes / 1e6:.0f}"
-                for nbytes in (
-                    each.gradient_bytes,
-                    each.live_bytes,
-                    each.planned_bytes,
-                    each.lasting_bytes,
-                    each.planned_lasting_bytes,
-                )
-            ),
-            str(len(each.bucket_sizes)),
-            "; ".join(
-                f"{kind}: {len(sizes)}, {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f}"
-                for kind, sizes in each.collectives.items()
-            ),
-        )
-    return table
+HEADINGS = (
+    *("model", "ranks", "stage", "of the model", "live, at most", "planned", "wait for the step", "planned", "buckets"),
+    "collectives a step: calls, smallest to largest MB",
+)
+
+
+def row_of(each: Measured) -> tuple[object, ...]:
+    kinds = each.collectives.items()
+    live, lasting = (each.live_bytes, each.planned_bytes), (each.lasting_bytes, each.planned_lasting_bytes)
+    return (
+        *(f"{each.shape}, {each.dtype}", each.ranks, each.stage),
+        *(f"{nbytes / 1e6:.0f}" for nbytes in (each.gradient_bytes, *live, *lasting)),
+        len(each.bucket_sizes),
+        "; ".join(f"{k}: {len(sizes)}, {min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f}" for k, sizes in kinds),
+    )
 
 
 def over_plan(found: list[Measured]) -> list[Measured]:
@@ -229,11 +334,18 @@ def over_plan(found: list[Measured]) -> list[Measured]:
 
 
 def main() -> int:
-    options = parse_options()
+    options = read_options(
+        __doc__,
+        models=(list(SHAPES), None, SHAPES),
+        ranks=[8, 64],
+        stages=[0, 1, 2, 3],
+        dtypes=(["bfloat16", "float32"], None, ["bfloat16", "float32"]),
+        bucket_bytes=("auto", "the setting of this name"),
+    )
     found = measure_all(options)
-    Console(width=220).print(table_of(found))
+    print_table("Gradient bytes of a rank, in MB, and collectives of a step", HEADINGS, map(row_of, found), width=220)
     if options.json is not None:
-        options.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+        write_record(options.json, [asdict(each) for each in found])
     wrong = over_plan(found)
     for each in wrong:
         print(f"more than planned: {each.shape}, {each.dtype}, {each.ranks} ranks, stage {each.stage}")

@@ -28,18 +28,14 @@ from typing import Any
 
 import ranks
 import torch.distributed as dist
-from host_time import ClippedSteps, LaunchBound
-from memory import MALLOC_MMAP_THRESHOLD_BYTES, status_bytes
-from peers import BASELINE, ENGINES
+from engines import BASELINE, ENGINES, ClippedSteps, LaunchBound, adamw_arguments
+from harness import MALLOC_MMAP_THRESHOLD_BYTES, RESULTS, describe_run, status_bytes, tcp_bytes, write_record
 from ranks import run_ranks
-from record import BENCH_FOLDER, describe_run
-from wire import tcp_bytes
-from workload import adamw_arguments
 
 # Before a rank notes what it holds without a model.
 import hf_zero.engine.engine  # noqa: F401
 
-BASELINE_PATH = BENCH_FOLDER / "results" / "guard.json"
+BASELINE_PATH = RESULTS / "guard.json"
 LARGEST_GROWTH = 1.10
 TIME_LIMIT_S = 120
 
@@ -218,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
             "versions": versions(),
             "costs": {name: vars(each) for name, each in costs.items()},
         }
-        BASELINE_PATH.write_text(json.dumps(run | {"ratios": now}, indent=2) + "\n", encoding="utf-8")
+        write_record(BASELINE_PATH, run | {"ratios": now})
         print(f"written to {BASELINE_PATH}")
         return 0
     print(complaint := grown(now, read_baseline()))

@@ -9,7 +9,6 @@ so a change to what a step does is seen here first. Steps are clipped, and count
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -17,12 +16,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from host_time import USUAL, ClippedSteps, LaunchBound
-from peers import ENGINES, chosen_engines
+from engines import ENGINES, ClippedSteps, LaunchBound, adamw_arguments, chosen_engines
+from harness import print_table, read_options
+from host_time import USUAL
 from ranks import run_ranks
-from rich.console import Console
-from rich.table import Table
-from workload import adamw_arguments
 
 PACKAGE = "/hf_zero/"
 WARMUP_STEPS = 5
@@ -92,31 +89,25 @@ def _count(engine: ClippedSteps, batches: list[dict[str, torch.Tensor]]) -> Call
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=list(USUAL), metavar="ENGINE", help=", ".join(ENGINES))
-    parser.add_argument("--n-layer", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--top", type=int, default=0, help="functions of this package to list for each engine")
-    parser.add_argument("--time-limit-s", type=float, default=300)
-    options = parser.parse_args()
-    try:
-        names = chosen_engines(options.engines)
-    except ValueError as error:
-        parser.error(str(error))
-    arguments = {"engine_names": names, "n_layer": options.n_layer, "steps": options.steps}
+    options = read_options(
+        __doc__,
+        engines=(list(USUAL), ", ".join(ENGINES)),
+        n_layer=12,
+        steps=5,
+        top=(0, "functions of this package to list for each engine"),
+        time_limit_s=300.0,
+    )
+    arguments = {name: getattr(options, name) for name in ("n_layer", "steps")}
+    arguments["engine_names"] = chosen_engines(options.engines)
     found = run_ranks(count_calls, world_size=2, time_limit_s=options.time_limit_s, keyword_arguments=arguments)[0]
-    table = Table(title=f"BERT of {options.n_layer} layers, 2 ranks, calls a step on rank 0", title_justify="left")
-    for index, column in enumerate(("engine", "Python", "of them hf_zero's", "built in", "torch operations")):
-        table.add_column(column, justify="left" if index == 0 else "right")
-    for name, calls in found.items():
-        figures = (calls.python, calls.package, calls.builtin, calls.operations)
-        table.add_row(name, *(f"{figure:,.0f}" for figure in figures))
-    console = Console(width=120)
-    console.print(table)
+    title = f"BERT of {options.n_layer} layers, 2 ranks, calls a step on rank 0"
+    headings = ("engine", "Python", "of them hf_zero's", "built in", "torch operations")
+    counts = {name: (each.python, each.package, each.builtin, each.operations) for name, each in found.items()}
+    print_table(title, headings, ((name, *(f"{count:,.0f}" for count in each)) for name, each in counts.items()))
     for name, calls in found.items() if options.top else ():
-        console.print(f"\n{name}")
+        print(f"\n{name}")
         for function, count in list(calls.functions.items())[: options.top]:
-            console.print(f"{count:9.1f}  {function}", highlight=False)
+            print(f"{count:9.1f}  {function}")
     return 0
 
 

@@ -9,19 +9,15 @@ over the rounds of its bytes a second divided by that round's copy's. Bytes are 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import print_table, read_options, write_record
 
 from hf_zero.device import free_bytes
 from hf_zero.kernels.adamw import AdamW, adamw
@@ -187,23 +183,14 @@ def fitting_numel(free: int) -> int:
     return min(1 << 28, 1 << (free // 2 // _BYTES_AN_ELEMENT).bit_length() - 1)
 
 
-def print_table(figures: list[Figure], title: str) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("operation")
-    for heading in ("ms", "GB/s", "of the copy"):
-        table.add_column(heading, justify="right")
-    for figure in figures:
-        table.add_row(figure.name, f"{figure.ms:.3f}", f"{figure.gb_a_second:.0f}", f"{figure.copy_fraction:.2f}")
-    Console(width=120).print(table)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--numel", type=int, help="by default 2^28, or as many as half of the free memory holds")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="writes the figures there")
-    options = parser.parse_args(arguments)
+    options = read_options(
+        __doc__,
+        arguments,
+        device=("cuda", None, ["cuda", "cpu"]),
+        numel=(int, "by default 2^28, or as many as half of the free memory holds"),
+        rounds=20,
+    )
     if options.device == "cuda" and not torch.cuda.is_available():
         print("skipped: no CUDA device on this machine; --device cpu measures the torch references")
         return 0
@@ -215,9 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     figures = measure(tasks, options.numel, device, options.rounds)
     title = f"{form} on {name}, {options.numel} elements, torch {torch.__version__}"
-    print_table(figures, title)
+    rows = ((f.name, f"{f.ms:.3f}", f"{f.gb_a_second:.0f}", f"{f.copy_fraction:.2f}") for f in figures)
+    print_table(title, ("operation", "ms", "GB/s", "of the copy"), rows)
     if options.json:
-        options.json.write_text(json.dumps({"title": title, "figures": [asdict(f) for f in figures]}, indent=1))
+        write_record(options.json, {"title": title, "figures": [asdict(f) for f in figures]})
     return 0
 
 

@@ -1,7 +1,6 @@
 """A step with optimizer state on the device, in host memory and in files, beside torchao's and DeepSpeed's offloading.
 
     python scripts/bench/offload.py --nvme-path /a/folder/on/the/disk      # 1.2 B parameters on a GPU, 30 M on a CPU
-    python scripts/bench/offload.py --largest --host-gb 100                # the largest GPT that trains on this GPU
     python scripts/bench/offload.py --model tiny --steps 2                 # does the harness run?
 
 Each way runs in a process of its own, in turn, several times over; figures are medians over all their steps. Where there
@@ -16,22 +15,184 @@ import os
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
-from largest import find_largest
-from memory import MALLOC_MMAP_THRESHOLD_BYTES, status_bytes
-from offload_ways import OURS, WAYS
+from engines import DEFAULT_LEARNING_RATE, WORKLOADS, Workload, adamw_arguments, say_where_ranks_are
+from harness import (
+    MALLOC_MMAP_THRESHOLD_BYTES,
+    MALLOC_VARIABLE,
+    RESULTS,
+    describe_run,
+    keep,
+    print_table,
+    read_options,
+    status_bytes,
+)
 from ranks import RankFailedError, RanksTimedOutError, run_alone
-from record import BENCH_FOLDER, describe_run, write_record
-from rich.console import Console
-from rich.table import Table
-from workload import WORKLOADS
 
 from hf_zero.device import peak_bytes, wait_for_device
+from hf_zero.engine.engine import ZeroEngine
 from hf_zero.offload import stored
+
+TORCHAO_HOMES = ("torchao.optim", "torchao.prototype.low_bit_optim")
+"""Where CPUOffloadOptimizer is, in newer and in older versions."""
+
+
+class Plain:
+    """A model in training, and something with an optimizer's two methods."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any):
+        self.model = model
+        self._optimizer = optimizer
+
+    def backward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """A forward and a backward; returns the loss, which is not waited for."""
+        loss = self.model(input_ids=input_ids, labels=input_ids).loss
+        loss.backward()
+        return loss.detach()
+
+    def step(self) -> None:
+        """The optimizer's step, and no gradients afterwards."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def traffic(self) -> dict[str, Any]:
+        """Bytes in files, where there are any."""
+        return {"written_bytes_a_step": 0, "window_bytes": 0, "direct": None}
+
+    def close(self) -> None:
+        """Ends what runs on."""
+
+
+class Ours(Plain):
+    """The same on a ZeroEngine."""
+
+    def __init__(self, model: torch.nn.Module, settings: dict[str, Any]):
+        super().__init__(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True)))
+        self._engine = ZeroEngine(model, [self._optimizer], settings)
+
+    def traffic(self) -> dict[str, Any]:
+        traffic = self._engine.memory_report().traffic
+        if traffic is None:
+            return super().traffic()
+        direct = all(shard.file.is_direct for shard in self._engine.tier.files.shards)
+        return {
+            "written_bytes_a_step": traffic.written_bytes_a_step,
+            "window_bytes": traffic.window_bytes,
+            "direct": direct,
+        }
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+class DeepSpeed(Plain):
+    """ZeRO-2 with the optimizer in host memory, as DeepSpeed's tutorial on ZeRO-Offload sets it up."""
+
+    def __init__(self, model: torch.nn.Module, workload: Workload):
+        # DeepSpeed asks the launcher, which says that this is the only rank.
+        say_where_ranks_are(0, 1)
+        kind = "bf16" if next(model.parameters()).dtype == torch.bfloat16 else None
+        config = {
+            "train_micro_batch_size_per_gpu": workload.batch_size,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": DEFAULT_LEARNING_RATE, "weight_decay": 0.01}},
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+            },
+            **({kind: {"enabled": True}} if kind else {}),
+        }
+        deepspeed = import_module("deepspeed")
+        self.model, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def backward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        loss = self.model(input_ids=input_ids, labels=input_ids).loss
+        self.model.backward(loss)
+        return loss.detach()
+
+    def step(self) -> None:
+        self.model.step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How one trains.
+
+    Attributes:
+        start: (model, workload, folder for files) → a trainer.
+        is_exact: its losses are those of `none`, bit for bit.
+        package: that it needs; None for what is always there.
+        needs_gpu: it refuses to run on the CPU.
+    """
+
+    start: Callable[[torch.nn.Module, Workload, str], Plain]
+    is_exact: bool = False
+    package: str | None = None
+    needs_gpu: bool = False
+
+    def hindrance(self, device: torch.device) -> str | None:
+        """Why it cannot be measured here; None if it can."""
+        if self.package is not None and find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if self.needs_gpu and device.type == "cpu":
+            return f"{self.package} does this on a GPU only"
+        return None
+
+
+def _ours(model: torch.nn.Module, _workload: Workload, nvme_path: str, *, stage: int = 2, **offload: Any) -> Plain:
+    if "nvme" in offload.values():
+        offload["nvme_path"] = nvme_path
+    return Ours(model, {"stage": stage, "offload": offload})
+
+
+def _torch(model: torch.nn.Module, _workload: Workload, _nvme_path: str) -> Plain:
+    return Plain(model, torch.optim.AdamW(model.parameters(), **adamw_arguments(fused=True)))
+
+
+def _torchao(model: torch.nn.Module, _workload: Workload, _nvme_path: str, *, offload_gradients: bool) -> Plain:
+    """torchao's optimizer in host memory: https://github.com/pytorch/ao/tree/main/torchao/optim."""
+    kind = _first_of(TORCHAO_HOMES).CPUOffloadOptimizer
+    arguments = adamw_arguments(fused=True)
+    return Plain(model, kind(model.parameters(), torch.optim.AdamW, offload_gradients=offload_gradients, **arguments))
+
+
+def _deepspeed(model: torch.nn.Module, workload: Workload, _nvme_path: str) -> Plain:
+    return DeepSpeed(model, workload)
+
+
+def _first_of(modules: tuple[str, ...]) -> Any:
+    *older, last = modules
+    for name in older:
+        try:
+            return import_module(name)
+        except ModuleNotFoundError:
+            continue
+    return import_module(last)
+
+
+WAYS = {
+    "none": Way(start=partial(_ours, optimizer="none"), is_exact=True),
+    "cpu": Way(start=partial(_ours, optimizer="cpu"), is_exact=True),
+    "nvme": Way(start=partial(_ours, optimizer="nvme"), is_exact=True),
+    "torch": Way(start=_torch),
+    "torchao": Way(start=partial(_torchao, offload_gradients=False), package="torchao", needs_gpu=True),
+    "torchao-gradients": Way(start=partial(_torchao, offload_gradients=True), package="torchao", needs_gpu=True),
+    "deepspeed": Way(start=_deepspeed, package="deepspeed", needs_gpu=True),
+}
+"""All that can be named, in the order in which they are measured. The first three are hf_zero's, by `offload.optimizer`."""
+
+OURS = ("none", "cpu", "nvme")
+
 
 HOST = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -160,34 +321,25 @@ def summarise(runs: list[dict]) -> dict[str, Any]:
         "hashing_ms": median(run["hashing_ms"] for run in runs),
         "host_peak_bytes": max(run["host_peak_bytes"] for run in runs),
         "device_peak_bytes": max((run["device_peak_bytes"] or 0) for run in runs) or None,
-        "masters": WAYS[first["way"]].masters,
     }
 
 
-def table_of(summaries: list[dict], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    headings = (
-        *("ms a step", "of it optimizer", "CPU ms a step", "host peak MiB", "device peak MiB"),
-        *("written MiB a step", "checksums CPU ms", "window MiB", "losses"),
+HEADINGS = (
+    *("way", "ms a step", "of it optimizer", "CPU ms a step", "host peak MiB", "device peak MiB", "written MiB a step"),
+    *("checksums CPU ms", "window MiB", "losses"),
+)
+
+
+def row_of(summary: dict, first: dict) -> tuple[str, ...]:
+    direct = {None: "", True: " (direct I/O)", False: " (page cache)"}[summary["direct"]]
+    return (
+        summary["way"] + direct,
+        *(f"{summary[name]:.0f}" for name in ("step_ms", "optimizer_ms", "cpu_ms")),
+        *(_mib(summary[name]) for name in ("host_peak_bytes", "device_peak_bytes", "written_bytes_a_step")),
+        f"{summary['hashing_ms']:.0f}" if summary["hashing_ms"] else "",
+        _mib(summary["window_bytes"]),
+        _losses(summary, first),
     )
-    table.add_column("way")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for summary in summaries:
-        direct = {None: "", True: " (direct I/O)", False: " (page cache)"}[summary["direct"]]
-        table.add_row(
-            summary["way"] + direct,
-            f"{summary['step_ms']:.0f}",
-            f"{summary['optimizer_ms']:.0f}",
-            f"{summary['cpu_ms']:.0f}",
-            _mib(summary["host_peak_bytes"]),
-            _mib(summary["device_peak_bytes"]),
-            _mib(summary["written_bytes_a_step"]),
-            f"{summary['hashing_ms']:.0f}" if summary["hashing_ms"] else "",
-            _mib(summary["window_bytes"]),
-            _losses(summary, summaries[0]),
-        )
-    return table
 
 
 def _losses(summary: dict, first: dict) -> str:
@@ -208,19 +360,17 @@ def _mib(nbytes: int | None) -> str:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=WORKLOADS, help="default: 1.2b on a GPU, 30m on a CPU")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the parameters")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--steps", type=int, default=10, help="measured steps a run")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each way")
-    parser.add_argument("--threads", type=int, help="of torch on the CPU; torch's own number by default")
-    parser.add_argument("--nvme-path", help="a folder on the disk to measure; a temporary one by default")
-    parser.add_argument("--minutes", type=float, default=9.0, help="after which no more is begun")
-    parser.add_argument("--largest", action="store_true", help="find the largest GPT that trains in --host-gb instead")
-    parser.add_argument("--host-gb", type=float, default=100.0, help="1e9 bytes of host memory that --largest may take")
-    parser.add_argument("--json", type=Path, help="where figures go (default: results/offload-<commit>-<device>.json)")
-    options = parser.parse_args()
+    options = read_options(
+        __doc__,
+        model=(str, "default: 1.2b on a GPU, 30m on a CPU", WORKLOADS),
+        dtype=("bfloat16", "of the parameters", DTYPES),
+        ways=(list(WAYS), None, WAYS),
+        steps=(10, "measured steps a run"),
+        rounds=(3, "processes of each way"),
+        threads=(int, "of torch on the CPU; torch's own number by default"),
+        nvme_path=(str, "a folder on the disk to measure; a temporary one by default"),
+        minutes=(9.0, "after which no more is begun"),
+    )
     options.model = options.model or ("30m" if here().type == "cpu" else "1.2b")
     return options
 
@@ -240,7 +390,7 @@ def compare(options: argparse.Namespace, deadline_s: float) -> tuple[dict[str, A
     differ = differing(summaries)
     title = f"{options.model}, AdamW, {options.dtype}, one rank on {device_name()}"
     if summaries:
-        Console(width=180).print(table_of(summaries, title))
+        print_table(title, HEADINGS, (row_of(each, summaries[0]) for each in summaries), width=180)
     print(*(f"{way} should have the losses of none, bit for bit, and has not" for way in differ), sep="\n")
     is_well = not differ and not any(way in rounds.failures for way in OURS)
     return {"title": title, "ways": summaries, "left_out": left_out, "failed": rounds.failures}, is_well
@@ -250,21 +400,11 @@ def main() -> int:
     options = parse_options()
     deadline_s = time.monotonic() + 60 * options.minutes
     # Before the server of the processes starts, whose glibc reads it.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MALLOC_MMAP_THRESHOLD_BYTES)
-    if options.largest:
-        host_bytes = int(1e9 * options.host_gb)
-        figures = find_largest(
-            WORKLOADS[options.model], host_bytes=host_bytes, steps=options.steps, deadline_s=deadline_s
-        )
-        is_well = figures["largest"] is not None
-    else:
-        figures, is_well = compare(options, deadline_s)
-    run = describe_run(options)
-    kind = "largest" if options.largest else "offload"
-    label = device_name().lower().replace(" ", "-")
-    path = options.json or BENCH_FOLDER / "results" / f"{kind}-{run['commit']}-{label}.json"
-    write_record(path, run | {"kind": kind, **figures})
-    print(f"figures in {path}")
+    os.environ[MALLOC_VARIABLE] = str(MALLOC_MMAP_THRESHOLD_BYTES)
+    figures, is_well = compare(options, deadline_s)
+    run, label = describe_run(options), device_name().lower().replace(" ", "-")
+    path = options.json or RESULTS / f"offload-{run['commit']}-{label}.json"
+    keep("offload", run, {"kind": "offload", **figures}, path)
     return 0 if is_well else 1
 
 

@@ -4,7 +4,7 @@
     python scripts/bench/planned_peaks.py --models gpt2 --set-ups ddp 2    # some of them
     python scripts/bench/planned_peaks.py --json results/planned_peaks.json         # where the figures go
 
-Measured as memory.py does: the highest resident set of three steps less the resident set before there was a model, each cell in
+Measured as compare.py does: the highest resident set of three steps less the resident set before there was a model, each cell in
 fresh ranks whose malloc gives freed blocks back. State is measured beside it, from the engine's own tensors after the last step.
 
 Exits with status 1 if an error is larger than 5 % of the state, or 15 % of the peak.
@@ -12,23 +12,23 @@ Exits with status 1 if an error is larger than 5 % of the state, or 15 % of the 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from memory import MALLOC_MMAP_THRESHOLD_BYTES, STEPS, status_bytes
+from compare import PEAK_STEPS
+from harness import (
+    RESULTS,
+    describe_run,
+    print_table,
+    read_options,
+    run_again_with_own_malloc,
+    status_bytes,
+    write_record,
+)
 from ranks import run_ranks
-from record import describe_run
-from rich.console import Console
-from rich.table import Table
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -48,29 +48,28 @@ from hf_zero.integrations.planning.inputs import batch_of
 from hf_zero.integrations.planning.trace import trace
 from hf_zero.plan.room import FORECAST_ERROR
 
-_MALLOC_VARIABLE = "MALLOC_MMAP_THRESHOLD_"
 MOST_STATE_ERROR, MOST_PEAK_ERROR = 0.05, FORECAST_ERROR
 
 
-def _gpt2(**more: Any) -> PreTrainedModel:
+def gpt2(**more: Any) -> PreTrainedModel:
     size = {"n_embd": 512, "n_layer": 8, "n_head": 8, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0} | more
     return GPT2LMHeadModel(GPT2Config(**size, use_cache=False))
 
 
 def _recomputing() -> PreTrainedModel:
-    model = _gpt2()
+    model = gpt2()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def _bert() -> PreTrainedModel:
+def bert(**more: Any) -> PreTrainedModel:
     size = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
-    return BertForMaskedLM(BertConfig(vocab_size=12000, **size))
+    return BertForMaskedLM(BertConfig(**{"vocab_size": 12000, **size, **more}))
 
 
-def _llama() -> PreTrainedModel:
+def llama(**more: Any) -> PreTrainedModel:
     size = {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1408}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=8192, num_key_value_heads=4, **size))
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 8192, "num_key_value_heads": 4, **size, **more}))
 
 
 def _t5() -> PreTrainedModel:
@@ -79,11 +78,11 @@ def _t5() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt2": _gpt2,
-    "gpt2, eager attention": lambda: _gpt2(attn_implementation="eager"),
+    "gpt2": gpt2,
+    "gpt2, eager attention": lambda: gpt2(attn_implementation="eager"),
     "gpt2, checkpointing": _recomputing,
-    "bert": _bert,
-    "llama": _llama,
+    "bert": bert,
+    "llama": llama,
     "t5": _t5,
 }
 SET_UPS: dict[str, dict[str, Any] | None] = {
@@ -93,30 +92,6 @@ SET_UPS: dict[str, dict[str, Any] | None] = {
     "2, nvme": {"stage": 2, "offload": {"optimizer": "nvme"}},
     "3, bf16": {"stage": 3, "param_dtype": "bfloat16"},
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One model, set-up and batch: what the planner says and what was measured, in bytes of the rank that has more."""
-
-    model: str
-    set_up: str
-    rows: int
-    length: int
-    ranks: int
-    planned: dict[str, int]
-    planned_state: int
-    planned_peak: int
-    measured_state: int
-    measured_peak: int
-
-    @property
-    def peak_error(self) -> float:
-        return self.planned_peak / self.measured_peak - 1
-
-    @property
-    def state_error(self) -> float:
-        return self.planned_state / self.measured_state - 1 if self.measured_state else 0.0
 
 
 def settings_of(set_up: str, folder: str) -> dict[str, Any] | None:
@@ -165,7 +140,7 @@ def peak_of_rank(
     optimizer = torch.optim.AdamW(made.parameters(), fused=True)
     engine = None if settings is None else ZeroEngine(made, [optimizer], settings)
     trained = torch.nn.parallel.DistributedDataParallel(made) if engine is None else made
-    for _ in range(STEPS):
+    for _ in range(PEAK_STEPS):
         batch = batch_of(made, rows, length)
         trained(**batch).loss.backward()
         optimizer.step()
@@ -191,88 +166,61 @@ def _ddp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return 3 * parameters + sum(b.nbytes for b in model.buffers()) + kept
 
 
-def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: float) -> list[Cell]:
+def measure(cells: list[tuple[str, str, int, int]], ranks: int, time_limit_s: float) -> list[dict[str, Any]]:
+    """Of each model, set-up, rows and length: bytes of the rank that has more, planned and measured, and the errors."""
     found = []
     for model, set_up, rows, length in cells:
+        cell = {"model": model, "set_up": set_up, "rows": rows, "length": length}
         with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-            arguments = {"model": model, "set_up": set_up, "rows": rows, "length": length, "folder": folder}
+            arguments = cell | {"folder": folder}
             by_rank = run_ranks(peak_of_rank, world_size=ranks, time_limit_s=time_limit_s, keyword_arguments=arguments)
+        state, peak = (max(each[what] for each in by_rank) for what in ("state", "peak"))
         forecast = planned(model, set_up, rows, length, ranks)
-        found.append(
-            Cell(
-                model=model,
-                set_up=set_up,
-                rows=rows,
-                length=length,
-                ranks=ranks,
-                planned=dict(forecast.device),
-                planned_state=forecast.state_bytes,
-                planned_peak=forecast.device_bytes,
-                measured_state=max(each["state"] for each in by_rank),
-                measured_peak=max(each["peak"] for each in by_rank),
-            )
-        )
-        print(
-            f"{found[-1].peak_error:+.1%} {found[-1].state_error:+.1%} {model}, {set_up}", file=sys.stderr, flush=True
-        )
+        cell |= {"ranks": ranks, "planned": dict(forecast.device), "planned_state": forecast.state_bytes}
+        cell |= {"planned_peak": forecast.device_bytes, "measured_state": state, "measured_peak": peak}
+        cell["state_error"] = forecast.state_bytes / state - 1 if state else 0.0
+        cell["peak_error"] = forecast.device_bytes / peak - 1
+        found.append(cell)
+        print(f"{cell['peak_error']:+.1%} {cell['state_error']:+.1%} {model}, {set_up}", file=sys.stderr, flush=True)
     return found
 
 
-def table_of(cells: list[Cell]) -> Table:
-    table = Table(title="A rank's memory, in MB: planned and measured", title_justify="left")
-    for heading in ("model", "set-up", "batch"):
-        table.add_column(heading)
-    for heading in ("state", "measured", "error", "peak", "measured", "error"):
-        table.add_column(heading, justify="right")
-    for cell in cells:
-        table.add_row(
-            cell.model,
-            cell.set_up,
-            f"{cell.rows} x {cell.length}",
-            f"{cell.planned_state / 1e6:.0f}",
-            f"{cell.measured_state / 1e6:.0f}",
-            f"{cell.state_error:+.1%}",
-            f"{cell.planned_peak / 1e6:.0f}",
-            f"{cell.measured_peak / 1e6:.0f}",
-            f"{cell.peak_error:+.1%}",
+def too_far(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [c for c in cells if abs(c["state_error"]) > MOST_STATE_ERROR or abs(c["peak_error"]) > MOST_PEAK_ERROR]
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    figures = [
+        text
+        for what in ("state", "peak")
+        for text in (
+            *(f"{cell[f'{kind}_{what}'] / 1e6:.0f}" for kind in ("planned", "measured")),
+            f"{cell[f'{what}_error']:+.1%}",
         )
-    return table
-
-
-def too_far(cells: list[Cell]) -> list[Cell]:
-    return [c for c in cells if abs(c.state_error) > MOST_STATE_ERROR or abs(c.peak_error) > MOST_PEAK_ERROR]
-
-
-def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--set-ups", nargs="+", choices=SET_UPS, default=list(SET_UPS))
-    parser.add_argument("--batches", nargs="+", default=["2x64", "8x128"], help="rows x length")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--time-limit-s", type=float, default=300)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "planned_peaks.json")
-    return parser.parse_args(arguments)
+    ]
+    return [cell["model"], cell["set_up"], f"{cell['rows']} x {cell['length']}", *figures]
 
 
 def main() -> int:
-    options = parse_options()
-    if _MALLOC_VARIABLE not in os.environ:
-        # glibc reads it when a process starts.
-        settings = os.environ | {_MALLOC_VARIABLE: str(MALLOC_MMAP_THRESHOLD_BYTES)}
-        return subprocess.run([sys.executable, *sys.argv], env=settings).returncode
-    shapes = [tuple(map(int, each.split("x"))) for each in options.batches]
-    cells = measure(
-        [(m, s, *shape) for m in options.models for shape in shapes for s in options.set_ups],
-        options.ranks,
-        options.time_limit_s,
+    options = read_options(
+        __doc__,
+        models=(list(MODELS), None, MODELS),
+        set_ups=(list(SET_UPS), None, SET_UPS),
+        batches=(["2x64", "8x128"], "rows x length"),
+        ranks=2,
+        time_limit_s=300.0,
     )
-    Console(width=140).print(table_of(cells))
-    options.json.parent.mkdir(exist_ok=True)
-    figures = [asdict(c) | {"state_error": c.state_error, "peak_error": c.peak_error} for c in cells]
-    options.json.write_text(json.dumps(describe_run(options) | {"cells": figures}, indent=2) + "\n")
+    if (status := run_again_with_own_malloc()) is not None:
+        return status
+    shapes = [tuple(map(int, each.split("x"))) for each in options.batches]
+    wanted = [(m, s, *shape) for m in options.models for shape in shapes for s in options.set_ups]
+    cells = measure(wanted, options.ranks, options.time_limit_s)
+    headings = ("model", "set-up", "batch", "state", "measured", "error", "peak", "measured", "error")
+    print_table("A rank's memory, in MB: planned and measured", headings, map(_row, cells))
+    write_record(options.json or RESULTS / "planned_peaks.json", describe_run(options) | {"cells": cells})
     wrong = too_far(cells)
     for cell in wrong:
-        print(f"too far: {cell.model}, {cell.set_up}, {cell.rows} x {cell.length}")
+        print("too far:", *_row(cell))
     return int(bool(wrong))
 
 

@@ -18,15 +18,12 @@ Exits with status 1 if a predicted point is further than 20 % from the published
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from harness import RESULTS, print_table, read_options, write_record
 
 from hf_zero.config import ZeroConfig
 from hf_zero.plan.machine import Machine
@@ -101,27 +98,9 @@ RATES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    name: str
-    group: str
-    gpus: int
-    rows: int
-    fitted: bool
-    published_tflops: float
-    simulated_tflops: float
-    step_s: float
-    exposed_s: float
-    mfu: float
-
-    @property
-    def error(self) -> float:
-        return self.simulated_tflops / self.published_tflops - 1
-
-
-def predict(point: Point, rates: Rates | None = None) -> Prediction:
-    """A step of the point's run, simulated as stage 3 of this engine."""
-    rates, shape = rates or RATES[point.group], point.shape
+def predict(point: Point) -> dict[str, Any]:
+    """A step of the point's run, simulated as stage 3 of this engine: its figures, and their error."""
+    rates, shape = RATES[point.group], point.shape
     machine = Machine(
         nodes=point.gpus // 8,
         ranks_a_node=8,
@@ -140,46 +119,31 @@ def predict(point: Point, rates: Rates | None = None) -> Prediction:
         step_bytes=shape.numel / point.gpus * 30,
     )
     step = simulate(pieces, ZeroConfig(stage=3), machine, work, ranks=point.gpus, nodes=machine.nodes)
-    return Prediction(
-        name=point.name,
-        group=point.group,
-        gpus=point.gpus,
-        rows=point.rows,
-        fitted=point.fitted,
-        published_tflops=point.tflops,
-        simulated_tflops=step.flops_a_second / 1e12,
-        step_s=step.step_s,
-        exposed_s=step.exposed_s,
-        mfu=step.mfu,
-    )
+    tflops = step.flops_a_second / 1e12
+    return {
+        **{name: getattr(point, name) for name in ("name", "group", "gpus", "rows", "fitted")},
+        "published_tflops": point.tflops,
+        "simulated_tflops": tflops,
+        **{name: getattr(step, name) for name in ("step_s", "exposed_s", "mfu")},
+        "error": tflops / point.tflops - 1,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "published.json")
-    options = parser.parse_args()
+    options = read_options(__doc__)
     found = [predict(point) for point in POINTS]
-    table = Table(title="TFLOP/s of an accelerator", title_justify="left")
-    for heading in ("software", "model", "GPUs", "rows", "", "published", "simulated", "error", "step", "waits"):
-        table.add_column(heading)
-    for each in found:
-        table.add_row(
-            each.group,
-            each.name,
-            str(each.gpus),
-            str(each.rows),
-            "fitted" if each.fitted else "predicted",
-            f"{each.published_tflops:g}",
-            f"{each.simulated_tflops:.0f}",
-            f"{each.error:+.0%}",
-            f"{each.step_s:.1f} s",
-            f"{each.exposed_s:.1f} s",
+    headings = ("software", "model", "GPUs", "rows", "", "published", "simulated", "error", "step", "waits")
+    rows = (
+        (
+            *(each["group"], each["name"], each["gpus"], each["rows"], "fitted" if each["fitted"] else "predicted"),
+            *(f"{each['published_tflops']:g}", f"{each['simulated_tflops']:.0f}", f"{each['error']:+.0%}"),
+            *(f"{each['step_s']:.1f} s", f"{each['exposed_s']:.1f} s"),
         )
-    Console(width=120).print(table)
-    options.json.parent.mkdir(exist_ok=True)
-    figures = {"torch": torch.__version__, "points": [asdict(each) | {"error": each.error} for each in found]}
-    options.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return int(any(abs(each.error) > MOST_ERROR for each in found if not each.fitted))
+        for each in found
+    )
+    print_table("TFLOP/s of an accelerator", headings, rows)
+    write_record(options.json or RESULTS / "published.json", {"torch": torch.__version__, "points": found})
+    return int(any(abs(each["error"]) > MOST_ERROR for each in found if not each["fitted"]))
 
 
 if __name__ == "__main__":

@@ -164,17 +164,18 @@ def _started(
 
 def start_forking() -> None:
     """Starts the process that ranks are forked from, unless it runs."""
-    forkserver.set_forkserver_preload(["growing_heap", *PRELOADED_MODULES, "frozen_heap"])
-    before = os.environ.get("PYTHONPATH")
+    forkserver.set_forkserver_preload(["preloaded"])
+    before = dict(os.environ)
     # It is told this process's `sys.path`, and in Python before 3.13 does not look there.
-    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PRELOAD_FOLDERS), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PRELOAD_FOLDERS), *filter(None, [before.get("PYTHONPATH")])])
+    os.environ["PRELOADED_MODULES"] = ",".join(PRELOADED_MODULES)
     try:
         forkserver.ensure_running()
     finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        for name in ("PYTHONPATH", "PRELOADED_MODULES"):
+            os.environ.pop(name)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""The cost model beside runs of hosts.sh: two hosts of one rank over shaped links.
+"""Engines between two "hosts", which are network namespaces with a shaped link between them, and what the cost model says of it.
 
-    for rate in 100mbit 1gbit 10gbit; do
-        DELAY=1ms JSON=/tmp/$rate.json bash scripts/bench/hosts.sh $rate hf_zero1 hf_zero2 hf_zero3
-    done
-    python scripts/bench/shaped_links.py /tmp/*bit.json --json scripts/bench/results/links.json
-    python scripts/bench/shaped_links.py                       # the kept runs once more
+    python scripts/bench/shaped_links.py                                  # the kept runs beside today's forecasts of them
+    python scripts/bench/shaped_links.py --links 1gbit,0ms,30m --engines fsdp2 hf_zero2 --json links.json    # minutes
+    python scripts/bench/shaped_links.py --links 1gbit,0ms,tiny --rounds 1 --steps 1                         # does it run?
+
+A link is its rate, its delay one way, and the model. Measuring needs root, `ip` and `tc`, and /dev/net/tun for a delay; without
+them the script says so and ends with status 0.
 
 What a rank does beside waiting for the link is taken from each run: the step less the waits that the engine has counted. It is
 all dealt to forward and backward, where it may overlap with traffic, so a forecast is too low by what does not: the optimizer's
@@ -13,84 +14,224 @@ step, and on a busy machine the time in which the threads that send wait for a c
 
 from __future__ import annotations
 
-import argparse
+import errno
+import fcntl
 import json
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from record import BENCH_FOLDER, describe_run, write_record
-from reports import links
-from two_hosts import simulated_ms
+import torch
+from compare import measure_rounds, summarise_ranks
+from engines import ENGINES, USUAL_ENGINES, WORKLOADS, chosen_engines
+from harness import RESULTS, describe_run, read_options, write_record
+from ranks import joined_process_group
+from tables import links
 
 from hf_zero.config import ZeroConfig
+from hf_zero.integrations.planning.forecasts import Job
+from hf_zero.integrations.planning.times import step_time
+from hf_zero.plan.forecast import Activations
+from hf_zero.plan.machine import Machine
 
-KEPT = BENCH_FOLDER / "results" / "links.json"
 STAGES = {f"hf_zero{stage}": stage for stage in range(1, 4)}
 """What the cost model forecasts."""
 
+_CALL_S = 2e-4
 _MBIT = {"gbit": 1000, "mbit": 1}
+_COLLECTIVE_LIMIT_S = 300
+
+# ---- a cable on which each packet travels for a given time, without netem in the kernel ----
+
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+"""From linux/if_tun.h: packets as they are, without Ethernet's header or the driver's own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Steps of one engine over one link.
+def carry(left: int, right: int, delay_s: float) -> None:
+    """Carries packets between two interfaces for ever; how fast they are sent is limited by those.
 
-    Attributes:
-        delay_ms: of the link, one way.
-        wait_ms: of a step that the rank has waited for the other one; None where the engine does not count it.
-        date: when it was measured.
-        load: other work on the machine before it began.
+    Args:
+        left, right: file descriptors, from which a read takes one packet.
     """
+    exits = {left: right, right: left}
+    under_way: dict[int, deque[tuple[float, bytes]]] = {left: deque(), right: deque()}
+    while True:
+        due = [packets[0][0] for packets in under_way.values() if packets]
+        readable, _, _ = select.select(list(exits), [], [], max(0.0, min(due) - time.monotonic()) if due else None)
+        for entry in readable:
+            packet = os.read(entry, 65535)
+            under_way[entry].append((time.monotonic() + delay_s, packet))
+        for entry, packets in under_way.items():
+            while packets and packets[0][0] <= time.monotonic():
+                _deliver(exits[entry], packets.popleft()[1])
 
-    engine: str
-    title: str
-    model: str
-    mbit: int
-    delay_ms: float
-    step_ms: float
-    wait_ms: float | None
-    date: str
-    load: float | None
 
-    @property
-    def simulated_ms(self) -> float | None:
-        """The cost model's figure; None where there is none."""
-        if self.engine not in STAGES or self.wait_ms is None:
-            return None
-        return simulated_ms(
-            self.model,
-            ZeroConfig(stage=STAGES[self.engine]),
-            compute_s=(self.step_ms - self.wait_ms) / 1000,
-            link_bytes_a_second=self.mbit * 1e6 / 8,
-            # The optimizer's step is in what was not waited.
-            memory_bytes_a_second=1e15,
-            delay_s=self.delay_ms / 1000,
+def _deliver(descriptor: int, packet: bytes) -> None:
+    """Writes a packet, which is lost where the interface is down, as on any cable."""
+    try:
+        os.write(descriptor, packet)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+
+
+def make_interface(name: str) -> int:
+    """A TUN device; it lives as long as the file descriptor."""
+    descriptor = os.open("/dev/net/tun", os.O_RDWR)
+    fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+    return descriptor
+
+
+# ---- two hosts ----
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def hindrance(has_delay: bool) -> str | None:
+    """Why no link can be made here; None where it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]:
+        return f"no {' and no '.join(missing)} here (Debian packages iproute2 and util-linux)"
+    if has_delay and not os.path.exists("/dev/net/tun"):
+        return "no /dev/net/tun here, which a link with a delay is made of"
+    return None
+
+
+@contextmanager
+def two_hosts(rate: str, delay_ms: float) -> Iterator[dict[str, str]]:
+    """Namespace → interface in it of two hosts, each of which limits what it sends: both directions run at the full rate."""
+    # The process id keeps two runs on one machine apart; interface names may have 15 characters.
+    hosts = {f"bench-{os.getpid()}-{host}": f"bench{os.getpid()}-{host}" for host in range(2)}
+    with ExitStack() as stack:
+        for space in hosts:
+            ip("netns", "add", space)
+            stack.callback(ip, "netns", "delete", space)
+        (left_space, left), (right_space, right) = hosts.items()
+        if delay_ms:
+            ends = [make_interface(name) for name in hosts.values()]
+            cable = get_context("fork").Process(target=carry, args=(*ends, delay_ms / 1000), daemon=True)
+            cable.start()
+            for end in ends:
+                os.close(end)
+            stack.callback(cable.terminate)
+            for space, name in hosts.items():
+                ip("link", "set", name, "netns", space)
+                # As large as what a host hands to a network card to be cut up there.
+                ip("-n", space, "link", "set", name, "mtu", "65535")
+        else:
+            ip("link", "add", left, "netns", left_space, "type", "veth", "peer", "name", right, "netns", right_space)
+        for host, (space, name) in enumerate(hosts.items()):
+            ip("-n", space, "address", "add", f"10.99.0.{host + 1}/24", "dev", name)
+            ip("-n", space, "link", "set", "lo", "up")
+            ip("-n", space, "link", "set", name, "up")
+            limit = ["tbf", "rate", rate, "burst", "1mb", "latency", "50ms"]
+            subprocess.run(["tc", "-n", space, "qdisc", "add", "dev", name, "root", "handle", "1:", *limit], check=True)
+        yield hosts
+
+
+def measure(link: str, engines: list[str], rounds: int, steps: int, time_limit_s: float) -> list[dict[str, Any]]:
+    """Runs of engines over one link, each beside the forecast of it."""
+    rate, delay, model = link.split(",")
+    delay_ms, load = _milliseconds(delay), os.getloadavg()[0]
+    with two_hosts(rate, delay_ms) as hosts, tempfile.TemporaryDirectory() as folder:
+        job = {"engine_names": engines, "workload_name": model, "rounds": rounds, "steps": steps}
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        ranks = [
+            subprocess.Popen(
+                [*("ip", "netns", "exec", space, "taskset", "--cpu-list", str(host % os.cpu_count())),
+                 *(sys.executable, __file__, "--rank", str(host), "--folder", folder)],
+                env=os.environ | {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"},
+            )
+            for host, (space, interface) in enumerate(hosts.items())
+        ]  # fmt: skip
+        try:
+            _wait_for(ranks, time.monotonic() + time_limit_s)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        rows = summarise_ranks([json.loads((Path(folder) / "figures.json").read_text())])
+    about = {"model": model, "mbit": _mbit(rate), "delay_ms": delay_ms, "date": time.strftime("%F"), "load": load}
+    names = {"name": "engine", "title": "title", "wall_ms": "step_ms", "waited_ms": "wait_ms"}
+    return [_with_forecast(about | {new: row[name] for name, new in names.items()}) for row in rows]
+
+
+def _wait_for(ranks: list[subprocess.Popen], deadline_s: float) -> None:
+    """The first rank that fails tells: after that there is nothing left to wait for."""
+    while any(rank.poll() is None for rank in ranks):
+        if any(rank.poll() for rank in ranks) or time.monotonic() > deadline_s:
+            raise RuntimeError(f"ranks ended with status {[rank.poll() for rank in ranks]}")
+        time.sleep(0.1)
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """One host's rank, in its namespace; the first keeps the figures."""
+    torch.set_num_threads(1)
+    job = json.loads((folder / "job.json").read_text())
+    with joined_process_group(rank, 2, folder, _COLLECTIVE_LIMIT_S):
+        figures = measure_rounds(rank, 2, **job)
+    if rank == 0:
+        write_record(folder / "figures.json", figures)
+
+
+# ---- forecasts ----
+
+
+def _with_forecast(run: dict[str, Any]) -> dict[str, Any]:
+    """A run with the cost model's figure and its error; None where there is none."""
+    simulated = error = None
+    if run["engine"] in STAGES and run["wait_ms"] is not None:
+        simulated = simulated_ms(
+            run["model"],
+            ZeroConfig(stage=STAGES[run["engine"]]),
+            compute_s=(run["step_ms"] - run["wait_ms"]) / 1000,
+            link_bytes_a_second=run["mbit"] * 1e6 / 8,
+            delay_s=run["delay_ms"] / 1000,
         )
-
-    def figures(self) -> dict[str, Any]:
-        simulated = self.simulated_ms
-        error = None if simulated is None else simulated / self.step_ms - 1
-        return asdict(self) | {"simulated_ms": simulated, "error": error}
+        error = simulated / run["step_ms"] - 1
+    return run | {"simulated_ms": simulated, "error": error}
 
 
-def runs_in(described: dict[str, Any]) -> Iterable[Run]:
-    """The runs in what hosts.sh has written."""
-    options = described["options"]
-    for engine in described["engines"]:
-        yield Run(
-            engine=engine["name"],
-            title=engine["title"],
-            model=options["model"],
-            mbit=_mbit(options["rate"]),
-            delay_ms=float(options["delay"].removesuffix("ms")),
-            step_ms=engine["wall_ms"],
-            wait_ms=engine["waited_ms"],
-            date=described["date"],
-            load=described["load_before"],
-        )
+def simulated_ms(
+    model: str, config: ZeroConfig, *, compute_s: float, link_bytes_a_second: float, delay_s: float = 0.0
+) -> float:
+    """What the cost model says of a step on two hosts of one rank each, in milliseconds.
+
+    Args:
+        compute_s: of all that is not waited for; a third of it is forward's. The optimizer's step is in it.
+        delay_s: of the link, one way.
+    """
+    with torch.device("meta"):
+        made = WORKLOADS[model].make_model()
+    optimizers = [torch.optim.AdamW(made.parameters(), fused=True)]
+    ranks = {"world_size": 2, "ranks_a_node": 1}
+    job = Job(model=made, optimizers=optimizers, device=torch.device("cpu"), **ranks, activations=None)
+    work = Activations(curve=((0, 0),), saved_bytes=0, flops=3, forward_flops=1, tokens=1, shape="")
+    machine = Machine(
+        nodes=2,
+        ranks_a_node=1,
+        flops=3 / compute_s,
+        link_bytes_a_second=link_bytes_a_second,
+        memory_bytes_a_second=1e15,
+        call_s=_CALL_S + delay_s,
+    )
+    return 1000 * step_time(job.layout(config), machine, work, 1).step_s
 
 
 def _mbit(rate: str) -> int:
@@ -98,26 +239,50 @@ def _mbit(rate: str) -> int:
     return int(rate.removesuffix(unit)) * _MBIT[unit]
 
 
-def record_of(runs: Iterable[Run]) -> dict[str, Any]:
-    return {"kind": "links", "runs": [run.figures() for run in runs]}
+def _milliseconds(text: str) -> float:
+    """Of `5ms`."""
+    number = text.removesuffix("ms")
+    if number == text:
+        raise ValueError(f"{text!r} is no delay; write milliseconds, such as 5ms")
+    return float(number)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measured", nargs="*", type=Path, help="what hosts.sh has written; by default the kept runs")
-    parser.add_argument("--json", type=Path, help="where runs and forecasts go")
-    options = parser.parse_args()
-    if options.measured:
-        runs = [run for path in options.measured for run in runs_in(json.loads(path.read_text()))]
+    options = read_options(
+        __doc__,
+        links=(list, "to measure: rate,delay,model"),
+        engines=(list(USUAL_ENGINES), ", ".join(ENGINES)),
+        rounds=5,
+        steps=8,
+        time_limit_s=(1800.0, "for the steps over one link"),
+        rank=(int, "of a host's process, which the script starts itself"),
+        folder=(Path, "of those processes"),
+    )
+    if options.rank is not None:
+        run_rank(options.rank, options.folder)
+        return 0
+    # A run that is ended takes its namespaces with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    failed: list[str] = []
+    if options.links is None:
+        runs = [_with_forecast(run) for run in json.loads((RESULTS / "links.json").read_text())["runs"]]
     else:
-        known = Run.__dataclass_fields__
-        kept = json.loads(KEPT.read_text())["runs"]
-        runs = [Run(**{name: value for name, value in each.items() if name in known}) for each in kept]
-    record = record_of(runs)
-    print(links(record)["links"])
+        why_not = hindrance(any(_milliseconds(link.split(",")[1]) for link in options.links))
+        if why_not is not None:
+            print(f"skipped: {why_not}")
+            return 0
+        engines, limits = chosen_engines(options.engines), (options.rounds, options.steps, options.time_limit_s)
+        runs = []
+        for link in options.links:
+            try:
+                runs += measure(link, engines, *limits)
+            except RuntimeError as error:
+                failed.append(f"{link}: {error}")
+    print(links({"runs": runs})["links"])
     if options.json is not None:
-        write_record(options.json, describe_run(options) | record)
-    return 0
+        write_record(options.json, describe_run(options) | {"kind": "links", "runs": runs})
+    print(*failed, sep="\n")
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

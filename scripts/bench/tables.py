@@ -14,17 +14,15 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from peers import ENGINES, Peer
-from plots import plot
-from record import BENCH_FOLDER
-from reports import report_of, tables_of
+from engines import ENGINES
+from harness import BUSY_LOAD, MIB, RESULTS, ROOT
 
-ROOT = BENCH_FOLDER.parents[1]
-RESULTS = BENCH_FOLDER / "results"
 PICTURES = ROOT / "docs" / "figures"
 DOCUMENTS = ("README.md", "docs/*.md")
 _KINDS = {"host_time": "host_time", "checkpoints": "checkpoints", "io": "checkpoints", "step": "steps"}
@@ -32,8 +30,425 @@ _KINDS = {"host_time": "host_time", "checkpoints": "checkpoints", "io": "checkpo
 
 _TABLE = re.compile(r"(<!-- figures: (\S+) (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
+Record = dict[str, Any]
 
-def read_record(path: Path) -> dict[str, Any]:
+# ---- where a peer is ahead ----
+
+BEHIND = "where a peer is ahead"
+LEVEL = 0.005
+"""Figures this close are level."""
+
+FIGURES: dict[str, Callable[[Record], float | None]] = {
+    "CPU": lambda row: row["cpu_ratio"]["median"] if "cpu_ratio" in row else None,
+    "wire": lambda row: row["sent_bytes"],
+    "peak": lambda row: row["peak_bytes"],
+    "first step": lambda row: row.get("first_step_cpu_s"),
+}
+"""What is compared; less is better in each."""
+
+_UNITS: dict[str, Callable[[float], str]] = {
+    "CPU": lambda value: f"{value:.2f} x DDP",
+    "wire": lambda value: f"{value / 1e6:.1f} MB",
+    "peak": lambda value: f"{value / MIB:.0f} MiB",
+    "first step": lambda value: f"{value:.2f} s of CPU",
+}
+
+
+def behind(own: float | None, peers: Iterable[tuple[str, float | None]], what: str = "") -> str:
+    """`behind: FSDP2, 3 %` for the peer that is furthest ahead; empty where there is none."""
+    ahead = [(value, title) for title, value in peers if value is not None and own is not None]
+    if not ahead:
+        return ""
+    best, title = min(ahead)
+    if own <= best * (1 + LEVEL):
+        return ""
+    share = own / best - 1
+    far = f"{share:.0%}".replace("%", " %") if share < 2 else f"{own / best:.0f} times"
+    return f"behind{' in ' if what else ''}{what}: {title}, {far}"
+
+
+def verdict(row: Record, rows: list[Record]) -> str:
+    """Each figure in which some peer is ahead of this row's engine, and the peer that is furthest; of peers nothing is said.
+
+    An engine that rounds nothing is compared with peers that round nothing, and one that does with all.
+    """
+    if not row["is_ours"]:
+        return ""
+    rounds = not row.get("is_exact", True)
+    peers = [each for each in rows if not each["is_ours"] and (rounds or each.get("is_exact", True))]
+    found = []
+    for what, figure in FIGURES.items():
+        said = behind(figure(row), ((peer["title"], figure(peer)) for peer in peers), what)
+        if said and what == "CPU":
+            best = min(peers, key=lambda peer: peer["cpu_ratio"]["median"])
+            if row["cpu_ratio"]["lowest"] <= best["cpu_ratio"]["highest"]:
+                said += " (rounds overlap)"
+        found.append(said)
+    return "; ".join(filter(None, found)) or "ahead or level in all"
+
+
+def scores(rows: list[Record]) -> Iterable[tuple[str, str, str, str]]:
+    """(figure, the best of ours, the best of the peers, what is to be said), among engines that round nothing."""
+    for what, figure in FIGURES.items():
+        ours, peers = (
+            [(figure(row), row["title"]) for row in rows if row["is_exact"] and row["is_ours"] is is_ours]
+            for is_ours in (True, False)
+        )
+        if not ours or not peers or any(value is None for value, _ in ours + peers):
+            continue
+        (own, title), (best, peer) = min(ours), min(peers)
+        said = behind(own, [(peer, best)]) or ("level" if own >= best * (1 - LEVEL) else "ahead")
+        yield what, f"{_UNITS[what](own)} ({title})", f"{_UNITS[what](best)} ({peer})", said
+
+
+# ---- tables, by the kind of the file ----
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def source(record: Record) -> str:
+    """Machine, versions and date in a sentence, and whether other work disturbed the run."""
+    memory = f", {record['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in record else ""
+    cores = f", {record['cores']} cores" if "cores" in record else ""
+    said = (
+        f"{record['cpu_model']}{cores}{memory}, {record.get('device', 'cpu')}; torch {record['torch']}, transformers "
+        f"{record['transformers']}; commit {record['commit']}, {record['date'][:10]}"
+    )
+    if record.get("load_before", 0) > BUSY_LOAD:
+        said += (
+            f". Other work was on the machine (load {record['load_before']:.1f} before, {record['load_after']:.1f} after): "
+            "bytes and memory are not disturbed by that, ratios of CPU time little, seconds much"
+        )
+    return " ".join([f"{said}.", *([record["note"]] if "note" in record else [])])
+
+
+SHORT = ("ddp", "zero_optimizer", "fsdp2", "fsdp2_kept", "hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3")
+"""Engines of the table that fits beside others."""
+
+
+def steps(record: Record) -> dict[str, str]:
+    rows = record["engines"]
+    headings = ("engine", "CPU a step / DDP", "wire MB", "peak MiB", "first step, CPU s", "losses", BEHIND)
+    overview = [(*_step_cells(row), verdict(row, rows) or "peer") for row in rows]
+    short = [(*_short_cells(row), verdict(row, rows)) for row in rows if row["name"] in SHORT]
+    tables = {
+        "step": markdown(headings, overview),
+        "step-short": markdown((*headings[:4], BEHIND), short),
+        "step-best": markdown(("figure", "hf_zero's best", "the peers' best", ""), scores(rows)),
+        "step-settings": markdown(("engine", "settings"), ((row["title"], row["settings"]) for row in rows)),
+    }
+    if record["left_out"]:
+        left_out = ((each["title"], each["why"]) for each in record["left_out"].values())
+        tables["step-left-out"] = markdown(("not measured", "why"), left_out)
+    return tables
+
+
+def _step_cells(row: Record) -> tuple[str, ...]:
+    title, ratio, *others = _short_cells(row)
+    cpu, first, apart = row["cpu_ratio"], row.get("first_step_cpu_s"), row["loss_difference"]
+    return (
+        *(
+            title,
+            f"{ratio} ({cpu['lowest']:.2f}-{cpu['highest']:.2f})",
+            *others,
+            "" if first is None else f"{first:.2f}",
+        ),
+        "DDP's bit for bit" if apart == 0 else f"up to {apart:.1g} from DDP's",
+    )
+
+
+def _short_cells(row: Record) -> tuple[str, ...]:
+    """An engine, its CPU time by DDP's, the bytes that it sends and its peak, as far as they were measured."""
+    ratio = f"{row['cpu_ratio']['median']:.2f}" if "cpu_ratio" in row else ""
+    return row["title"], ratio, f"{row['sent_bytes'] / 1e6:.1f}", _mib(row["peak_bytes"])
+
+
+def _mib(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / MIB:.0f}"
+
+
+def curves(record: Record) -> dict[str, str]:
+    """A table a curve: at each value of what is varied, a row an engine."""
+    tables = {}
+    for name, curve in record["curves"].items():
+        headings = (curve["varied"], "engine", "CPU a step / DDP", "wire MB", "peak MiB", BEHIND)
+        rows = [
+            (str(point["value"]), *_short_cells(row), verdict(row, point["engines"]))
+            for point in curve["points"]
+            for row in point["engines"]
+        ]
+        tables[f"curve-{name}"] = markdown(headings, rows)
+    return tables
+
+
+WHOLE_SAVES = ("torch.save", "DCP")
+"""Peers' saves of a model and its optimizer, for all of which training waits."""
+
+
+def checkpoints(record: Record) -> dict[str, str]:
+    saves = {name: median(seconds) for name, seconds in record["saves"].items()}
+    loads = {name: median(load["seconds"]) for name, load in record["resumes"].items()}
+    reads = {name: max(load["read_bytes"]) for name, load in record["resumes"].items()}
+    merges = {name: figures["seconds"] for name, figures in record["merges"].items()}
+    peaks = {name: figures["peak_bytes"] for name, figures in record["merges"].items()}
+    seconds, megabytes = "{:.2f} s".format, lambda value: f"{value / 1e6:.0f} MB"
+    at_once, stalls = (
+        {name: value for name, value in saves.items() if name.endswith(end) or name in WHOLE_SAVES}
+        for end in ("at once", "stall")
+    )
+    rows = [
+        *_compared("a save that training waits for", at_once, seconds),
+        *_compared("training stands still for a save", stalls, seconds),
+        *_compared("a cold resume", loads, seconds),
+        *_compared("a rank reads to resume", reads, megabytes),
+        *_compared("export to one model folder", merges, seconds),
+        *_compared("the export's peak", peaks, lambda value: f"{_mib(value)} MiB"),
+    ]
+    return {"checkpoints": markdown(("what", "way", "", BEHIND), rows)}
+
+
+def _compared(what: str, values: dict[str, float], text: Callable[[float], str]) -> Iterable[tuple[str, str, str, str]]:
+    peers = [(name, value) for name, value in values.items() if not _is_ours(name)]
+    for name, value in values.items():
+        said = behind(value, peers) if _is_ours(name) else "peer"
+        yield what, _way(name), text(value), said or "ahead or level"
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(("stage", "hf-zero"))
+
+
+def _way(name: str) -> str:
+    engine = name.removesuffix(": at once").removesuffix(": stall")
+    return f"hf_zero {engine}" if engine.startswith("stage") else engine
+
+
+def links(record: Record) -> dict[str, str]:
+    """A row an engine and link: a step beside the planner's forecast of it."""
+    rows = []
+    groups: dict[tuple, list[Record]] = {}
+    for run in record["runs"]:
+        groups.setdefault((run["mbit"], run.get("delay_ms", 0), run["model"]), []).append(run)
+    for (mbit, delay_ms, model), runs in sorted(groups.items(), reverse=True):
+        peers = [(run["title"], run["step_ms"]) for run in runs if not run["title"].startswith("hf_zero")]
+        link = f"{mbit:g} Mbit/s" + (f", {delay_ms:g} ms" if delay_ms else "")
+        for run in runs:
+            forecast = ("", "")
+            if run["simulated_ms"] is not None:
+                forecast = f"{run['simulated_ms']:.0f}", f"{run['error']:+.0%}".replace("%", " %")
+            said = behind(run["step_ms"], peers) if run["title"].startswith("hf_zero") else ""
+            rows.append((link, model, run["title"], f"{run['step_ms']:.0f}", *forecast, said))
+    return {"links": markdown(("link", "model", "engine", "ms a step", "forecast", "error", BEHIND), rows)}
+
+
+def host_time(record: Record) -> dict[str, str]:
+    rows = record["engines"]
+    peers = [(ENGINES[row["name"]].title, row["to_ddp"]) for row in rows if not ENGINES[row["name"]].is_ours]
+    cells = [
+        (
+            ENGINES[row["name"]].title,
+            *(f"{row['cpu_ms']:.1f}", _ratio(row["to_ddp"]), _ratio(row["to_fsdp2"])),
+            *(f"{row['thread_ms']:.1f}", _ratio(row["thread_to_ddp"]), _ratio(row["thread_to_fsdp2"])),
+            behind(row["to_ddp"], peers) if ENGINES[row["name"]].is_ours else "",
+        )
+        for row in rows
+    ]
+    headings = ("engine", "host ms a step", "to DDP", "to FSDP2", "Python's thread, ms", "to DDP", "to FSDP2", BEHIND)
+    return {"host-time": markdown(headings, cells)}
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def first_step(record: Record) -> dict[str, str]:
+    rows = record["engines"]
+    peers = [(row["name"], row["seconds"]) for row in rows if not _is_ours(row["name"])]
+    cells = [
+        (
+            _way(row["name"]),
+            *(f"{row['seconds']:.2f}", f"{row['seconds_later']:+.2f}"),
+            *(f"{row['cpu_seconds']:.2f}", f"{row['cpu_seconds_later']:+.2f}"),
+            behind(row["seconds"], peers) if _is_ours(row["name"]) else "",
+        )
+        for row in rows
+    ]
+    return {"first-step": markdown(("engine", "seconds", "to DDP", "CPU s", "to DDP", BEHIND), cells)}
+
+
+def axes(record: Record) -> dict[str, str]:
+    compared = {"CPU": "cpu_s", "wire": "sent_bytes", "peak": "peak_bytes"}
+    peers = [row for row in record["engines"] if not _is_ours(row["name"])]
+
+    def said_of(row: Record) -> str:
+        if not _is_ours(row["name"]):
+            return "peer"
+        found = [
+            behind(row[key], ((peer["name"], peer[key]) for peer in peers), what) for what, key in compared.items()
+        ]
+        return "; ".join(filter(None, found)) or "ahead or level in all"
+
+    cells = [
+        (
+            *(_way(row["name"]), f"{row['cpu_s']:.3f}", f"{row['to_fsdp2']:.2f}"),
+            *(f"{row['sent_bytes'] / 1e6:.1f}", _mib(row["peak_bytes"]), said_of(row)),
+        )
+        for row in record["engines"]
+    ]
+    return {"axes": markdown(("engine", "CPU s a step", "to FSDP2", "wire MB", "peak MiB", BEHIND), cells)}
+
+
+def offload(record: Record) -> dict[str, str]:
+    headings = ("optimizer state", "ms a step", "of it optimizer", "CPU ms a step", "peak MiB", "written MiB a step")
+    rows = [
+        (
+            *(f"`{way['way']}`", *(f"{way[name]:.0f}" for name in ("step_ms", "optimizer_ms", "cpu_ms"))),
+            *(_mib(way["host_peak_bytes"]), _mib(way["written_bytes_a_step"])),
+        )
+        for way in record["ways"]
+    ]
+    tables = {"offload": markdown(headings, rows)}
+    if record["left_out"]:
+        tables["offload-left-out"] = markdown(("not measured", "why"), record["left_out"].items())
+    return tables
+
+
+REPORTS: dict[str, Callable[[Record], dict[str, str]]] = {
+    "steps": steps,
+    **{each.__name__: each for each in (checkpoints, curves, links, host_time, first_step, axes, offload)},
+}
+
+
+def tables_of(record: Record) -> dict[str, str]:
+    """The tables of a file of figures by name, for documents that show some of them; what is said of the run is first."""
+    return {"run": source(record), **REPORTS[record["kind"]](record)}
+
+
+def report_of(record: Record) -> str:
+    """Everything that there is to say of a file of figures."""
+    return "\n\n".join(tables_of(record).values())
+
+
+# ---- pictures ----
+
+OURS, PEERS = (
+    ("#0b6e4f", "#2aa876", "#7fd1ae", "#14b8c4", "#075f7a", "#9bc53d", "#3a5a40"),
+    ("#8a8a8a", "#d1495b", "#edae49", "#6f4a8e"),
+)
+
+PANELS: dict[str, Callable[[Record], float | None]] = {
+    "CPU a step / DDP": FIGURES["CPU"],
+    "MB that a rank sends a step": lambda row: row["sent_bytes"] / 1e6,
+    "peak MiB of a rank": lambda row: row["peak_bytes"] / MIB if row["peak_bytes"] is not None else None,
+}
+"""A panel's heading -> its figure of an engine's row."""
+
+Lines = dict[str, list[tuple[float, float]]]
+
+
+def plot(record: Record, folder: Path, name: str) -> list[Path]:
+    """Draws what there is to draw of a file of figures; returns the pictures, whose names begin with this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kinds = {"steps": _plot_steps, "curves": _plot_curves, "links": _plot_links}
+    return list(kinds[record["kind"]](record, folder / name)) if record["kind"] in kinds else []
+
+
+def _plot_steps(record: Record, path: Path) -> Iterable[Path]:
+    rows = record["engines"]
+    titles, colours = [row["title"] for row in rows], [OURS[1] if row["is_ours"] else PEERS[0] for row in rows]
+    figure, panels = _panels(len(PANELS), figsize=(13, 1.2 + 0.3 * len(rows)), sharey=True)
+    for panel, (heading, value) in zip(panels, PANELS.items()):
+        panel.barh(titles, [value(row) or 0 for row in rows], color=colours)
+        panel.set_title(heading, fontsize=10)
+        panel.tick_params(labelsize=8)
+    panels[0].invert_yaxis()
+    yield _saved(figure, record, path.with_name(f"{path.name}.png"))
+
+
+def _plot_curves(record: Record, path: Path) -> Iterable[Path]:
+    for name, curve in record["curves"].items():
+        drawn = [(heading, lines) for heading, value in PANELS.items() if (lines := _lines_of(curve["points"], value))]
+        figure, panels = _panels(len(drawn), figsize=(4.4 * len(drawn), 3.6))
+        for panel, (heading, lines) in zip(panels, drawn):
+            _draw(panel, lines)
+            panel.set_title(heading, fontsize=10)
+            panel.set_xlabel(curve["varied"])
+            panel.set_ylim(bottom=0)
+        panels[0].legend(fontsize=8)
+        yield _saved(figure, record, path.with_name(f"{path.name}-{name}.png"))
+
+
+def _lines_of(points: list[Record], value: Callable[[Record], float | None]) -> Lines:
+    """Engine -> (what was varied, figure), where it was measured."""
+    lines: Lines = {}
+    for point in points:
+        for row in point["engines"]:
+            if (found := value(row)) is not None:
+                lines.setdefault(row["title"], []).append((point["value"], found))
+    return lines
+
+
+def _plot_links(record: Record, path: Path) -> Iterable[Path]:
+    """Steps over the link's rate, measured and forecast, one panel a delay."""
+    delays = sorted({run["delay_ms"] for run in record["runs"]})
+    figure, panels = _panels(len(delays), figsize=(5 * len(delays), 4))
+    for panel, delay in zip(panels, delays):
+        measured: Lines = {}
+        forecast: Lines = {}
+        for run in sorted((run for run in record["runs"] if run["delay_ms"] == delay), key=lambda run: run["mbit"]):
+            label = f"{run['title']}, {run['model']}"
+            measured.setdefault(label, []).append((run["mbit"], run["step_ms"]))
+            if run["simulated_ms"] is not None:
+                forecast.setdefault(label, []).append((run["mbit"], run["simulated_ms"]))
+        _draw(panel, measured, forecast)
+        panel.set(xscale="log", yscale="log", xlabel="Mbit/s", ylabel="ms a step")
+        panel.set_title(f"delay {delay:g} ms; dashed: the planner's forecast", fontsize=10)
+        panel.legend(fontsize=7)
+    yield _saved(figure, record, path.with_name(f"{path.name}.png"))
+
+
+def _panels(count: int, **settings: Any) -> tuple[Any, Any]:
+    """A figure and its axes, side by side."""
+    # Imported here: most of what imports this module draws nothing, and the import takes more than a second.
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, count, squeeze=False, **settings)
+    return figure, panels[0]
+
+
+def _draw(panel: Any, lines: Lines, dashed: Lines | None = None) -> None:
+    colours = {True: iter(OURS * 3), False: iter(PEERS * 3)}
+    for title, points in lines.items():
+        colour = next(colours[title.startswith("hf_zero")])
+        panel.plot(*zip(*points), marker="o", markersize=4, color=colour, label=title)
+        if dashed and title in dashed:
+            panel.plot(*zip(*dashed[title]), linestyle="--", linewidth=1, color=colour)
+    panel.grid(alpha=0.25)
+    panel.tick_params(labelsize=8)
+
+
+def _saved(figure: Any, record: Record, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    said = f"{record['cpu_model']}, torch {record['torch']}, commit {record['commit']}, {record['date'][:10]}"
+    figure.text(0.995, 0.005, said, ha="right", va="bottom", fontsize=6, color="#777777")
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    # Without the date of drawing and the version of what drew it, the same figures are the same file.
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+    return path
+
+
+# ---- files and documents ----
+
+
+def read_record(path: Path) -> Record:
     """A file of figures, with what it says of its run at the top.
 
     Raises:
@@ -46,13 +461,13 @@ def read_record(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has no tables: it has to say its kind")
     if kind == "steps":
         record.setdefault("left_out", {})
-        record["engines"] = [_described(ENGINES[row["name"]]) | row for row in record["engines"]]
+        record["engines"] = [_described(row["name"]) | row for row in record["engines"]]
     return record
 
 
-def _described(peer: Peer) -> dict[str, Any]:
+def _described(name: str) -> Record:
     """What rows say of their engine, for those that do not."""
-    return {"title": peer.title, "settings": peer.settings, "is_ours": peer.is_ours, "is_exact": peer.is_exact}
+    return {what: getattr(ENGINES[name], what) for what in ("title", "settings", "is_ours", "is_exact")}
 
 
 @cache

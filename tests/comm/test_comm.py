@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from cells import short_of, slow
+from harness import tcp_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankFailedError, run_ranks
 from torch.distributed.distributed_c10d import _get_default_store
 from training import gpt2, gpt2_batch
-from wire import tcp_bytes
 
 from hf_zero.comm.collectives import CollectiveTransport
 from hf_zero.comm.control.lookout import Lookout

@@ -15,7 +15,7 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from launching import CONFIGS, CPU2, ROOT, SECONDS, launch, launch_command, launch_forked, own_environment
-from recipes.report import RESULTS_NAME
+from recipes import RESULTS_NAME
 from safetensors.torch import load_file
 
 from hf_zero import ZeroConfig
@@ -44,7 +44,7 @@ KEYS_OF_STAGE_3 = {
 
 SAY_WHERE = """
 from accelerate import Accelerator
-from recipes.ranks import ranks_together
+from recipes import ranks_together
 with ranks_together():
     accelerator = Accelerator()
     print(f"rank {accelerator.process_index} of {accelerator.num_processes} on {accelerator.device.type}", flush=True)

@@ -7,35 +7,30 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
 import axes
 import bf16_ways
-import device_trace
+import compare
 import first_step
 import gpus
 import host_time
 import kernels
-import largest
-import memory
 import offload
 import ranks
 import step
 import tables
+from compare import summarise_ranks
+from engines import WORKLOADS
+from harness import BENCH_FOLDER, tcp_bytes
 from launching import run_forked
-from offload_ways import WAYS
-from summary import summarise_ranks
-from wire import tcp_bytes
-from workload import WORKLOADS
 
 TIME_LIMIT_S = 60
 
@@ -91,9 +86,9 @@ def test_ratios_are_paired_by_round_and_losses_compared_with_the_baseline():
     baseline = {"losses": [2.0, 1.0], "visits": [visit(100.0), visit(300.0)]}
     slower = {"losses": [2.0, 1.5], "visits": [visit(110.0), visit(330.0)]}
     summary = summarise_ranks([{"ddp": baseline, "fsdp2": slower}])[1]
-    assert summary.cpu_ratio.median == pytest.approx(1.1)
-    assert summary.cpu_ratio.highest == pytest.approx(1.1)
-    assert summary.loss_difference == 0.5
+    assert summary["cpu_ratio"]["median"] == pytest.approx(1.1)
+    assert summary["cpu_ratio"]["highest"] == pytest.approx(1.1)
+    assert summary["loss_difference"] == 0.5
 
 
 def run_here(script: ModuleType, *arguments: object) -> int:
@@ -117,15 +112,15 @@ def run_as_main(path: Path, *arguments: object) -> None:
 
 def peaks_in_this_process(command: list[str], env: dict[str, str], check: bool) -> None:
     """In place of a process with other settings of malloc, which takes its time to import everything."""
-    assert command[0] == sys.executable and Path(command[1]) == Path(memory.__file__) and check
-    assert env[memory._MALLOC_VARIABLE] == str(memory.MALLOC_MMAP_THRESHOLD_BYTES)
-    run_here(memory, *command[2:])
+    assert command[0] == sys.executable and Path(command[1]) == Path(compare.__file__) and check
+    assert env[compare.MALLOC_VARIABLE] == str(compare.MALLOC_MMAP_THRESHOLD_BYTES)
+    run_here(compare, *command[2:])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_step_compares_engines_end_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "subprocess", SimpleNamespace(run=peaks_in_this_process))
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=peaks_in_this_process))
     figures_path = tmp_path / "figures.json"
     assert run_here(step, "--quick", "--engines", "fsdp2", "--json", figures_path) == 0
     engines = {engine["name"]: engine for engine in json.loads(figures_path.read_text())["engines"]}
@@ -137,9 +132,9 @@ def test_step_compares_engines_end_to_end(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_peaks_are_measured_in_a_process_with_its_own_settings_of_malloc():
-    job = memory.Job(engine_name="ddp", workload=WORKLOADS["tiny"], world_size=2, time_limit_s=TIME_LIMIT_S)
-    [peak] = memory.measure_peaks([job])
-    assert peak.peak_bytes > 0 and peak.sent_bytes > 0
+    tiny = compare.Comparison(engines=("ddp",), workload=WORKLOADS["tiny"], time_limit_s=TIME_LIMIT_S)
+    [peak] = compare.measure_peaks(["ddp"], tiny)
+    assert peak["peak_bytes"] > 0 and peak["sent_bytes"] > 0
 
 
 @pytest.mark.slow
@@ -187,7 +182,7 @@ def test_host_time_says_by_how_much_a_goal_is_missed():
 @pytest.mark.timeout(300)
 def test_io_saves_and_resumes_end_to_end(tmp_path):
     figures_path = tmp_path / "io.json"
-    run_as_main(step.BENCH_FOLDER / "io.py", "--quick", "--stages", 3, "--folder", tmp_path, "--json", figures_path)
+    run_as_main(BENCH_FOLDER / "io.py", "--quick", "--stages", 3, "--folder", tmp_path, "--json", figures_path)
     figures = json.loads(figures_path.read_text())
     assert {"stage 3: stall", "stage 3: at once", "torch.save", "DCP", "safetensors"} <= figures["saves"].keys()
     assert all(seconds > 0 for way in figures["saves"].values() for seconds in way)
@@ -199,7 +194,7 @@ def test_a_loss_off_by_one_bit_fails_a_run_on_two_ranks(monkeypatch, capsys, tmp
     one_bit_off = torch.nextafter(torch.tensor(2.0), torch.tensor(3.0)).item()
     baseline = {"losses": [2.0], "visits": [visit(100.0)]}
     other = {"losses": [one_bit_off], "visits": [visit(100.0)]}
-    rows = [asdict(row) for row in summarise_ranks([{"ddp": baseline, "hf_zero2": other}])]
+    rows = summarise_ranks([{"ddp": baseline, "hf_zero2": other}])
     monkeypatch.setattr(step, "compare", lambda comparison: {"engines": rows, "left_out": {}})
     monkeypatch.setattr(sys, "argv", ["step.py", "--ranks", str(world_size), "--json", str(tmp_path / "figures.json")])
     assert step.main() == status
@@ -261,66 +256,15 @@ def test_an_exact_way_whose_losses_differ_is_named():
     assert offload.differing([{"way": way, "losses": losses} for way, losses in found.items()]) == ["cpu"]
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.slow
-def test_offload_finds_the_largest_that_fits_in_so_much_host_memory(tmp_path):
-    limits = ("--host-gb", 1.0, "--steps", 1, "--minutes", 3.5)
-    figures = offload_figures(tmp_path / "largest.json", "--model", "30m-short", "--largest", *limits)
-    # What has been held for less than a look is not seen.
-    assert figures["largest"]["host_peak_bytes"] <= 1.05e9
-    assert figures["largest"]["parameters"] > 1e6
-    failed = [tried for tried in figures["tries"] if "failed" in tried]
-    assert all(tried["layers"] > figures["largest"]["layers"] for tried in failed)
-    assert failed or not figures["is_narrowed_down"]
-
-
-@pytest.mark.timeout(120)
-def test_a_try_that_takes_more_host_memory_than_allowed_ends_itself():
-    figures = largest.find_largest(WORKLOADS["tiny"], host_bytes=1, steps=1, deadline_s=time.monotonic() + 100)
-    assert figures["largest"] is None and not figures["is_narrowed_down"]
-    assert figures["tries"] == [{"layers": 1, "failed": "more host memory than allowed"}]
-
-
-@given(limit=st.integers(0, 500), first=st.integers(1, 300), resolution=st.integers(1, 20))
-def test_a_search_ends_beside_the_greatest_that_fits(limit, first, resolution):
-    found = largest.search(lambda number: number <= limit, first, resolution)
-    if limit == 0:
-        assert (found.fits, found.fails) == (None, 1)
-    else:
-        assert found.fits <= limit < found.fails <= found.fits + resolution
-
-
-@given(limit=st.integers(1, 100), tries=st.integers(0, 6))
-def test_a_search_that_has_no_time_says_what_it_knows(limit, tries):
-    tried = []
-
-    def fits(number: int) -> bool:
-        if len(tried) == tries:
-            raise largest.OutOfTime
-        tried.append(number)
-        return number <= limit
-
-    found = largest.search(fits, 20, 1)
-    assert found.fits == max((number for number in tried if number <= limit), default=None)
-    assert found.fails == min((number for number in tried if number > limit), default=None)
-
-
-def test_copied_layers_make_a_model_of_their_depth():
-    model = largest.make_deep(WORKLOADS["tiny"], 5)
-    whole = replace(WORKLOADS["tiny"], n_layer=5).make_model()
-    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in whole.named_parameters()}
-    assert [layer.attn.layer_idx for layer in model.transformer.h] == list(range(5))
-
-
 def test_the_great_model_has_the_size_that_its_comment_says():
     with torch.device("meta"):
         assert sum(p.numel() for p in WORKLOADS["1.2b"].make_model().parameters()) == 1_210_851_840
 
 
 def test_a_peer_that_is_not_there_is_said_by_name():
-    absent = replace(WAYS["torchao"], package="no_such_peer")
+    absent = replace(offload.WAYS["torchao"], package="no_such_peer")
     assert absent.hindrance(torch.device("cuda")) == "no_such_peer is not installed"
-    assert WAYS["cpu"].hindrance(torch.device("cpu")) is None
+    assert offload.WAYS["cpu"].hindrance(torch.device("cpu")) is None
 
 
 # ---- GPUs ----
@@ -333,8 +277,8 @@ def test_a_trace_tells_what_of_communication_is_hidden():
         ("copy", (2000.0, 2500.0)),
         ("gemm", (900.0, 1100.0)),
     ]
-    assert device_trace.summarise(spans, steps=2) == device_trace.DeviceTrace(busy_ms=1.5, comm_ms=1.25, hidden_ms=0.55)
-    assert device_trace.summarise([], steps=1) == device_trace.DeviceTrace(busy_ms=0.0, comm_ms=0.0, hidden_ms=0.0)
+    assert gpus.trace_in(spans, steps=2) == gpus.DeviceTrace(busy_ms=1.5, comm_ms=1.25, hidden_ms=0.55)
+    assert gpus.trace_in([], steps=1) == gpus.DeviceTrace(busy_ms=0.0, comm_ms=0.0, hidden_ms=0.0)
 
 
 def run_on_cpu(command: list[str], environment: dict[str, str] | None = None) -> str:
@@ -400,7 +344,7 @@ def test_kernels_on_gpus_are_measured_at_a_size_that_fits():
 def test_training_on_gpus_is_compared_way_by_way(tmp_path):
     small = ["--device", "cpu", "--models", "bert-tiny", "--steps", "1", "--rounds", "1"]
     chosen = ["--ways", "stage 2", "stage 3", "--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]
-    script = step.BENCH_FOLDER / "gpus.py"
+    script = BENCH_FOLDER / "gpus.py"
     done = run_forked(script, [*small, *chosen], environment=os.environ, processes=1)
     assert done.returncode == 0, done.stderr[-3000:]
     out = done.stdout
@@ -413,7 +357,7 @@ def test_training_on_gpus_is_compared_way_by_way(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_script_for_one_gpu_runs_its_parts_and_sums_them_up(tmp_path):
-    script = str(step.BENCH_FOLDER.parent / "gpu_day.sh")
+    script = str(BENCH_FOLDER.parent / "gpu_day.sh")
     out = run_on_cpu(["bash", script, "--device", "cpu"], {"RESULTS": str(tmp_path)})
     summary = out[out.index("== summary") :]
     assert "training" in summary and "kernels" in summary and "FAILED" not in summary
@@ -423,7 +367,7 @@ def test_the_script_for_one_gpu_runs_its_parts_and_sums_them_up(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_script_for_several_gpus_compares_all_ways_with_ddp(tmp_path):
-    script = str(step.BENCH_FOLDER / "multi_gpu.sh")
+    script = str(BENCH_FOLDER / "multi_gpu.sh")
     small = ["--device", "cpu", "--models", "bert-tiny", "--steps", "1", "--rounds", "1"]
     kept = ["--json", str(tmp_path / "gpus.json"), "--nvme-path", str(tmp_path)]
     run_on_cpu(["bash", script, "2", *small, *kept])

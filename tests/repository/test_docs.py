@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from document.configuration import settings
-from document.memory import bytes_of_stage
 from floors import FLOOR
 from hub_server import HubServer
 from launching import ROOT
+from pictures import bytes_of_stage
 from readme_walk import EXAMPLES, LINES, PAGES, README, RUNS_THE_TESTS, SECONDS, Folder, Line, Walk, blocks_of
 from typer.testing import CliRunner
-from write_docs import MADE
+from write_docs import MADE, settings
 
 import hf_zero
 from hf_zero import ConfigError, ZeroConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tables
 from launching import ROOT
-from verdicts import verdict
+from tables import verdict
 
 RESULTS = ROOT / "scripts" / "bench" / "results"
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in tables.documents()}

@@ -3,8 +3,8 @@
 import functools
 from collections import Counter, defaultdict
 
-from document.imports import PACKAGE, imports_of, module_name
 from floors import FLOOR
+from pictures import PACKAGE, imports_of, module_name
 
 # Pairs that a floor alone would not keep apart.
 STRANGERS = {

@@ -4,7 +4,7 @@ import guard
 import pytest
 import torch
 import torch.distributed as dist
-from peers import ENGINES, Engine
+from engines import ENGINES, Engine
 
 WASTEFUL = "hf_zero2, wasteful"
 PART_WASTED = 0.2

@@ -1,6 +1,5 @@
 """The comparison with peers: engines in processes of their own, what is left out, curves, tables and pictures."""
 
-import argparse
 import json
 import socket
 import subprocess
@@ -10,16 +9,14 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import curves
-import memory
 import pytest
+import shaped_links
 import tables
-from compare import Comparison, compare
-from delayed_cable import carry, milliseconds
+from compare import Comparison, compare, turns
+from engines import ALL_PEERS, ENGINES, WORKLOADS, chosen_engines
 from launching import ROOT
-from peers import ALL_PEERS, ENGINES, chosen_engines
 from ranks import RankFailedError, live_ranks
-from rounds import turns
-from workload import WORKLOADS
+from shaped_links import carry
 
 TIME_LIMIT_S = 120
 
@@ -69,10 +66,22 @@ def test_packets_on_a_cable_arrive_in_their_order_and_after_its_delay():
             end.close()
 
 
-def test_a_delay_without_its_unit_is_refused():
-    assert milliseconds("0.5ms") == 0.5
-    with pytest.raises(argparse.ArgumentTypeError, match="'5' is no delay; write milliseconds, such as 5ms"):
-        milliseconds("5")
+def test_the_script_says_which_runs_over_links_are_kept_and_forecasts_them(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["shaped_links.py"])
+    assert shaped_links.main() == 0
+    assert "| 1000 Mbit/s | 30m | hf_zero stage 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delay", ["0ms", "2ms"])
+def test_engines_are_measured_over_a_link(tmp_path, delay):
+    path, quick = tmp_path / "links.json", ("--rounds", "1", "--steps", "1", "--engines", "hf_zero2")
+    command = [sys.executable, shaped_links.__file__, "--links", f"1gbit,{delay},tiny", *quick, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "skipped" in done.stdout:
+        pytest.skip(done.stdout.strip())
+    assert [run["engine"] for run in json.loads(path.read_text())["runs"]] == ["ddp", "hf_zero2"]
 
 
 def test_each_engine_comes_first_in_some_round():
@@ -111,8 +120,8 @@ def test_a_peer_that_is_not_installed_is_named():
 
 
 def test_a_curve_is_added_to_its_file_and_drawn(tmp_path, monkeypatch):
-    def peaks(jobs: list[memory.Job]) -> list[memory.Peak]:
-        return [memory.Peak(peak_bytes=1000 * job.world_size, sent_bytes=500) for job in jobs]
+    def peaks(names: list[str], comparison: Comparison) -> list[dict[str, int]]:
+        return [{"peak_bytes": 1000 * comparison.world_size, "sent_bytes": 500} for _ in names]
 
     monkeypatch.setattr("compare.measure_peaks", peaks)
     path = tmp_path / "curves.json"

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from harness import tcp_bytes
 from ranks import RankFailedError, RanksTimedOutError, run_ranks
-from wire import tcp_bytes
 
 TIME_LIMIT_S = 60
 

@@ -11,19 +11,31 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from launching import CONFIGS, ROOT, launch_forked, run_forked
-from recipes.arguments import DataArguments, ModelArguments, parse_arguments
-from recipes.classification import ClassificationArguments, load_classification
-from recipes.columns import TEXT_NAMES, find_columns
-from recipes.errors import RecipeError
-from recipes.files import load_files
-from recipes.folders import check_writable, checkpoint_to_resume, step_to_resume
-from recipes.labels import encode_labels
-from recipes.models import config_from_scratch
-from recipes.packing import pack
-from recipes.report import RESULTS_NAME
-from recipes.splits import at_most
-from recipes.stdlib_text import PACKAGES, docstrings, sources
-from recipes.tokenizer import load_or_train, train_for_classification, train_for_language_modelling
+from recipes import (
+    PACKAGES,
+    RESULTS_NAME,
+    TEXT_NAMES,
+    ClassificationArguments,
+    DataArguments,
+    ModelArguments,
+    RecipeError,
+    at_most,
+    check_writable,
+    checkpoint_to_resume,
+    config_from_scratch,
+    docstrings,
+    encode_labels,
+    find_columns,
+    load_classification,
+    load_files,
+    load_or_train,
+    pack,
+    parse_arguments,
+    sources,
+    step_to_resume,
+    train_for_classification,
+    train_for_language_modelling,
+)
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-from document.imports import PACKAGE
+from pictures import PACKAGE
 
 PAGE = (PACKAGE.parent / "docs" / "what-is-refused.md").read_text(encoding="utf-8")
 

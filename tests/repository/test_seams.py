@@ -15,8 +15,8 @@ import torch
 import transformers
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState
-from document.imports import PACKAGE
 from packaging.version import Version
+from pictures import PACKAGE
 from torch import nn
 
 from hf_zero.integrations.seams import REPLACED_CLASSES, SEAMS, Seam

@@ -1,0 +1,559 @@
+"""The engines under comparison, each behind the same calls, and the jobs that all of them are given.
+
+engine = ENGINES["ddp"](WORKLOADS["30m"].make_model, adamw_arguments(fused=True))
+loss = engine.step(input_ids)
+engine.finish()
+engine.close()
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+SEED = 1234
+DEFAULT_LEARNING_RATE = 5e-4
+MAX_NORM = 1.0
+MIB = 2**20
+
+# ---- jobs: a model, a fixed seed, random batches that differ by rank and by step ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A GPT-2 and its batches. Weights are fp32 and dropout is 0, so losses can be compared bit for bit."""
+
+    n_embd: int
+    n_layer: int
+    n_head: int
+    vocab_size: int = 8192
+    n_positions: int = 1024
+    batch_size: int = 4
+    sequence_length: int = 128
+    recomputes: bool = False  # activation checkpointing
+
+    def make_model(self) -> GPT2LMHeadModel:
+        """Build the model; two calls give the same weights."""
+        torch.manual_seed(SEED)
+        sizes = {name: getattr(self, name) for name in ("n_embd", "n_layer", "n_head", "vocab_size", "n_positions")}
+        off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=None, eos_token_id=None)).train()
+        # transformers finds no loss by this class's name and warns before it falls back to this one.
+        model.loss_type = "ForCausalLM"
+        if self.recomputes:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
+
+    def make_batch(self, rank: int, step: int) -> torch.Tensor:
+        """Token ids, int64 (batch_size, sequence_length), the same for every engine at one rank and step."""
+        return _random_ids(self.vocab_size, (self.batch_size, self.sequence_length), rank, step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchBound:
+    """A BERT of many small operations, without dropout, so that losses can be compared."""
+
+    n_layer: int = 12
+    n_embd: int = 32
+    vocab_size: int = 512
+    batch_size: int = 4
+    sequence_length: int = 16
+
+    def make_model(self) -> BertForSequenceClassification:
+        """Build the model; two calls give the same weights."""
+        torch.manual_seed(SEED)
+        config = BertConfig(
+            vocab_size=self.vocab_size,
+            hidden_size=self.n_embd,
+            num_hidden_layers=self.n_layer,
+            num_attention_heads=4,
+            intermediate_size=4 * self.n_embd,
+            max_position_embeddings=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        return BertForSequenceClassification(config).train()
+
+    def make_batch(self, rank: int, step: int) -> dict[str, torch.Tensor]:
+        """Token ids and labels, the same for every engine at one rank and step."""
+        input_ids = _random_ids(self.vocab_size, (self.batch_size, self.sequence_length), rank, step)
+        return {"input_ids": input_ids, "labels": input_ids[:, 0] % 2}
+
+
+def _random_ids(vocab_size: int, shape: tuple[int, int], rank: int, step: int) -> torch.Tensor:
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(SEED + 1_000_003 * rank + step))
+
+
+WORKLOADS = {
+    # Starts at once: for trying the harness itself.
+    "tiny": Workload(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=64, batch_size=2, sequence_length=32),
+    "4m": Workload(n_embd=192, n_layer=6, n_head=6),
+    "12m": Workload(n_embd=320, n_layer=8, n_head=5),
+    # 29,938,688 parameters: an all-reduce of its fp32 gradients sends 119.8 MB a step from each of two ranks.
+    "30m": Workload(n_embd=512, n_layer=8, n_head=8),
+    # The same with next to nothing to compute, so that what a step takes is its traffic.
+    "30m-short": Workload(n_embd=512, n_layer=8, n_head=8, batch_size=1, sequence_length=16),
+    "60m": Workload(n_embd=640, n_layer=11, n_head=10),
+    # GPT-2 and GPT-2 medium as published: 124,439,808 and 354,823,168 parameters.
+    "124m": Workload(n_embd=768, n_layer=12, n_head=12, vocab_size=50257),
+    "350m": Workload(n_embd=1024, n_layer=24, n_head=16, vocab_size=50257),
+    # 1,210,851,840 parameters, in the batches of torchao's table of CPU offloading (a vision model of 1.1 B parameters and 257
+    # positions, batch 32, activation checkpointing): https://github.com/pytorch/ao/tree/main/torchao/optim.
+    "1.2b": Workload(
+        n_embd=1536,
+        n_layer=40,
+        n_head=24,
+        vocab_size=50257,
+        n_positions=256,
+        batch_size=32,
+        sequence_length=256,
+        recomputes=True,
+    ),
+}
+
+
+def adamw_arguments(fused: bool) -> dict[str, object]:
+    """AdamW's arguments; fused is what Trainer asks for."""
+    return {"lr": DEFAULT_LEARNING_RATE, "fused": fused}
+
+
+# ---- engines ----
+
+MakeModel = Callable[[], torch.nn.Module]
+OptimizerArguments = dict[str, object]
+
+
+class Engine:
+    """A model and its optimizer in the plain training loop; what shards them has been installed by whoever made it.
+
+    FSDP2 is this as it is: micro-batches are reduced one by one, which keeps no whole gradients.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def step(self, *micro_batches: torch.Tensor) -> float:
+        """Train on one batch, or accumulate over several, and return the mean loss on this rank."""
+        mean = 0.0
+        for number, input_ids in enumerate(micro_batches, start=1):
+            with nullcontext() if number == len(micro_batches) else self.accumulating():
+                loss = self.model(input_ids, labels=input_ids).loss / len(micro_batches)
+                self.backward(loss)
+                mean += loss.item()
+        self.update()
+        return mean
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Around micro-batches that no step follows."""
+        return nullcontext()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        """Step and zero the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the gradients of the last backward so that their norm over all ranks is at most `max_norm`."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def finish(self) -> None:
+        """Wait for what the last step left in flight: nothing, in torch's own engines."""
+
+    def waited_ms(self) -> float | None:
+        """Time spent waiting for the other ranks since the start, or None where the engine does not count it."""
+        return None
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer; call it before the process group is destroyed."""
+        del self.model, self.optimizer
+
+
+class ClippedSteps:
+    """An engine in a training loop that clips the gradient's norm, and takes a model's keyword arguments as its batch."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.finish, self.waited_ms, self.close = engine.finish, engine.waited_ms, engine.close
+
+    def step(self, batch: dict[str, torch.Tensor]) -> float:
+        """Train on one batch and return its loss on this rank."""
+        engine = self._engine
+        loss = engine.model(**batch).loss
+        loss.backward()
+        engine.clip(MAX_NORM)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+        return loss.item()
+
+
+class DataParallel(Engine):
+    """torch's DistributedDataParallel."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self.model.no_sync()
+
+
+class HfZero(Engine):
+    """This package's engine, which leaves parameter all-gathers in flight after a step and counts its own waits."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict) -> None:
+        # Imported here, so that torch's own engines can be measured without this package.
+        from hf_zero.engine.engine import ZeroEngine
+
+        super().__init__(model, optimizer)
+        self.zero = ZeroEngine(model, [optimizer], settings)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self.zero.no_sync()
+
+    def clip(self, max_norm: float) -> None:
+        self.zero.clip_grad_norm_(max_norm)
+
+    def finish(self) -> None:
+        self.zero.finish_parameters()
+
+    def waited_ms(self) -> float:
+        return 1e3 * sum(row.wait_seconds for row in self.zero.comm_report().rows)
+
+    def close(self) -> None:
+        self.zero.close()
+        del self.zero
+        super().close()
+
+
+class DeepSpeed(Engine):
+    """DeepSpeed's own loop: its engine does backward and steps."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.model.backward(loss)
+
+    def update(self) -> None:
+        self.model.step()
+
+    def close(self) -> None:
+        self.model.destroy()
+        super().close()
+
+
+class Accelerated(Engine):
+    """What `Accelerator.prepare` returned, in accelerate's training loop; this package's engine may be behind it."""
+
+    def __init__(self, accelerator: Any, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(*accelerator.prepare(model, optimizer))
+        self.accelerator = accelerator
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self.accelerator.no_sync(self.model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def clip(self, max_norm: float) -> None:
+        self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def finish(self) -> None:
+        for engine in getattr(self.accelerator, "zero_engines", ()):
+            engine.finish_parameters()
+
+    def close(self) -> None:
+        self.accelerator.free_memory()
+        super().close()
+        del self.accelerator
+
+
+def make_ddp(make_model: MakeModel, optimizer_arguments: OptimizerArguments, bucket_bytes: int | None = None) -> Engine:
+    """Replicated everything: the engine the others are measured against."""
+    sizes = {} if bucket_bytes is None else {"bucket_cap_mb": bucket_bytes / MIB}
+    model = DistributedDataParallel(make_model(), **sizes)
+    return DataParallel(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
+
+
+def make_zero_optimizer(make_model: MakeModel, optimizer_arguments: OptimizerArguments) -> Engine:
+    """DDP with torch's ZeroRedundancyOptimizer: optimizer state sharded by whole parameters, then broadcast."""
+    # Imported here: it takes half a second, and most of what imports this module makes another engine.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, **optimizer_arguments)
+    return DataParallel(model, optimizer)
+
+
+def shard_fully(model: torch.nn.Module, reshard_after_forward: bool = True) -> torch.nn.Module:
+    """FSDP2 as its documentation shows it: every block is a unit, the rest belongs to the root."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    # torch's default keeps the root's parameters from forward to backward, where they are needed first.
+    return fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False)
+
+
+def make_fsdp2(
+    make_model: MakeModel, optimizer_arguments: OptimizerArguments, reshard_after_forward: bool = True
+) -> Engine:
+    model = shard_fully(make_model(), reshard_after_forward)
+    return Engine(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
+
+
+def make_torchao(make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, name: str, shards: bool) -> Engine:
+    """An optimizer of torchao with state of few bits, over DDP's parameters or FSDP2's."""
+    from torchao import optim
+
+    model = shard_fully(make_model()) if shards else DistributedDataParallel(make_model())
+    arguments = {key: value for key, value in optimizer_arguments.items() if key != "fused"}
+    kind = Engine if shards else DataParallel
+    return kind(model, getattr(optim, name)(model.parameters(), **arguments))
+
+
+def make_hf_zero(
+    make_model: MakeModel, optimizer_arguments: OptimizerArguments, bucket_bytes: int | None = None, **settings: object
+) -> Engine:
+    """This package's engine with these settings, and its defaults for the others."""
+    model = make_model()
+    sizes = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+    return HfZero(model, torch.optim.AdamW(model.parameters(), **optimizer_arguments), settings | sizes)
+
+
+def make_deepspeed(make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, stage: int) -> Engine:
+    """ZeRO at this stage; 0 is DeepSpeed's own data parallelism."""
+    say_where_ranks_are(dist.get_rank(), dist.get_world_size())
+    import deepspeed
+
+    # Compiled when it is first asked for, and without bytes on a socket.
+    # The package's own `torch` is the real one; only the module has this function.
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
+    zero: dict[str, object] = {"stage": stage}
+    if stage:
+        numel = 25_000_000 // 4
+        zero |= {"overlap_comm": True, "contiguous_gradients": True}
+        zero |= {"reduce_bucket_size": numel, "allgather_bucket_size": numel}
+    model = make_model()
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), **optimizer_arguments),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            # It clips at 1.0 by default, and the others do not clip.
+            "gradient_clipping": 0.0,
+        },
+    )
+    return DeepSpeed(engine, optimizer)
+
+
+def make_accelerated(
+    make_model: MakeModel, optimizer_arguments: OptimizerArguments, *, stage: int | None = None, fsdp2: bool = False
+) -> Engine:
+    """What accelerate makes of a model: DDP, FSDP2 as it sets it up on an accelerator, or this package's engine at a stage."""
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    say_where_ranks_are(dist.get_rank(), dist.get_world_size())
+    settings = {}
+    if stage is not None:
+        from hf_zero import ZeroPlugin
+
+        settings = {"parallelism_config": ZeroPlugin(stage)}
+    accelerator = Accelerator(cpu=True, **settings)
+    if fsdp2:
+        state = AcceleratorState()
+        state.distributed_type = DistributedType.FSDP
+        state.fsdp_plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=True, auto_wrap_policy="transformer_based_wrap"
+        )
+    model = make_model()
+    return Accelerated(accelerator, model, torch.optim.AdamW(model.parameters(), **optimizer_arguments))
+
+
+def say_where_ranks_are(rank: int, world_size: int) -> None:
+    """Sets what a launcher sets. The port is of a store that nobody opens: the process group is there already."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    os.environ.update(ACCELERATE_USE_CPU="true")
+
+
+def make_trainer(
+    rank: int,
+    world_size: int,
+    *,
+    model: str,
+    stage: int | str | None,
+    folder: str,
+    callbacks: tuple = (),
+    saves: bool = False,
+) -> Any:
+    """A Trainer of DDP (`stage` of None) or of the engine, as under `accelerate launch`: one step long, and maybe one save."""
+    from transformers import Trainer, TrainingArguments
+
+    say_where_ranks_are(rank, world_size)
+    workload = WORKLOADS[model]
+    data = [{"input_ids": row, "labels": row} for row in workload.make_batch(0, 0)[:, :16].repeat(8, 1)]
+    off = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+    saving = {"save_strategy": "steps" if saves else "no", "save_steps": 1}
+    arguments = TrainingArguments(folder, per_device_train_batch_size=1, max_steps=1, **off, **saving)
+    own = []
+    if stage is not None:
+        from hf_zero import ZeroCallback
+
+        own = [ZeroCallback(stage)]
+    return Trainer(workload.make_model(), arguments, train_dataset=data, callbacks=[*callbacks, *own])
+
+
+# ---- what there is to compare ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One engine: how it is made, and what a table says of it.
+
+    Attributes:
+        settings: what is set, and on whose advice.
+        is_exact: its losses are to be DDP's. False where fewer bits are sent or kept.
+        package: that has to be installed.
+        imported: modules that a script would have imported before it trains.
+    """
+
+    title: str
+    make: Callable[..., Engine]
+    settings: str
+    is_exact: bool = True
+    package: str = "torch"
+    imported: tuple[str, ...] = ()
+
+    def __call__(self, make_model: MakeModel, optimizer_arguments: OptimizerArguments, **sizes: Any) -> Engine:
+        return self.make(make_model, optimizer_arguments, **sizes)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.title.startswith("hf_zero")
+
+    @property
+    def hindrance(self) -> str | None:
+        """Why it cannot be measured here; None where it can."""
+        return None if importlib.util.find_spec(self.package) else f"{self.package} is not installed"
+
+    def import_modules(self) -> None:
+        for module in self.imported:
+            importlib.import_module(module)
+
+
+def _ours(title: str, settings: str, is_exact: bool = True, **given: object) -> Peer:
+    make, imported = partial(make_hf_zero, **given), ("hf_zero.engine.engine",)
+    return Peer(title=f"hf_zero {title}", make=make, settings=settings, is_exact=is_exact, imported=imported)
+
+
+def _accelerated(title: str, settings: str, *imported: str, **given: object) -> Peer:
+    more = {"package": "accelerate", "imported": ("accelerate", *imported)}
+    return Peer(title=f"{title}, accelerate", make=partial(make_accelerated, **given), settings=settings, **more)
+
+
+def _deepspeed(stage: int) -> Peer:
+    settings = (
+        "deepspeed.initialize with torch's AdamW (zero_allow_untested_optimizer), overlap_comm and contiguous_gradients as its "
+        "documentation advises, buckets of 25 MB, no clipping; its collectives in shared memory are off, so that bytes are "
+        "counted"
+    )
+    make, package = partial(make_deepspeed, stage=stage), "deepspeed"
+    return Peer(title=f"DeepSpeed {stage}", make=make, settings=settings, package=package, imported=(package,))
+
+
+def _torchao(title: str, name: str, shards: bool) -> Peer:
+    make = partial(make_torchao, name=name, shards=shards)
+    settings = f"torchao.optim.{name} in place of AdamW, which it compiles in the first step"
+    more = {"is_exact": False, "package": "torchao", "imported": ("torchao.optim",)}
+    return Peer(title=f"{title} + torchao {name}", make=make, settings=settings, **more)
+
+
+BASELINE = "ddp"
+_DEFAULTS, _INT8_SETTINGS = "the defaults", "comm.gradients: int8, comm.weights: int8"
+_INT8, _OFFLOAD = {"comm": {"gradients": "int8", "weights": "int8"}}, {"offload": {"optimizer": "cpu"}}
+_OUR_PLUGIN = "hf_zero.integrations.accelerate"
+_STAGES = {f"hf_zero{stage}": _ours(f"stage {stage}", _DEFAULTS, stage=stage) for stage in range(4)}
+
+USUAL_ENGINES: dict[str, Peer] = {
+    BASELINE: Peer(title="DDP", make=make_ddp, settings="defaults (buckets of 25 MiB); accumulates under no_sync"),
+    "zero_optimizer": Peer(
+        title="DDP + ZeroRedundancyOptimizer",
+        make=make_zero_optimizer,
+        settings="optimizer_class=AdamW over all parameters, as its tutorial shows",
+    ),
+    "fsdp2": Peer(
+        title="FSDP2",
+        make=make_fsdp2,
+        settings="fully_shard on every block and on the root, as its tutorial shows; reshard_after_forward=True",
+    ),
+    **_STAGES,
+}
+
+ENGINES: dict[str, Peer] = USUAL_ENGINES | {
+    "fsdp2_kept": Peer(
+        title="FSDP2, kept gathered",
+        make=partial(make_fsdp2, reshard_after_forward=False),
+        settings="the same with reshard_after_forward=False",
+    ),
+    "ddp_accelerate": _accelerated("DDP", "Accelerator(cpu=True)"),
+    "fsdp2_accelerate": _accelerated(
+        "FSDP2",
+        "FullyShardedDataParallelPlugin(fsdp_version=2), wrapped by the model's own blocks; accelerate takes that plugin on "
+        "accelerators only, so on a CPU its state is told to be FSDP's",
+        fsdp2=True,
+    ),
+    "hf_zero2_accelerate": _accelerated("hf_zero stage 2", "ZeroPlugin(2)", _OUR_PLUGIN, stage=2),
+    "hf_zero3_accelerate": _accelerated("hf_zero stage 3", "ZeroPlugin(3)", _OUR_PLUGIN, stage=3),
+    **{f"deepspeed{stage}": _deepspeed(stage) for stage in range(4)},
+    "torchao_8bit": _torchao("DDP", "AdamW8bit", shards=False),
+    "torchao_4bit": _torchao("DDP", "AdamW4bit", shards=False),
+    "fsdp2_torchao_8bit": _torchao("FSDP2", "AdamW8bit", shards=True),
+    "hf_zero2_8bit": _ours("stage 2, 8-bit moments", "moments: 8bit", is_exact=False, stage=2, moments="8bit"),
+    "hf_zero2_offload": _ours("stage 2, CPU-offload", "offload.optimizer: cpu", stage=2, **_OFFLOAD),
+    "hf_zero3_offload": _ours("stage 3, CPU-offload", "offload.optimizer: cpu", stage=3, **_OFFLOAD),
+    "hf_zero2_int8": _ours("stage 2, int8 wire", _INT8_SETTINGS, is_exact=False, stage=2, **_INT8),
+    "hf_zero3_int8": _ours("stage 3, int8 wire", _INT8_SETTINGS, is_exact=False, stage=3, **_INT8),
+    "hf_zero3_kept": _ours(
+        "stage 3, kept gathered", "reshard_after_forward: false", stage=3, reshard_after_forward=False
+    ),
+    "hf_zero3_no_prefetch": _ours("stage 3, no prefetch", "prefetch_units: 0", stage=3, prefetch_units=0),
+}
+"""All that can be named; the variants of one engine are measured only when they are."""
+
+ALL_PEERS = [
+    *("ddp", "zero_optimizer", "fsdp2", "fsdp2_kept", "ddp_accelerate", "fsdp2_accelerate"),
+    *("deepspeed0", "deepspeed1", "deepspeed2", "deepspeed3", "torchao_8bit", "torchao_4bit", "fsdp2_torchao_8bit"),
+    *("hf_zero0", "hf_zero1", "hf_zero2", "hf_zero3", "hf_zero3_kept", "hf_zero2_accelerate", "hf_zero3_accelerate"),
+    *("hf_zero2_offload", "hf_zero3_offload", "hf_zero2_8bit", "hf_zero2_int8", "hf_zero3_int8"),
+]
+"""What `all.sh` compares."""
+
+
+def chosen_engines(names: list[str]) -> list[str]:
+    """Names of engines, the baseline first, without which there is nothing to compare with; `all` is every peer.
+
+    Raises:
+        SystemExit: one is unknown.
+    """
+    if names == ["all"]:
+        names = ALL_PEERS
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        print(f"unknown engines {', '.join(unknown)}; there are {', '.join(ENGINES)}", file=sys.stderr)
+        raise SystemExit(2)
+    return list(dict.fromkeys([BASELINE, *names]))

@@ -1,1 +1,0 @@
-"""Writes the parts of the documentation that are made from the code: `python scripts/write_docs.py`."""
